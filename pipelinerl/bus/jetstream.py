@@ -1,0 +1,209 @@
+"""The bus over NATS JetStream.
+
+Three streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
+(`nats_link`). It does not start a server (`pipelinerl.local.nats_server` does) and does not change streams that exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import nats.js.errors
+from nats.js.api import StreamConfig
+
+from pipelinerl.bus import nats_streams
+from pipelinerl.bus.nats_link import NatsLink, bus_errors, is_stream_missing, open_link
+from pipelinerl.bus.nats_members import MemberWatch
+from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
+from pipelinerl.bus.nats_publisher import StreamPublisher
+from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
+from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
+from pipelinerl.bus.subjects import FROM_ACTOR, Subjects, check_actor_name, check_control
+from pipelinerl.errors import BusError
+
+_MSG_ID = "Nats-Msg-Id"
+_NS = 1_000_000_000
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    url: str,
+    run: str,
+    *,
+    limits: StreamLimits | None = None,
+    name: str = "",
+    credentials: Path | None = None,
+    connect_timeout_s: float = 5.0,
+    request_timeout_s: float = 10.0,
+) -> AsyncIterator[JetStreamBus]:
+    """The bus of `run` at `url` (several servers of a cluster: separated by commas).
+
+    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file.
+    Raises `BusError` naming the url when no server answers in time, `FieldError` for a bad run name or file.
+    """
+    subjects = Subjects(run)
+    async with open_link(
+        url,
+        name=name or run,
+        credentials=credentials,
+        connect_timeout_s=connect_timeout_s,
+        request_timeout_s=request_timeout_s,
+    ) as link:
+        bus = JetStreamBus(link, subjects, limits or StreamLimits())
+        await bus.open()
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+
+class JetStreamBus:
+    """Implements `Bus`. Made by `connect`."""
+
+    def __init__(self, link: NatsLink, subjects: Subjects, limits: StreamLimits) -> None:
+        self.run, self.limits = subjects.run, limits
+        self._link, self._subjects = link, subjects
+        self._publisher = StreamPublisher(link)
+        self._puller = PromptPuller(link, subjects.prompts_stream, nats_streams.ACTORS)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._link.max_payload_bytes
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link.is_connected
+
+    async def open(self) -> None:
+        """`connect` calls it."""
+        await self._publisher.open()
+
+    async def close(self) -> None:
+        """Hands back a prompt group that was delivered and not taken. `connect` calls it."""
+        await self._puller.close()
+
+    async def create_streams(self) -> None:
+        await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
+        await self._ensure_stream(nats_streams.sequences(self._subjects, self.limits))
+        await self._ensure_stream(nats_streams.control(self._subjects, self.limits))
+        if not await self._has_stream(nats_streams.members_stream(self._subjects)):
+            with bus_errors(f"creating the membership bucket at {self._link.url} (needs nats-server 2.11)"):
+                await self._link.js.create_key_value(nats_streams.members(self._subjects, self.limits))
+        await self._ensure_actors_consumer()
+
+    async def delete_streams(self) -> None:
+        subjects = self._subjects
+        members = nats_streams.members_stream(subjects)
+        for stream in (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream, members):
+            with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
+                await self._link.js.delete_stream(stream)
+
+    async def publish_prompt(self, payload: bytes, msg_id: str) -> None:
+        await self._publisher.store(self._subjects.prompts, payload, {_MSG_ID: msg_id})
+
+    async def next_prompt(self, timeout_s: float) -> NatsPrompt | None:
+        return await self._puller.next(timeout_s)
+
+    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
+        return await self._publisher.store(self._subjects.sequences, payload, {_MSG_ID: msg_id})
+
+    @contextlib.asynccontextmanager
+    async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
+        plan = ReadPlan(self._subjects.sequences_stream, from_position=max(1, from_position))
+        async with OrderedReader(self._link, plan) as reader:
+            yield _LogEntries(reader)
+
+    async def purge_sequences(self, below_position: int) -> None:
+        if below_position <= 1:
+            return  # nothing is below; nats-py would take 0 for "everything"
+        with bus_errors(f"purging {self._subjects.sequences_stream}"):
+            await self._link.js.purge_stream(self._subjects.sequences_stream, seq=below_position)
+
+    async def prompts_info(self) -> StreamInfo:
+        return await self._info(self._subjects.prompts_stream)
+
+    async def sequences_info(self) -> StreamInfo:
+        return await self._info(self._subjects.sequences_stream)
+
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+        check_control(kind, actor)
+        await self._publisher.store(self._subjects.control(kind, actor), payload)
+
+    @contextlib.asynccontextmanager
+    async def watch_control(self, kinds: Sequence[str]) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+        subjects = tuple(self._subjects.control(kind, "*" if kind in FROM_ACTOR else "") for kind in kinds)
+        async with OrderedReader(self._link, ReadPlan(self._subjects.control_stream, subjects)) as reader:
+            yield _ControlMessages(reader, prefix=self._subjects.control(""))
+
+    async def put_member(self, actor: str, payload: bytes) -> None:
+        subject = nats_streams.member_subject(self._subjects, check_actor_name(actor))
+        await self._publisher.store(subject, payload)
+
+    async def remove_member(self, actor: str) -> None:
+        subject = nats_streams.member_subject(self._subjects, check_actor_name(actor))
+        await self._publisher.store(subject, b"", {"KV-Operation": "DEL"})
+
+    @contextlib.asynccontextmanager
+    async def watch_members(self) -> AsyncIterator[AsyncIterator[MemberEvent]]:
+        stream = nats_streams.members_stream(self._subjects)
+        with bus_errors(f"watching members at {self._link.url}"):
+            ttl_s = (await self._link.js.stream_info(stream)).config.max_age
+        every = nats_streams.member_subject(self._subjects, "*")
+        async with OrderedReader(self._link, ReadPlan(stream, (every,), snapshot_again=True)) as reader:
+            yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
+
+    async def _ensure_stream(self, config: StreamConfig) -> None:
+        assert config.name is not None
+        if await self._has_stream(config.name):
+            return
+        with bus_errors(f"creating {config.name} at {self._link.url}"):
+            await self._link.js.add_stream(config)
+
+    async def _has_stream(self, stream: str) -> bool:
+        try:
+            await self._info(stream)
+        except BusError as error:
+            if is_stream_missing(error):
+                return False
+            raise
+        return True
+
+    async def _ensure_actors_consumer(self) -> None:
+        with bus_errors(f"creating the consumer of {self._subjects.prompts_stream}"):
+            try:
+                await self._link.js.consumer_info(self._subjects.prompts_stream, nats_streams.ACTORS)
+            except nats.js.errors.NotFoundError:
+                await self._link.js.add_consumer(self._subjects.prompts_stream, nats_streams.actors(self.limits))
+
+    async def _info(self, stream: str) -> StreamInfo:
+        with bus_errors(f"looking at {stream} at {self._link.url}"):
+            state = (await self._link.js.stream_info(stream)).state
+        return StreamInfo(state.messages, state.bytes, state.first_seq, state.last_seq)
+
+
+class _LogEntries:
+    def __init__(self, reader: OrderedReader) -> None:
+        self._reader = reader
+
+    def __aiter__(self) -> _LogEntries:
+        return self
+
+    async def __anext__(self) -> LogEntry:
+        message, ack = await self._reader.next_message()
+        msg_id = message.headers.get(_MSG_ID, "") if message.headers else ""
+        return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS)
+
+
+class _ControlMessages:
+    def __init__(self, reader: OrderedReader, prefix: str) -> None:
+        self._reader, self._prefix = reader, prefix
+
+    def __aiter__(self) -> _ControlMessages:
+        return self
+
+    async def __anext__(self) -> ControlMessage:
+        message, ack = await self._reader.next_message()
+        kind, _, actor = message.subject.removeprefix(self._prefix).partition(".")
+        return ControlMessage(kind, actor, message.data, ack.stream_position)

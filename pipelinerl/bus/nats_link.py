@@ -1,0 +1,209 @@
+"""One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
+
+It knows nothing of runs, streams or sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+
+from pipelinerl.errors import BusError, FieldError
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_WAIT_S = 0.5
+_PING_INTERVAL_S = 5
+_MAX_OUTSTANDING_PINGS = 2
+_STREAM_NOT_FOUND = 10059
+
+
+class AckSubject(NamedTuple):
+    """What JetStream writes into a delivered message's reply subject."""
+
+    num_deliveries: int
+    stream_position: int
+    consumer_position: int
+    published_at_ns: int
+    num_pending: int
+    """Messages of this consumer that are still to come."""
+
+    @classmethod
+    def parse(cls, reply: str) -> AckSubject:
+        """Raises `BusError` when `reply` is not of a JetStream delivery."""
+        tokens = reply.split(".")
+        first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
+        if not reply.startswith("$JS.ACK.") or len(tokens) < first + 5:
+            raise BusError(f"not a JetStream delivery: reply subject {reply!r}")
+        return cls(*map(int, tokens[first : first + 5]))
+
+
+def redacted(url: str) -> str:
+    """`url` without a password in it, for messages and logs."""
+    return re.sub(r"//[^@/]*@", "//***@", url)
+
+
+class bus_errors:
+    """Turns what nats-py raises into a `BusError` that starts with `action`.
+
+    It also hands on a cancellation that nats-py swallowed (it does while it waits to flush a large message).
+    """
+
+    __slots__ = ("_action", "_cancellations", "_task")
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancellations = self._task.cancelling() if self._task else 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        cancelled = self._task is not None and self._task.cancelling() > self._cancellations
+        if error is None or isinstance(error, nats.errors.Error | OSError | TimeoutError):
+            if cancelled:
+                raise asyncio.CancelledError from error
+            if error is not None:
+                raise BusError(f"{self._action}: {_reason(error)}") from error
+
+
+def is_stream_missing(error: BusError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, nats.js.errors.NoStreamResponseError):
+        return "no stream takes this subject: the run's streams are not there (yet), or JetStream is off"
+    if isinstance(error, nats.js.errors.ServiceUnavailableError) and not error.description:
+        return "JetStream is off: start nats-server with -js"
+    if isinstance(error, nats.js.errors.APIError):
+        return f"{error.description or type(error).__name__} (JetStream error {error.err_code or error.code})"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error).removeprefix("nats: ") or type(error).__name__
+
+
+class NatsLink:
+    """An open connection. `disconnected` and `reconnected` hold functions to call when that happens."""
+
+    def __init__(self, url: str, request_timeout_s: float) -> None:
+        self.url, self.request_timeout_s = redacted(url), request_timeout_s
+        self.client = Client()
+        self.js = self.client.jetstream(timeout=request_timeout_s)
+        self.disconnected: set[Callable[[], None]] = set()
+        self.reconnected: set[Callable[[], None]] = set()
+        self._connected = asyncio.Event()
+        self._last_error = ""
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.client.max_payload
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Raises `BusError` when there is no connection within `timeout_s`."""
+        if self._connected.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._connected.wait(), timeout_s)
+        except TimeoutError:
+            raise BusError(f"not connected to {self.url}: {self._last_error or 'connection lost'}") from None
+
+    async def request(self, subject: str, payload: bytes) -> None:
+        """Sends and waits for any answer. Raises `BusError`."""
+        await self.wait_connected(self.request_timeout_s)
+        with bus_errors(f"request on {subject}"):
+            await self.client.request(subject, payload, timeout=self.request_timeout_s)
+
+    async def _open(self, servers: list[str], name: str, login: dict[str, Any], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.client.connect(
+                    servers,
+                    name=name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
+                    ping_interval=_PING_INTERVAL_S,
+                    max_outstanding_pings=_MAX_OUTSTANDING_PINGS,
+                    **login,
+                )
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            reason = self._last_error or _reason(error)
+            raise BusError(f"cannot connect to NATS at {self.url} within {timeout_s:g} s: {reason}") from error
+        self._last_error = ""
+        self._connected.set()
+
+    async def _on_error(self, error: Exception) -> None:
+        previous, self._last_error = self._last_error, _reason(error)
+        if self.is_connected or self.client.is_reconnecting:
+            if self._last_error != previous:  # not once per attempt to reconnect
+                _log.warning("NATS at %s: %s", self.url, self._last_error)
+        elif "authorization" in self._last_error.lower():
+            # Raised into nats-py's connect loop, which would try a refused login again until the time is over.
+            raise BusError(f"NATS at {self.url} refuses the login: {self._last_error}; check nats_credentials")
+
+    async def _on_disconnect(self) -> None:
+        self._connected.clear()
+        for notify in list(self.disconnected):
+            notify()
+
+    async def _on_reconnect(self) -> None:
+        _log.info("reconnected to NATS at %s", self.url)
+        self._last_error = ""
+        self._connected.set()
+        for notify in list(self.reconnected):
+            notify()
+
+
+@contextlib.asynccontextmanager
+async def open_link(
+    url: str, *, name: str, credentials: Path | None, connect_timeout_s: float, request_timeout_s: float
+) -> AsyncIterator[NatsLink]:
+    """Connects, and reconnects for as long as the context lasts. `url`: one server or several, separated by commas.
+
+    Raises `BusError` naming the url when no server answers within `connect_timeout_s` or the login is refused,
+    `FieldError` when the credentials file cannot be used.
+    """
+    link, login = NatsLink(url, request_timeout_s), read_login(credentials)
+    try:
+        await link._open(url.split(","), name, login, connect_timeout_s)
+        yield link
+    finally:
+        if link.client.options:  # else it has refused the url itself, and there is nothing to close
+            await link.client.close()
+
+
+def read_login(credentials: Path | None) -> dict[str, Any]:
+    """nats-py's login arguments from a file with `user:password` or from a NATS .creds file."""
+    if credentials is None:
+        return {}
+    try:
+        text = credentials.read_text().strip()
+    except OSError as error:
+        raise FieldError("nats_credentials", str(credentials), f"cannot be read: {error.strerror}") from error
+    if "BEGIN NATS USER JWT" in text:
+        if importlib.util.find_spec("nkeys") is None:
+            raise FieldError("nats_credentials", str(credentials), "a .creds file needs nkeys: pip install nkeys")
+        return {"user_credentials": str(credentials)}
+    user, colon, password = text.partition(":")
+    if not colon or not user:
+        raise FieldError("nats_credentials", str(credentials), "the file must hold user:password or be a .creds file")
+    return {"user": user, "password": password}

@@ -1,0 +1,163 @@
+"""What the services need from a message bus. `jetstream.py` and `memory.py` implement it under one contract test suite.
+
+Payloads are opaque bytes here: `pipelinerl.codec` makes and reads them. The bus neither retries a publish for ever nor
+drops anything: a stream that is full or unreachable raises `BusError`, and the caller keeps what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """Bounds of a run's streams, fixed when they are created. Full means `BusError`, never a dropped message."""
+
+    prompts_max_messages: int = 100_000
+    sequences_max_bytes: int = 8 * 1024**3
+    sequences_max_messages: int = 10_000_000
+    duplicate_window_s: float = 600.0
+    ack_wait_s: float = 30.0
+    max_deliveries: int = 5
+    """After so many deliveries an actor should `terminate` a group and publish its samples as failed. The bus itself
+    delivers for ever: a server that stopped delivering would lose the group silently."""
+    member_ttl_s: float = 10.0
+    replicas: int = 1
+    in_memory: bool = False
+    """Streams in the server's memory instead of files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One message of the SEQUENCES log. `position` starts at 1 and only grows."""
+
+    position: int
+    payload: bytes
+    msg_id: str
+    published_at_s: float
+    """Server's wall-clock time of the publish, Unix seconds."""
+
+
+@dataclass(frozen=True)
+class StreamInfo:
+    """`first_position` is `last_position + 1` when the stream is empty."""
+
+    messages: int
+    bytes: int
+    first_position: int
+    last_position: int
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """`kind` and `actor` are the last tokens of the subject (actor is "" for the trainer's messages)."""
+
+    kind: str
+    actor: str
+    payload: bytes
+    position: int
+
+
+@dataclass(frozen=True)
+class MemberEvent:
+    """A registration was put (`payload` set) or removed / expired (`payload` None)."""
+
+    actor: str
+    payload: bytes | None
+
+
+class PromptDelivery(Protocol):
+    """A prompt group in an actor's hands. Unacknowledged for `ack_wait_s` it goes to somebody else."""
+
+    payload: bytes
+    num_deliveries: int
+    """1 the first time; counts hand-backs as well as expired deadlines."""
+
+    async def ack(self) -> None:
+        """The group is done. Returns once that is recorded; raises `BusError`."""
+        ...
+
+    async def in_progress(self) -> None:
+        """Extends the deadline by another `ack_wait_s`."""
+        ...
+
+    async def give_back(self) -> None:
+        """Hands it back for immediate redelivery."""
+        ...
+
+    async def terminate(self, reason: str) -> None:
+        """Never deliver it again (it does not parse, or was delivered too often)."""
+        ...
+
+
+class Bus(Protocol):
+    """One run's streams. Made by `jetstream.connect(...)` or `memory.MemoryBus(...)`, as an async context manager.
+
+    Every call is bounded in time and raises `BusError` when the server does not answer. The iterators are not: they
+    wait, across reconnections, until the context is left. Cancelling a wait (`anext` too) never loses a message.
+    """
+
+    run: str
+    limits: StreamLimits
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message, headers included (a message id costs about 30 bytes more than its length)."""
+        ...
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    async def create_streams(self) -> None:
+        """Creates PROMPTS, SEQUENCES, CONTROL and the membership bucket; keeps what is there, limits included."""
+        ...
+
+    async def delete_streams(self) -> None: ...
+
+    async def publish_prompt(self, payload: bytes, msg_id: str) -> None:
+        """Returns when the stream has stored it; a repeated `msg_id` within the window is stored once (a group that is
+        handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
+        ...
+
+    async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
+        """Next group of the work queue, or None when none came within `timeout_s` (> 0). Raises `BusError` when there
+        is no connection or the streams do not exist."""
+        ...
+
+    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
+        """Position in the log once stored; a repeated `msg_id` within the window is stored once.
+        Raises `PayloadTooLarge`, `BusError`."""
+        ...
+
+    def read_sequences(self, from_position: int) -> AbstractAsyncContextManager[AsyncIterator[LogEntry]]:
+        """The log from `from_position` (>= 1) on, waiting at its end for more. Positions that were purged are left
+        out."""
+        ...
+
+    async def purge_sequences(self, below_position: int) -> None: ...
+    async def prompts_info(self) -> StreamInfo: ...
+    async def sequences_info(self) -> StreamInfo: ...
+
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+        """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
+        the second. Raises `BusError`."""
+        ...
+
+    def watch_control(self, kinds: Sequence[str]) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
+        """The last message of each matching subject, then every new one, in stream order.
+        An answer kind (`staged`) matches the answers of all actors."""
+        ...
+
+    async def put_member(self, actor: str, payload: bytes) -> None:
+        """Registers or refreshes; the entry expires after `member_ttl_s`."""
+        ...
+
+    async def remove_member(self, actor: str) -> None: ...
+
+    def watch_members(self) -> AbstractAsyncContextManager[AsyncIterator[MemberEvent]]:
+        """Present members first, then every put and removal, expiry included. Heartbeats arrive as puts, and a member
+        may be put again after a reconnection; a removal comes once."""
+        ...

@@ -1,0 +1,88 @@
+"""Names of streams, subjects and buckets of one run. Subjects are prefixed by the run, so that runs share one NATS.
+
+Pure: strings in, strings out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pipelinerl.errors import FieldError
+
+RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+"""What a run may be called: it is part of subjects, stream names, Kubernetes labels and folder names."""
+
+
+def check_run_name(run: str) -> str:
+    """Returns `run`; raises `FieldError` when it cannot be part of a subject and a Kubernetes label."""
+    if not RUN_NAME.fullmatch(run):
+        raise FieldError("run", run, "use 1-40 lowercase letters, digits and inner dashes")
+    return run
+
+
+ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
+"""What an actor may be called: its name is one token of a subject and a key of the membership bucket."""
+
+
+def check_actor_name(actor: str) -> str:
+    """Returns `actor`; raises `FieldError` when it cannot be one token of a subject."""
+    if not ACTOR_NAME.fullmatch(actor):
+        raise FieldError("actor", actor, "use 1-253 letters, digits, dashes and underscores")
+    return actor
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Subjects, streams and the membership bucket of one run."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run)
+
+    @property
+    def prompts_stream(self) -> str:
+        return f"PROMPTS_{self.run}"
+
+    @property
+    def sequences_stream(self) -> str:
+        return f"SEQUENCES_{self.run}"
+
+    @property
+    def control_stream(self) -> str:
+        return f"CONTROL_{self.run}"
+
+    @property
+    def members_bucket(self) -> str:
+        return f"members-{self.run}"
+
+    @property
+    def prompts(self) -> str:
+        return f"{self.run}.prompts"
+
+    @property
+    def sequences(self) -> str:
+        return f"{self.run}.sequences"
+
+    def control(self, kind: str, actor: str = "") -> str:
+        """Subject of one kind of control message; answers carry the actor's name as the last token."""
+        return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
+
+    @property
+    def control_all(self) -> str:
+        return f"{self.run}.control.>"
+
+
+FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
+FROM_ACTOR = ("joined", "staged", "serving", "failed")
+
+
+def check_control(kind: str, actor: str) -> None:
+    """Raises `FieldError` unless `kind` is a control message of the trainer (`actor` empty) or an actor's answer."""
+    if kind not in FROM_TRAINER + FROM_ACTOR:
+        raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
+    if kind in FROM_ACTOR:
+        check_actor_name(actor)
+    elif actor:
+        raise FieldError("actor", actor, f"control messages of kind {kind!r} come from the trainer: leave it empty")

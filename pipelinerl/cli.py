@@ -1,0 +1,54 @@
+"""The `pipelinerl` command: reads arguments, hands them to a command module, turns errors into exit codes.
+
+Exit codes: 0 done, 1 failed, 2 the user's mistake (arguments, recipe, folder), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pipelinerl import __version__
+from pipelinerl.commands import report, run, validate
+from pipelinerl.errors import PipelineRLError, UserError
+
+COMMANDS = (run, validate, report)
+
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl", description="Reinforcement learning for language models with in-flight weight updates."
+    )
+    parser.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        command = commands.add_parser(module.NAME, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(execute=module.execute)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.execute(args)
+    except UserError as error:
+        return _complain(error, WRONG_USE)
+    except PipelineRLError as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _complain(error: PipelineRLError, code: int) -> int:
+    print(f"pipelinerl: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`pipelinerl validate RECIPE`: says whether a recipe can be used, listing everything that is wrong with it.
+
+Judges the recipe only, so that one meant for a cluster validates on a laptop; what this machine lacks for running it
+is printed as a note and does not change the verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelinerl.config.recipe import Recipe
+
+NAME = "validate"
+HELP = "check a recipe and print what it says"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
+        help="override one field of the recipe; the value is YAML (repeatable)",
+    )  # fmt: skip
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Exit code 0; raises `UserError` with every wrong field otherwise."""
+    from pipelinerl.config.load import load_recipe
+    from pipelinerl.config.preflight import check_environment
+    from pipelinerl.config.recipe_errors import RecipeError
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    print(f"{recipe.name}: valid")
+    width = max(len(name) for name, _ in outline(recipe))
+    for name, value in outline(recipe):
+        print(f"  {name:<{width}}  {value}")
+    try:
+        check_environment(recipe)
+    except RecipeError as missing:
+        print("not runnable on this machine:")
+        for problem in missing.problems:
+            print(f"  - {problem}")
+    return 0
+
+
+def outline(recipe: Recipe) -> list[tuple[str, str]]:
+    """What a person wants to see of a recipe at a glance, as (name, value) rows. Pure."""
+    lag = recipe.algorithm.max_lag
+    model = recipe.model
+    return [
+        ("mode", recipe.mode),
+        ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
+        ("task", f"{recipe.task.name} ({recipe.task.path or recipe.task.source}), {recipe.task.prompt_style} prompts"),
+        ("reward", recipe.reward.scorer),
+        ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.sampling.max_tokens} tokens"),
+        ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
+        ("algorithm", f"{recipe.algorithm.loss}, {recipe.algorithm.advantage}, max lag {'-' if lag is None else lag}"),
+        (
+            "trainer",
+            f"{recipe.trainer.steps} steps of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g}",
+        ),
+        ("evaluation", f"{recipe.task.heldout_problems} problems every {recipe.evaluation.every_steps} steps"),
+    ]

@@ -1,0 +1,279 @@
+"""The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
+
+A recipe says nothing about where it runs: addresses, ports and folders are settings (`settings.py`), so that the same
+file trains on a laptop and on a cluster. Every field's meaning stands beside it. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from pipelinerl.bus.subjects import RUN_NAME
+from pipelinerl.config.warmstart import WarmStartConfig
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: immutable, closed, finite numbers only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    source: Literal["hub", "path", "warmstart", "smollm2"] = Field(
+        "hub",
+        description="Where the initial policy comes from: a Hugging Face id (`hub`), a folder (`path`), a small model "
+        "built and warm-started by the run itself (`warmstart`), or the SmolLM2 package (`smollm2`).",
+    )
+    name: str = Field("", description="Hugging Face id for `hub`, folder for `path`; unused otherwise.")
+    revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute dtype of actor and trainer."
+    )
+    max_context: int = Field(2048, ge=16, le=1_048_576, description="Prompt plus completion tokens at most.")
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
+        "auto", description="Attention implementation of the trainer; `auto` = sdpa on CPU, the fastest varlen on GPU."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
+    warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
+
+    @model_validator(mode="after")
+    def _name_where_needed(self) -> ModelConfig:
+        if self.source in ("hub", "path") and not self.name:
+            raise ValueError(f"name is empty: source {self.source!r} needs a Hugging Face id or a folder in model.name")
+        if self.source == "warmstart" and self.warmstart is None:
+            raise ValueError("warmstart is missing: source 'warmstart' needs the section model.warmstart")
+        return self
+
+
+class TaskConfig(Section):
+    source: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Where problems come from.")
+    name: str = Field("chain_sum", description="reasoning-gym family, or a label for the file's problems.")
+    config: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reasoning-gym family.")
+    path: str = Field("", description="JSONL or Parquet file of problems for source `jsonl`.")
+    prompt_field: str = Field("prompt", description="Field of the file that holds the prompt.")
+    answer_field: str = Field("answer", description="Field of the file that holds the reference answer.")
+    prompt_style: Literal["compact", "plain", "chat"] = Field(
+        "plain",
+        description="`compact`: bare expression (chain_sum); `plain`: the question; `chat`: the model's template.",
+    )
+    system_prompt: str = Field("", description="System message for `chat`.")
+    instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")
+    heldout_problems: int = Field(
+        128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated."
+    )
+
+
+class OverlongConfig(Section):
+    """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
+
+    buffer_tokens: int = Field(0, ge=0, description="Width of the zone before max_tokens; 0 = off.")
+    penalty: float = Field(1.0, ge=0, description="Reward taken away at max_tokens.")
+
+
+SCORERS = ("task", "exact", "regex", "math", "json_schema")
+"""What `reward.scorer` may name, besides a function of the user's own."""
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class RewardConfig(Section):
+    """reward = correct * score + format_weight * [format matches] + overlong penalty, by terms that are kept apart."""
+
+    scorer: str = Field(
+        "task",
+        description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
+        "(the reference is a pattern), `math` (math-verify), `json_schema`, or `pkg.module:function`, whose number is "
+        "taken as it is.",
+    )
+    answer_pattern: str = Field(
+        "", description="Regular expression whose last match's group 1 is the answer; empty = the whole completion."
+    )
+    json_schema: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is its schema.",
+    )
+    correct: float = Field(1.0, description="Reward of a fully right answer; partial scores scale it.")
+    binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
+    format_pattern: str = Field(
+        "", description="Regular expression the whole completion should match; empty = no term."
+    )
+    format_weight: float = Field(0.0, description="Reward added when it matches.")
+    overlong: OverlongConfig = OverlongConfig()
+    timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
+    memory_mib: int = Field(
+        1024, ge=64, le=262_144, description="Address space rewards may take in one worker, beyond its libraries', MiB."
+    )
+
+    @field_validator("scorer")
+    @classmethod
+    def _known_scorer(cls, value: str) -> str:
+        if value in SCORERS or _IMPORT_PATH.fullmatch(value):
+            return value
+        near = difflib.get_close_matches(value, SCORERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{hint}use one of {', '.join(SCORERS)}, or pkg.module:function")
+
+    @field_validator("answer_pattern", "format_pattern")
+    @classmethod
+    def _compiles(cls, value: str, info: ValidationInfo) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if info.field_name == "answer_pattern" and value and groups < 1:
+            raise ValueError("put the part that is the answer in a group: (...)")
+        return value
+
+
+class SamplingConfig(Section):
+    group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
+    temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; 1 = off.")
+    top_k: int = Field(0, ge=0, description="0 = off.")
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Completion tokens at most.")
+    seeded: bool = Field(
+        False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
+    )
+
+
+class EngineConfig(Section):
+    """What vLLM is told beyond the model."""
+
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
+    enforce_eager: bool = Field(False, description="No CUDA graphs / compilation.")
+    max_batched_tokens: int = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
+    threads: int = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer.")
+    quantization: str = Field("", description="vLLM quantisation method; empty = none.")
+
+
+class ActorConfig(Section):
+    count: int = Field(
+        1, ge=0, le=10_000, description="Actors a local run starts; on a cluster the Deployment decides."
+    )
+    sequences_in_progress: int = Field(64, ge=1, le=100_000, description="H: sequences an actor keeps in progress.")
+    verify_batch: int = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
+    publish_buffer: int = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
+    engine: EngineConfig = EngineConfig()
+
+
+class AlgorithmConfig(Section):
+    loss: Literal["reinforce", "ppo_clip", "grpo"] = Field(
+        "reinforce", description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`."
+    )
+    clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ε below 1 for `ppo_clip` and `grpo`.")
+    clip_high: float = Field(0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28).")
+    advantage: Literal["group_mean", "leave_one_out"] = Field("leave_one_out", description="Baseline.")
+    normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
+    normalization: Literal["token", "sequence", "batch"] = Field(
+        "batch",
+        description="`token`: mean over all tokens (DAPO); `sequence`: mean over each sequence, then over sequences "
+        "(GRPO); `batch`: sum over tokens / number of sequences (paper).",
+    )
+    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    filter_equal_rewards: bool = Field(False, description="Drop groups whose rewards are all equal (DAPO).")
+    max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
+    conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_grpo(cls, data: Any) -> Any:
+        """`loss: grpo` alone means GRPO as published: group mean, divided by std, averaged over each sequence."""
+        if isinstance(data, dict) and data.get("loss") == "grpo":
+            return {"advantage": "group_mean", "normalize_std": True, "normalization": "sequence"} | data
+        return data
+
+
+class TrainerConfig(Section):
+    steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
+    batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
+    learning_rate: float = Field(1e-6, gt=0, le=1)
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
+    gradient_checkpointing: bool = False
+    threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
+
+
+class WeightUpdateConfig(Section):
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="`auto`: nccl on GPU, gloo on CPU.")
+    chunk_mib: float = Field(64.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
+    deadline_s: float = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
+    recompute_kv: bool = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
+    probe_every: int = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
+    probe_tokens: int = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
+    join_timeout_s: float = Field(600.0, gt=0, description="How long a run waits for its first actors.")
+
+
+class EvaluationConfig(Section):
+    every_steps: int = Field(
+        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
+    )
+    temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
+    timeout_s: float = Field(600.0, gt=0)
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(0, ge=0, description="Optimizer steps between checkpoints; 0 = at the end only.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class Recipe(Section):
+    """A whole run. Cross-field rules live here."""
+
+    name: str = Field(description="Name of the recipe, and of the run unless the user gives another.")
+    description: str = Field("", description="One line for people.")
+    mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Of problems, sampling and the trainer.")
+    model: ModelConfig
+    task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightUpdateConfig = WeightUpdateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _run_name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("use 1-40 lowercase letters, digits and inner dashes")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.trainer.batch_size % self.sampling.group_size:
+            raise ValueError(
+                f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
+                f"sampling.group_size = {self.sampling.group_size}: a batch holds whole groups"
+            )
+        if self.sampling.max_tokens >= self.model.max_context:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"model.max_context = {self.model.max_context}"
+            )
+        if self.trainer.tokens_per_microbatch < self.model.max_context:
+            raise ValueError(
+                f"trainer.tokens_per_microbatch = {self.trainer.tokens_per_microbatch} cannot hold one sequence of "
+                f"model.max_context = {self.model.max_context} tokens"
+            )
+        if self.algorithm.advantage == "leave_one_out" and self.sampling.group_size < 2:
+            raise ValueError("algorithm.advantage = 'leave_one_out' needs sampling.group_size >= 2")
+        if self.task.source == "jsonl" and not self.task.path:
+            raise ValueError("task.path is empty: source 'jsonl' needs a .jsonl or .parquet file")
+        return self

@@ -1,0 +1,56 @@
+"""Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
+
+In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones.
+What is trained is not here: that is the recipe, a file whose path is one of these fields.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ServiceSettings(BaseSettings):
+    """What every service needs to know."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
+
+    run: str = Field(description="Name of the run: prefix of its subjects.")
+    recipe: Path = Field(description="Resolved recipe, YAML.")
+    instance: str = Field(description="Name of this process in the run: actor-0, or the pod's name.")
+    grpc_host: str = Field("127.0.0.1", description="Interface of the gRPC server.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="0 = any free port, written to the address file.")
+    http_host: str = Field("127.0.0.1", description="Interface of /healthz, /readyz and /metrics.")
+    http_port: int = Field(0, ge=0, le=65535, description="0 = any free port.")
+    advertise_host: str = Field("127.0.0.1", description="Name or address under which other services reach this one.")
+    address_file: Path | None = Field(None, description="Written when serving: JSON {grpc, http, pid}.")
+    log_format: Literal["text", "json"] = Field("text", description="json in a cluster.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    die_with_parent: bool = Field(False, description="SIGTERM to itself when its parent dies (Linux; local runs).")
+
+
+class BusSettings(ServiceSettings):
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server of the run.")
+    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+
+
+class ActorSettings(BusSettings):
+    model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
+    verifier: str = Field(description="host:port of the verifier.")
+    transfer_interface: str = Field("", description="Network interface for collectives; empty = the route's.")
+
+
+class TrainerSettings(BusSettings):
+    model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
+    verifier: str = Field(description="host:port of the verifier, for held-out evaluation.")
+    run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
+    expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
+    transfer_interface: str = Field("", description="Network interface for collectives; empty = the route's.")
+
+
+class VerifierSettings(ServiceSettings):
+    workers: int = Field(2, ge=1, le=256, description="Reward processes.")
+    max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")

@@ -1,0 +1,60 @@
+"""The errors this project raises on purpose, as one tree.
+
+A user's mistake is a `UserError`: its text names the field, the value and the fix, and the command line prints it
+without a traceback. Everything else under `PipelineRLError` is a failure of something outside the process.
+Broken invariants of our own are `AssertionError`s and are not listed here.
+"""
+
+from __future__ import annotations
+
+
+class PipelineRLError(Exception):
+    """Base of all errors below."""
+
+
+class UserError(PipelineRLError, ValueError):
+    """A value that the user gave cannot be used."""
+
+
+class FieldError(UserError):
+    """One field of a recipe, a setting or a request is wrong.
+
+    Attributes: `field` (dotted path), `value` (as given), `fix` (what is allowed).
+    """
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        self.field, self.value, self.fix = field, value, fix
+        shown = repr(value)
+        super().__init__(f"{field} = {shown if len(shown) <= 120 else shown[:117] + '...'}: {fix}")
+
+
+class MessageError(PipelineRLError):
+    """A message from another process does not parse or contradicts itself. It is counted and set aside, never fatal."""
+
+    def __init__(self, kind: str, field: str, problem: str) -> None:
+        self.kind, self.field, self.problem = kind, field, problem
+        super().__init__(f"{kind}.{field}: {problem}" if field else f"{kind}: {problem}")
+
+
+class BusError(PipelineRLError):
+    """NATS is unreachable, refused something, or a stream is full."""
+
+
+class PayloadTooLarge(BusError):
+    """A message exceeds the server's max_payload."""
+
+    def __init__(self, subject: str, size_bytes: int, limit_bytes: int) -> None:
+        self.subject, self.size_bytes, self.limit_bytes = subject, size_bytes, limit_bytes
+        super().__init__(f"message of {size_bytes} bytes on {subject} exceeds max_payload of {limit_bytes} bytes")
+
+
+class TransferError(PipelineRLError):
+    """A weight transfer did not complete: deadline, checksum, manifest mismatch, lost member."""
+
+
+class ManifestMismatch(TransferError):
+    """The two sides do not describe the same weights."""
+
+
+class ServiceError(PipelineRLError):
+    """A service of the run cannot be started, reached, or has died."""

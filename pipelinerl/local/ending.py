@@ -1,0 +1,71 @@
+"""What remains of a run when its processes are gone: summary.json, report.html, the last lines on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.local.report import write_report
+from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.summary import read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.local.text import duration, number, percent
+
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended. `restarts`: by service, those that had any; `error`: what it failed of."""
+
+    wall_s: float
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+    error: PipelineRLError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return EXIT_INTERRUPTED
+        return EXIT_FAILED if self.error else EXIT_DONE
+
+
+def finish(recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
+    """Completes the run directory, says what came of the run, returns the exit code."""
+    summary = complete_summary(recipe, run_dir, ending)
+    write_json(run_dir.summary, summary)
+    write_report(run_dir.path)
+    for line in closing_lines(summary, run_dir, ending):
+        print(line, file=out, flush=True)
+    if ending.error is not None:
+        print(f"pipelinerl: the run failed: {ending.error}", file=err, flush=True)
+    return ending.exit_code
+
+
+def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
+    """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
+    summary = read_summary(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
+    interrupted = ending.interrupted or bool(summary.get("interrupted"))
+    own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
+    return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}
+
+
+def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
+    """The summary for a person. Pure."""
+    how = "interrupted" if ending.interrupted else "failed" if ending.error else "done"
+    lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
+    multi = percent(summary.get("sequences_multi_version_fraction"))
+    first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
+    return [
+        "",
+        f"{how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
+        f"  held-out accuracy  {percent(first)} -> {percent(last)}",
+        f"  token lag          mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, "
+        f"max {number(lag.get('max'))}; {multi} of the sequences span several policy versions",
+        f"  ESS                mean {number(ess.get('mean'), 3)}, min {number(ess.get('min'), 3)}",
+        f"  report             {run_dir.report}",
+        *([f"  checkpoint         {run_dir.checkpoint}"] if run_dir.checkpoint.is_dir() else []),
+    ]

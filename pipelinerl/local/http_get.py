@@ -1,0 +1,24 @@
+"""The status code of one HTTP GET on a loopback address, for readiness. Not an HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+async def http_status(address: str, path: str, timeout_s: float) -> int | None:
+    """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
+    try:
+        return await asyncio.wait_for(_get(address, path), timeout_s)
+    except (OSError, TimeoutError, ValueError, IndexError):
+        return None
+
+
+async def _get(address: str, path: str) -> int:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()

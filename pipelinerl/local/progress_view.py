@@ -1,0 +1,188 @@
+"""What a person sees of a run while it trains: from step metrics and service states to rows of text. Pure.
+
+No terminal, no clock, no sockets: `progress.py` renders these rows, the caller says how much time has passed. Any
+metric may be missing or null; it is shown as `-`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelinerl.local.text import duration, number, percent, sparkline
+
+Metrics = Mapping[str, Any]
+"""One object of metrics.jsonl."""
+
+_RATE_STEPS = 20
+_HISTORY_STEPS = 400
+
+
+@dataclass(frozen=True)
+class ActorView:
+    """One actor as it describes itself, or why it cannot."""
+
+    name: str
+    phase: str
+    policy_version: int = 0
+    sequences_in_progress: int = 0
+
+
+@dataclass
+class RunState:
+    """What has been heard of a run so far. Stepped by `on_step`, `on_phase`, `on_actors`, `on_sequences`."""
+
+    run: str
+    total_steps: int
+    phase: str = "starting"
+    last: Metrics = field(default_factory=dict)
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    """(policy version, accuracy) of each evaluation."""
+    stall: tuple[float, int | None] | None = None
+    """Seconds and version of the newest weight update."""
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
+    """(step, seconds since the runner's start when it was heard of) of the newest steps."""
+    actors: tuple[ActorView, ...] = ()
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step") or 0)
+
+    def on_step(self, metrics: Metrics, elapsed_s: float) -> None:
+        """One more optimizer step, heard of `elapsed_s` after the start."""
+        self.last = metrics
+        self.heard_s.append((self.step, elapsed_s))
+        self.stall = _stall(metrics) or self.stall
+        if metrics.get("sequences"):
+            self.sequences = metrics["sequences"]
+        if metrics.get("reward_mean") is not None:
+            self.rewards.append(metrics["reward_mean"])
+        if metrics.get("heldout_accuracy") is not None:
+            version = metrics.get("heldout_version", metrics.get("policy_version"))
+            self.heldout.append((int(version or 0), metrics["heldout_accuracy"]))
+
+    def on_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def on_actors(self, actors: Sequence[ActorView]) -> None:
+        self.actors = tuple(actors)
+
+    def on_sequences(self, sequences: Mapping[str, int]) -> None:
+        self.sequences = sequences
+
+    def on_restart(self, service: str) -> None:
+        self.restarts[service] = self.restarts.get(service, 0) + 1
+
+
+def seconds_left(state: RunState, elapsed_s: float) -> float | None:
+    """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown."""
+    if len(state.heard_s) < 2:
+        return None  # the first step's time is mostly start-up
+    (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
+    pace_s = (last_s - first_s) / max(1, last_step - first_step)
+    return max(0.0, (state.total_steps - last_step) * pace_s - (elapsed_s - last_s))
+
+
+def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
+    """(label, text) rows of the live display, always the same labels in the same order."""
+    last = state.last
+    return [
+        ("step", _step_text(state, elapsed_s)),
+        ("policy version", number(last.get("policy_version"))),
+        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(state.rewards, width=32)}".rstrip()),
+        ("held-out accuracy", _heldout_text(state)),
+        ("token lag", _lag_text(last)),
+        ("ESS", number(last.get("ess"), 3)),
+        ("tokens/s", _rates_text(last)),
+        ("actor stall", _stall_text(state)),
+        ("sequences", _sequences_text(state.sequences)),
+        ("actors", _actors_text(state)),
+        ("now", state.phase),
+    ]
+
+
+def plain_line(state: RunState, elapsed_s: float) -> str:
+    """The newest step as one line, for logs and pipes."""
+    last = state.last
+    left = seconds_left(state, elapsed_s)
+    parts = [
+        f"step {state.step}/{state.total_steps}",
+        f"version {number(last.get('policy_version'))}",
+        f"reward {number(last.get('reward_mean'), 3)}",
+        f"heldout {percent(state.heldout[-1][1]) if state.heldout else '-'}",
+        f"lag {_lag_text(last)}",
+        f"ess {number(last.get('ess'), 3)}",
+        f"tokens/s {_rates_text(last)}",
+        f"stall {_stall_text(state)}",
+        f"sequences {_sequences_text(state.sequences)}",
+        f"{duration(elapsed_s)} passed" + (f", {duration(left)} left" if left is not None else ""),
+    ]
+    return " | ".join(parts)
+
+
+def fraction_done(state: RunState) -> float:
+    return min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
+
+
+def _step_text(state: RunState, elapsed_s: float) -> str:
+    left = seconds_left(state, elapsed_s)
+    tail = f", {duration(left)} left" if left is not None else ""
+    return f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {duration(elapsed_s)} passed{tail}"
+
+
+def _heldout_text(state: RunState) -> str:
+    if not state.heldout:
+        return "-"
+    (first_version, first), (version, accuracy) = state.heldout[0], state.heldout[-1]
+    if len(state.heldout) == 1:
+        return f"{percent(accuracy)} (version {version})"
+    best = max(value for _, value in state.heldout)
+    return f"{percent(accuracy)} (version {version}), from {percent(first)} (version {first_version}), best {percent(best)}"
+
+
+def _lag_text(last: Metrics) -> str:
+    lag = last.get("lag") or {}
+    return f"mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, max {number(lag.get('max'))}"
+
+
+def _rates_text(last: Metrics) -> str:
+    generated, trained = last.get("tokens_generated_per_s"), last.get("tokens_trained_per_s")
+    return f"{number(generated)} generated, {number(trained)} trained"
+
+
+def _stall(metrics: Metrics) -> tuple[float, int | None] | None:
+    update = metrics.get("weight_update") or {}
+    stall_s = update.get("stall_s", metrics.get("stall_s"))
+    return None if stall_s is None else (stall_s, update.get("version"))
+
+
+def _stall_text(state: RunState) -> str:
+    if state.stall is None:
+        return "-"
+    stall_s, version = state.stall
+    return f"{stall_s * 1000:.0f} ms" + (f" (version {version})" if version is not None else "")
+
+
+def _sequences_text(sequences: Mapping[str, int]) -> str:
+    if not sequences:
+        return "-"
+    shown = [(name, sequences.get(name, 0)) for name in ("issued", "trained", "in_flight")]
+    lost = [(name, sequences.get(name, 0)) for name in ("dropped_stale", "dropped_filtered", "failed")]
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in [*shown, *(row for row in lost if row[1])])
+
+
+def _actors_text(state: RunState) -> str:
+    described = [_actor_text(actor, state.restarts.get(actor.name, 0)) for actor in state.actors]
+    return "; ".join(described) or "-"
+
+
+def _actor_text(actor: ActorView, restarts: int) -> str:
+    text = f"{actor.name} {actor.phase}"
+    if actor.phase in ("serving", "draining"):
+        text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
+    return text + (f", restarted {restarts}x" if restarts else "")

@@ -1,0 +1,107 @@
+"""What report.html shows of a run, as one plain object. Pure: records in, data out; `report.py` reads and writes files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelinerl.local.summary import lag_totals
+
+Record = Mapping[str, Any]
+
+MAX_RECORDS = 1500
+"""Steps that are drawn at most; a longer run is thinned evenly."""
+SAMPLES_SHOWN = 8
+_MAX_TEXT = 4000
+_SHOWN = (
+    "step", "time_s", "reward_mean", "entropy", "grad_norm", "ess", "lag", "lag_histogram",
+    "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
+    "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean",
+)  # fmt: skip
+
+
+def report_data(
+    run: str,
+    description: str,
+    summary: Record,
+    records: Sequence[Record],
+    samples: Sequence[Record],
+    recipe_text: str,
+) -> dict[str, Any]:
+    """The object that pipelinerl/page/views.js draws; its keys are described there."""
+    early, late = early_and_late(samples)
+    return {
+        "run": run,
+        "description": description,
+        "summary": dict(summary),
+        "records": [{key: record[key] for key in _SHOWN if key in record} for record in thinned(records)],
+        "heldout": heldout_points(summary, records),
+        "lag_totals": {str(lag): tokens for lag, tokens in lag_totals(records).items()},
+        "ess_by_lag": mean_by_bucket([record.get("ess_by_lag") or {} for record in records]),
+        "samples": {"early": [_shown(one) for one in early], "late": [_shown(one) for one in late]},
+        "recipe": recipe_text,
+    }
+
+
+def heldout_points(summary: Record, records: Sequence[Record]) -> list[dict[str, float | None]]:
+    """Each evaluation as {step, time_s, accuracy}: at the policy version it measured, not at the step it ended in.
+
+    The summary also has the last one, which no optimizer step follows.
+    """
+    listed = summary.get("heldout") or [
+        {"version": record.get("heldout_version", record.get("step")), "accuracy": record["heldout_accuracy"]}
+        for record in records
+        if record.get("heldout_accuracy") is not None
+    ]
+    times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
+    return [
+        {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]} for one in listed
+    ]
+
+
+def thinned(records: Sequence[Record], limit: int = MAX_RECORDS) -> list[Record]:
+    """At most about `limit` records, evenly spaced, the first and the last among them."""
+    stride = max(1, -(-len(records) // limit))
+    last = len(records) - 1
+    return [record for index, record in enumerate(records) if index % stride == 0 or index == last]
+
+
+def mean_by_bucket(buckets: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Mean of each bucket over the steps that have it, in rising order of the lag a bucket starts with."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for one in buckets:
+        for name, value in one.items():
+            if value is not None:
+                values[name].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values, key=_first_number)}
+
+
+def _first_number(bucket: str) -> tuple[int, str]:
+    digits = "".join(char if char.isdigit() else " " for char in bucket).split()
+    return (int(digits[0]) if digits else 0, bucket)
+
+
+def early_and_late(samples: Sequence[Record], count: int = SAMPLES_SHOWN) -> tuple[list[Record], list[Record]]:
+    """The first and the last `count` samples by step, without overlap; of one step, held-out ones first."""
+    ordered = sorted(samples, key=lambda one: one.get("step") or 0)
+    each = min(count, len(ordered) // 2) if len(ordered) > 1 else len(ordered)
+    first_step = ordered[0].get("step") if ordered else None
+    last_step = ordered[-1].get("step") if ordered else None
+    early = _preferred([one for one in ordered if one.get("step") == first_step], ordered[:each], each)
+    late = _preferred([one for one in ordered if one.get("step") == last_step], ordered[len(ordered) - each :], each)
+    return (early, late) if first_step != last_step else (early, [])
+
+
+def _preferred(same_step: list[Record], fallback: list[Record], count: int) -> list[Record]:
+    chosen = same_step if len(same_step) >= count else fallback
+    return sorted(chosen, key=lambda one: not one.get("heldout"))[:count]
+
+
+def _shown(sample: Record) -> dict[str, Any]:
+    text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
+    return {**{key: sample.get(key) for key in ("step", "reward", "spans", "heldout")}, **text}
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT} more characters)"

@@ -1,0 +1,127 @@
+"""The folder of one local run: what is where, and how a new one gets its name. Knows nothing of what is in the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.bus.subjects import check_run_name
+from pipelinerl.errors import FieldError
+
+_RUN_NAME_LENGTH = 40
+_STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Layout of `runs/<name>/`."""
+
+    path: Path
+    name: str
+    """Name of the run: prefix of its subjects."""
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe, YAML."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each optimizer step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Completions with their rewards and version spans, one JSON object a line."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def pids(self) -> Path:
+        """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of what runs now."""
+        return self.path / "pids.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Hugging Face safetensors and tokenizer of the last checkpoint."""
+        return self.path / "checkpoint"
+
+    @property
+    def nats_store(self) -> Path:
+        """Streams of the embedded NATS server."""
+        return self.path / "nats"
+
+    def log(self, service: str) -> Path:
+        return self.path / "logs" / f"{service}.log"
+
+    def address(self, service: str) -> Path:
+        """Where a service writes `{grpc, http, pid}` once it serves."""
+        return self.path / "addresses" / f"{service}.json"
+
+
+def stamped_name(recipe_name: str, now: datetime) -> str:
+    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut where the whole would be too long for a run's name."""
+    room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
+    return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
+
+
+def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None) -> RunDir:
+    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given.
+
+    Raises `FieldError` when the name cannot be used, or the folder is not empty.
+    """
+    if path is not None:
+        run = RunDir(path, check_run_name(name or stamped_name(recipe_name, now)))
+    elif name is not None:
+        run = RunDir(Path("runs", check_run_name(name)), name)
+    else:
+        run = _unused(stamped_name(recipe_name, now))
+    _make_empty(run.path)
+    for folder in (run.path / "logs", run.path / "addresses"):
+        folder.mkdir()
+    return run
+
+
+def _unused(stamped: str) -> RunDir:
+    for attempt in count(1):
+        name = stamped if attempt == 1 else f"{stamped}-{attempt}"
+        folder = Path("runs", name)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return RunDir(folder, name)
+    raise AssertionError("count() does not end")
+
+
+def _make_empty(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise FieldError("--run-dir", str(path), "is a file; give a folder that is new or empty")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.iterdir())
+    except OSError as error:
+        raise FieldError("--run-dir", str(path), f"cannot be made: {error.strerror}; give another folder") from error
+    if occupied:
+        raise FieldError("--run-dir", str(path), "holds another run; give a new folder or --name, or remove this one")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replaces a JSON file at once, so that a reader never sees half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)

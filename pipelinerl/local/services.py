@@ -1,0 +1,86 @@
+"""How each service of a local run is started: its command and its environment, the same settings a pod gets.
+
+Pure: builds `Launch` objects, starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.local.process import Launch
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.local.threads import ThreadPlan
+from pipelinerl.service.address import ServiceAddress
+
+
+def _module(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name)
+
+
+@dataclass(frozen=True)
+class ServiceCommands:
+    """What the containers run, as commands of this interpreter."""
+
+    verifier: tuple[str, ...] = field(default_factory=lambda: _module("services.verifier"))
+    trainer: tuple[str, ...] = field(default_factory=lambda: _module("services.trainer"))
+    actor: tuple[str, ...] = field(default_factory=lambda: _module("services.actor"))
+    initial_model: tuple[str, ...] = field(default_factory=lambda: _module("services.trainer.warmstart"))
+
+
+@dataclass(frozen=True)
+class ServiceLaunches:
+    """Launches of one run's services. `environment` is what they inherit from the runner."""
+
+    recipe: Recipe
+    run_dir: RunDir
+    threads: ThreadPlan
+    environment: Mapping[str, str]
+    commands: ServiceCommands
+    nats_url: str = ""
+
+    def verifier(self, again: ServiceAddress | None = None) -> Launch:
+        """`again`: where it listened before a restart; actors keep that address."""
+        settings = {"workers": "2"}
+        if again is not None:
+            settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
+        return self._launch("verifier", self.commands.verifier, settings, self.threads.light_env())
+
+    def trainer(self, verifier: str, model_dir: str) -> Launch:
+        settings = {
+            "nats_url": self.nats_url,
+            "verifier": verifier,
+            "model_dir": model_dir,
+            "run_dir": str(self.run_dir.path.resolve()),
+            "expected_actors": str(self.recipe.actor.count),
+        }
+        return self._launch("trainer", self.commands.trainer, settings, self.threads.trainer_env())
+
+    def actor(self, index: int, verifier: str, model_dir: str) -> Launch:
+        settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}
+        return self._launch(f"actor-{index}", self.commands.actor, settings, self.threads.actor_env())
+
+    def initial_model(self, arguments: tuple[str, ...], all_cores: int) -> Launch:
+        """Nothing else runs beside it, so it takes every core."""
+        command = (*self.commands.initial_model, *arguments)
+        return self._launch("warmstart", command, {}, {"OMP_NUM_THREADS": str(all_cores)})
+
+    def _launch(
+        self, name: str, command: tuple[str, ...], settings: Mapping[str, str], threads: Mapping[str, str]
+    ) -> Launch:
+        address_file = self.run_dir.address(name).resolve()
+        common = {
+            "run": self.run_dir.name,
+            "recipe": str(self.run_dir.recipe.resolve()),
+            "instance": name,
+            "address_file": str(address_file),
+            "die_with_parent": "1",
+        }
+        own = {f"PIPELINERL_{key.upper()}": value for key, value in {**common, **settings}.items()}
+        return Launch(name, command, {**self.environment, **threads, **own}, self.run_dir.log(name), address_file)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]

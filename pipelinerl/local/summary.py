@@ -1,0 +1,128 @@
+"""summary.json's last words: what only the runner knows, and a summary out of metrics.jsonl when the trainer left none.
+
+The trainer writes the summary at its end; the runner adds to it and changes nothing in it. Pure but for `read_jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.config.recipe import Recipe
+
+Record = Mapping[str, Any]
+_SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file. A last line cut short by a crash is left out; no file is no objects."""
+    if not path.is_file():
+        return []
+    return list(_objects(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+
+
+def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            value = json.loads(line, parse_constant=_null)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _null(_constant: str) -> None:
+    """NaN and infinities are not JSON; some writers write them."""
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """The trainer's summary, None when it left none."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"), parse_constant=_null)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> dict[str, Any]:
+    """What metrics.jsonl alone tells, under the summary's names; what it does not tell is null."""
+    last: Record = records[-1] if records else {}
+    heldout, ess = _values(records, "heldout_accuracy"), _values(records, "ess")
+    return {
+        "recipe": recipe.name,
+        "mode": recipe.mode,
+        "steps": last.get("step", 0),
+        "policy_version": last.get("policy_version", 0),
+        "heldout_accuracy_first": heldout[0] if heldout else None,
+        "heldout_accuracy_last": heldout[-1] if heldout else None,
+        "tokens_generated": int(max(_values(records, "tokens_generated"), default=0)),
+        "tokens_trained": int(sum(_values(records, "tokens_trained"))),
+        "sequences": {name: (last.get("sequences") or {}).get(name, 0) for name in _SEQUENCES},
+        "lag": lag_summary(lag_totals(records)),
+        "ess": {"mean": _mean(ess), "min": min(ess, default=None)},
+        "sequences_multi_version_fraction": _mean(_values(records, "multi_version_fraction")),
+        "weight_updates": _weight_updates(records),
+        "logprob_mismatch_max": max(_values(records, "logprob_mismatch"), default=None),
+        "mismatch_kl_mean": _mean(_values(records, "mismatch_kl")),
+        "actor_busy_fraction": last.get("actor_busy_fraction"),
+        "trainer_busy_fraction": last.get("trainer_busy_fraction"),
+    }
+
+
+def lag_totals(records: Iterable[Record]) -> dict[int, int]:
+    """Trained tokens of the whole run by their lag in optimizer steps, in rising order."""
+    totals: Counter[int] = Counter()
+    for record in records:
+        for lag, tokens in (record.get("lag_histogram") or {}).items():
+            totals[int(lag)] += tokens
+    return dict(sorted(totals.items()))
+
+
+def lag_summary(totals: Mapping[int, int]) -> dict[str, float | None]:
+    """Token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
+    tokens = sum(totals.values())
+    if tokens == 0:
+        return {"mean": None, "p95": None, "max": None}
+    passed, p95 = 0, 0
+    for lag, count in sorted(totals.items()):
+        if passed < 0.95 * tokens:
+            p95 = lag
+        passed += count
+    return {"mean": sum(lag * n for lag, n in totals.items()) / tokens, "p95": float(p95), "max": float(max(totals))}
+
+
+def weight_updates(records: Iterable[Record]) -> list[Record]:
+    """The completed weight updates, each once."""
+    by_version = {record["weight_update"].get("version"): record["weight_update"] for record in records
+                  if record.get("weight_update")}  # fmt: skip
+    return list(by_version.values())
+
+
+def _weight_updates(records: Sequence[Record]) -> dict[str, Any]:
+    updates = weight_updates(records)
+    stalls = _values(updates, "stall_s")
+    return {
+        "count": len(updates),
+        "bytes": int(sum(_values(updates, "bytes"))),
+        "transfer_s_p50": _quantile(_values(updates, "transfer_s"), 50),
+        "stall_s_p50": _quantile(stalls, 50),
+        "stall_s_p99": _quantile(stalls, 99),
+    }
+
+
+def _values(records: Iterable[Record], key: str) -> list[float]:
+    return [record[key] for record in records if record.get(key) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _quantile(values: Sequence[float], q: int) -> float | None:
+    """Linear between neighbours, as NumPy's percentile."""
+    return float(np.percentile(values, q)) if values else None

@@ -1,0 +1,107 @@
+"""Keeps one service running: a process that ends is started again, a bounded number of times, each time later.
+
+Like a pod of a Deployment: an exit code of 0 is no reason to stay away. Only its owner's `stop`, or the run's end, is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipelinerl.local.process import Launch, ServiceDied, ServiceProcess
+from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When to start a service again. Pure."""
+
+    limit: int = 5
+    """Restarts in a row at most."""
+    limit_unserved: int = 1
+    """The same for a service that has never come up: what it lacks will hardly come by itself."""
+    first_delay_s: float = 1.0
+    factor: float = 2.0
+    stable_s: float = 600.0
+    """A process that lived that long is forgiven what came before."""
+
+    def delay_s(self, restarts: int, exit_code: int, served: bool) -> float | None:
+        """Wait before restart number `restarts + 1` in a row; None when there is to be none."""
+        limit = self.limit if served else self.limit_unserved
+        if restarts >= limit or exit_code == EXIT_USER_ERROR:
+            return None
+        return self.first_delay_s * self.factor**restarts
+
+
+class SupervisedService:
+    """A service that is restarted when it ends: `start`, then `keep`, then `stop`.
+
+    `on_start` hears of every started process, `on_end` of every one that ended and the seconds until the next. Once the
+    service is not `wanted` any more (the run is over) a process that ends is let go.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        on_start: Callable[[ServiceProcess], None],
+        on_end: Callable[[ServiceDied, float], None],
+        wanted: Callable[[], bool] = lambda: True,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self.launch = launch
+        """What the next start uses."""
+        self._on_start, self._on_end, self._wanted = on_start, on_end, wanted
+        self._policy = policy or RestartPolicy()
+        self._process: ServiceProcess | None = None
+        self._stopping = False
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    @property
+    def process(self) -> ServiceProcess | None:
+        """The newest process; None before `start`."""
+        return self._process
+
+    async def start(self) -> ServiceProcess:
+        """Raises `ServiceError` when the command cannot be executed."""
+        self._process = await ServiceProcess.start(self.launch)
+        self._on_start(self._process)
+        return self._process
+
+    async def keep(self) -> None:
+        """Waits for the process to end and starts the next one, until it is stopped or not wanted any more.
+
+        Raises the last `ServiceDied` when the policy allows no further restart.
+        """
+        clock_s = asyncio.get_running_loop().time
+        restarts, served = 0, False
+        while True:
+            assert self._process is not None, "start() comes first"
+            started_s = clock_s()
+            code = await self._process.wait()
+            if self._may_end():
+                return
+            await self._process.kill_and_wait()  # what it left behind would hold its ports and its cores
+            served = served or self.launch.address_file.is_file()
+            restarts = 0 if clock_s() - started_s >= self._policy.stable_s else restarts
+            delay_s = self._policy.delay_s(restarts, code, served)
+            if delay_s is None:
+                raise self._process.died()
+            self._on_end(self._process.died(), delay_s)
+            await asyncio.sleep(delay_s)
+            if self._may_end():
+                return
+            restarts += 1
+            await self.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """No more restarts; terminates the process, if there is one."""
+        self._stopping = True
+        if self._process is not None:
+            await self._process.terminate(grace_s)
+
+    def _may_end(self) -> bool:
+        return self._stopping or not self._wanted()

@@ -1,0 +1,259 @@
+/* Charts of the run's pages: lines, bars and a heat map as inline SVG. No dependency, no network.
+ *
+ * Each function fills one element with a <figure>: title, legend where there are several series, a drawing that follows the
+ * element's width, and a readout under the pointer or, with the arrow keys, under the keyboard. Text is only ever set as
+ * text, never as HTML. What to draw is views.js's business. */
+"use strict";
+
+const PrlCharts = (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  const HEIGHT = 210;
+  const PAD = { top: 14, right: 14, bottom: 34, left: 52 };
+
+  function node(name, attributes = {}, text) {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  }
+
+  function shape(name, attributes = {}, text) {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  }
+
+  /* Round values that cover [low, high], about `count` of them. */
+  function ticks(low, high, count) {
+    const rough = (high - low || 1) / Math.max(1, count);
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+    const found = [];
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+    return found;
+  }
+
+  function number(value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    const size = Math.abs(value);
+    if (size >= 1e9) return (value / 1e9).toFixed(1) + "G";
+    if (size >= 1e6) return (value / 1e6).toFixed(1) + "M";
+    if (size >= 1e4) return (value / 1e3).toFixed(size >= 1e5 ? 0 : 1) + "k";
+    if (size !== 0 && size < 1e-3) return value.toExponential(1);
+    return String(Number(value.toPrecision(3)));
+  }
+
+  function frame(root, options) {
+    root.replaceChildren();
+    const figure = node("figure", { class: "chart" });
+    const caption = node("figcaption");
+    caption.append(node("div", { class: "title" }, options.title));
+    if (options.sub) caption.append(node("div", { class: "sub" }, options.sub));
+    figure.append(caption);
+    root.append(figure);
+    return figure;
+  }
+
+  function legend(figure, series) {
+    if (series.length < 2) return;
+    const box = node("div", { class: "legend" });
+    for (const one of series) {
+      const entry = node("span");
+      entry.append(node("span", { class: "key", style: `background:${one.color};opacity:${one.faint ? 0.35 : 1}` }), one.name);
+      box.append(entry);
+    }
+    figure.append(box);
+  }
+
+  function empty(figure, text) {
+    figure.append(node("div", { class: "empty" }, text || "No data"));
+  }
+
+  /* Redraws when the element's width changes. */
+  function responsive(figure, label, draw) {
+    const svg = shape("svg", { height: HEIGHT, role: "img", "aria-label": label, tabindex: 0 });
+    figure.append(svg);
+    let drawn = 0;
+    const redraw = () => {
+      const width = Math.floor(svg.getBoundingClientRect().width);
+      if (width < 40 || width === drawn) return;
+      drawn = width;
+      svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      svg.replaceChildren();
+      draw(svg, width);
+    };
+    new ResizeObserver(redraw).observe(svg);
+    redraw();
+  }
+
+  function yAxis(svg, width, low, high, y, format) {
+    for (const tick of ticks(low, high, 4)) {
+      svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(tick), y2: y(tick) }));
+      svg.append(shape("text", { x: PAD.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
+    }
+    const base = HEIGHT - PAD.bottom;
+    svg.append(shape("line", { class: "base", x1: PAD.left, x2: width - PAD.right, y1: base, y2: base }));
+  }
+
+  function xLabel(svg, width, text) {
+    svg.append(shape("text", { x: width - PAD.right, y: HEIGHT - 3, "text-anchor": "end" }, text));
+  }
+
+  /* A readout that follows the pointer or the arrow keys. positions: [{x, lines: [{name, color, text}], at}], x in pixels. */
+  function readout(figure, svg, width, positions) {
+    if (!positions.length) return;
+    const cross = shape("line", { class: "cross", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" });
+    svg.append(cross);
+    figure.querySelectorAll(".tip").forEach((old) => old.remove());
+    const tip = node("div", { class: "tip", hidden: "" });
+    figure.append(tip);
+    let current = -1;
+    const show = (index) => {
+      current = Math.max(0, Math.min(positions.length - 1, index));
+      const { x, lines, at } = positions[current];
+      cross.setAttribute("x1", x);
+      cross.setAttribute("x2", x);
+      cross.setAttribute("visibility", "visible");
+      tip.replaceChildren(node("div", { class: "at" }, at));
+      for (const line of lines) {
+        const row = node("div");
+        if (line.color) row.append(node("span", { class: "key", style: `display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle;background:${line.color}` }));
+        row.append(`${line.name ? line.name + " " : ""}${line.text}`);
+        tip.append(row);
+      }
+      tip.hidden = false;
+      const scale = svg.getBoundingClientRect().width / width;
+      const left = svg.offsetLeft || 14;
+      const wanted = left + x * scale + 12;
+      tip.style.left = Math.max(4, wanted + tip.offsetWidth > figure.clientWidth ? wanted - tip.offsetWidth - 24 : wanted) + "px";
+      tip.style.top = figure.clientHeight - HEIGHT + "px";
+    };
+    const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); current = -1; };
+    const nearest = (event) => {
+      const box = svg.getBoundingClientRect();
+      const at = ((event.clientX - box.left) / box.width) * width;
+      let low = 0, high = positions.length - 1;
+      while (high - low > 1) { const mid = (low + high) >> 1; if (positions[mid].x < at) low = mid; else high = mid; }
+      return at - positions[low].x < positions[high].x - at ? low : high;
+    };
+    svg.onpointermove = (event) => show(nearest(event));
+    svg.onpointerdown = svg.onpointermove;
+    svg.onpointerleave = hide;
+    svg.onblur = hide;
+    svg.onkeydown = (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9 }[event.key];
+      if (event.key === "Escape") hide();
+      if (move === undefined) return;
+      event.preventDefault();
+      show(current < 0 ? (move < 0 ? positions.length - 1 : 0) : current + move);
+    };
+  }
+
+  function extent(values, low, high) {
+    let least = low ?? Infinity, most = high ?? -Infinity;
+    for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
+    if (most <= least) { most = least + (Math.abs(least) || 1) * 0.1; if (low === undefined) least -= (Math.abs(least) || 1) * 0.1; }
+    return [least, most];
+  }
+
+  /* Lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
+  function lines(root, options) {
+    const format = options.format || number;
+    const series = options.series.filter((one) => one.points.some((point) => point[1] !== null && point[1] !== undefined));
+    const figure = frame(root, options);
+    if (!series.length) return empty(figure, options.emptyText);
+    legend(figure, series);
+    const known = series.map((one) => one.points.filter((point) => point[1] !== null && point[1] !== undefined));
+    const [xLow, xHigh] = extent(known.flat().map((point) => point[0]));
+    const [yLow, yHigh] = extent(known.flat().map((point) => point[1]), options.yLow, options.yHigh);
+    responsive(figure, `${options.title}: ${summary(known, series, format)}`, (svg, width) => {
+      const x = (v) => PAD.left + ((v - xLow) / (xHigh - xLow)) * (width - PAD.left - PAD.right);
+      const y = (v) => HEIGHT - PAD.bottom - ((v - yLow) / (yHigh - yLow)) * (HEIGHT - PAD.top - PAD.bottom);
+      yAxis(svg, width, yLow, yHigh, y, format);
+      for (const tick of ticks(xLow, xHigh, width / 90))
+        svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(tick)));
+      xLabel(svg, width, options.xName || "");
+      series.forEach((one, index) => drawSeries(svg, one, known[index], x, y));
+      readout(figure, svg, width, positionsOf(series, known, x, format, options.xName || ""));
+    });
+  }
+
+  function drawSeries(svg, one, points, x, y) {
+    const path = points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
+    svg.append(shape("path", { d: path, fill: "none", stroke: one.color, "stroke-width": 2, "stroke-linejoin": "round", "stroke-opacity": one.faint ? 0.35 : 1 }));
+    if (one.dots || points.length === 1)
+      for (const p of points) svg.append(shape("circle", { cx: x(p[0]), cy: y(p[1]), r: 4, fill: one.color, stroke: "var(--card)", "stroke-width": 2 }));
+  }
+
+  function positionsOf(series, known, x, format, xName) {
+    const at = new Map();
+    known.forEach((points, index) => {
+      for (const [px, py] of points) {
+        if (!at.has(px)) at.set(px, []);
+        at.get(px).push({ name: series.length > 1 ? series[index].name : "", color: series[index].color, text: format(py) });
+      }
+    });
+    return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${number(px)}` }));
+  }
+
+  function summary(known, series, format) {
+    return known.map((points, i) => `${series[i].name} from ${format(points[0][1])} to ${format(points[points.length - 1][1])}`).join("; ");
+  }
+
+  /* One bar for each of bars: [{label, value, note}]. */
+  function bars(root, options) {
+    const format = options.format || number;
+    const figure = frame(root, options);
+    const given = options.bars.filter((bar) => bar.value !== null && bar.value !== undefined);
+    if (!given.length) return empty(figure, options.emptyText);
+    const [low, high] = extent(given.map((bar) => bar.value), options.yLow ?? 0, options.yHigh);
+    const label = `${options.title}: ${given.map((bar) => `${bar.label} ${format(bar.value)}`).join(", ")}`;
+    responsive(figure, label, (svg, width) => {
+      const y = (v) => HEIGHT - PAD.bottom - ((v - low) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
+      const slot = (width - PAD.left - PAD.right) / given.length;
+      const wide = Math.min(46, Math.max(1, slot - 2));
+      yAxis(svg, width, low, high, y, format);
+      const every = Math.ceil(given.length / Math.max(1, (width - PAD.left) / 34));
+      const positions = given.map((bar, i) => {
+        const middle = PAD.left + slot * (i + 0.5);
+        const top = y(bar.value), base = HEIGHT - PAD.bottom, r = Math.min(4, wide / 2, Math.max(0, base - top));
+        svg.append(shape("path", { fill: options.color || "var(--series-1)", d: `M${middle - wide / 2},${base}V${top + r}q0,${-r} ${r},${-r}h${wide - 2 * r}q${r},0 ${r},${r}V${base}z` }));
+        if (i % every === 0) svg.append(shape("text", { x: middle, y: base + 16, "text-anchor": "middle" }, bar.label));
+        return { x: middle, at: `${options.xName || ""} ${bar.label}`, lines: [{ name: "", text: bar.note || format(bar.value) }] };
+      });
+      xLabel(svg, width, options.xName || "");
+      readout(figure, svg, width, positions);
+    });
+  }
+
+  /* Shares by column and row as shades of one colour. columns: [{x, shares: {row: share}}], rows: sorted row keys. */
+  function heat(root, options) {
+    const figure = frame(root, options);
+    const { columns, rows } = options;
+    if (!columns.length || !rows.length) return empty(figure, options.emptyText);
+    responsive(figure, options.title, (svg, width) => {
+      const w = (width - PAD.left - PAD.right) / columns.length;
+      const h = (HEIGHT - PAD.top - PAD.bottom) / rows.length;
+      const top = (i) => HEIGHT - PAD.bottom - (i + 1) * h;
+      columns.forEach((column, c) => rows.forEach((row, r) => {
+        const share = column.shares[row];
+        if (!share) return;
+        const mix = Math.round(100 * Math.min(1, Math.sqrt(share)));
+        svg.append(shape("rect", { x: PAD.left + c * w, y: top(r), width: w + 0.4, height: Math.max(1, h - 1), fill: `color-mix(in oklab, var(--heat-1) ${mix}%, var(--heat-0))` }));
+      }));
+      const every = Math.ceil(rows.length / 8);
+      rows.forEach((row, r) => { if (r % every === 0) svg.append(shape("text", { x: PAD.left - 8, y: top(r) + h / 2 + 4, "text-anchor": "end" }, row)); });
+      svg.append(shape("line", { class: "base", x1: PAD.left, x2: width - PAD.right, y1: HEIGHT - PAD.bottom, y2: HEIGHT - PAD.bottom }));
+      const labels = Math.ceil(columns.length / Math.max(1, width / 90));
+      columns.forEach((column, c) => { if (c % labels === 0) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(column.x))); });
+      xLabel(svg, width, options.xName || "");
+      readout(figure, svg, width, columns.map((column, c) => ({
+        x: PAD.left + (c + 0.5) * w, at: `${options.xName || ""} ${number(column.x)}`,
+        lines: Object.entries(column.shares).filter((e) => e[1] > 0.005).map(([row, share]) => ({ name: `${options.rowName || ""} ${row}:`, text: `${Math.round(100 * share)}%` })),
+      })));
+    });
+  }
+
+  return { node, number, lines, bars, heat };
+})();

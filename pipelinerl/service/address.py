@@ -1,0 +1,37 @@
+"""The address file: how a process started on port 0 tells its runner where it listens."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipelinerl.errors import ServiceError
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """`grpc` and `http` are `host:port`; `pid` is the process that listens there."""
+
+    grpc: str
+    http: str
+    pid: int
+
+
+def write_address(path: Path, address: ServiceAddress) -> None:
+    """Writes the file whole or not at all: a reader never sees half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_address(path: Path) -> ServiceAddress:
+    """Raises `ServiceError` when the file is absent or is not an address file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return ServiceAddress(grpc=str(data["grpc"]), http=str(data["http"]), pid=int(data["pid"]))
+    except OSError as error:
+        raise ServiceError(f"address file {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"address file {path} does not hold {{grpc, http, pid}}: {error!r}") from error

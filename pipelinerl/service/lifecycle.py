@@ -1,0 +1,133 @@
+"""From start to exit code: signals become one event, errors become exit codes, a dead parent takes its child along.
+
+It knows nothing of what the process serves, and installs no handler outside `run_service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from pipelinerl.config.settings import ServiceSettings
+from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.service.environment import read_settings
+from pipelinerl.service.logs import LogContext, configure_logging
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
+"""Serves until the event is set, then ends in order. The context takes the policy version when there is one."""
+
+
+def run_service(
+    kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None
+) -> int:
+    """Reads the settings, runs `main` to its end, returns the exit code: 0 fine, 2 the user's mistake, 1 anything else.
+
+    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that has not ended `stop_within_s` after
+    the first is ended with code 1, whatever it hangs in; None = it may take for ever.
+    """
+    with _overdue_timer(stop_within_s) as start_timer:
+
+        async def until_stopped(settings: Settings, context: LogContext) -> None:
+            with stop_event(start_timer) as stop:
+                await main(settings, stop, context)
+
+        def run() -> None:
+            settings = read_settings(kind)
+            context = LogContext(settings.run, service, settings.instance)
+            configure_logging(context, log_format=settings.log_format, level=settings.log_level)
+            if settings.die_with_parent:
+                die_with_parent()
+            asyncio.run(until_stopped(settings, context))
+
+        return exit_code(run)
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Calls `run`; prints a user's mistake, logs anything else, with its traceback unless the text is enough."""
+    try:
+        run()
+    except asyncio.CancelledError:
+        log.error("cancelled by a second signal before everything had ended")
+        return EXIT_FAILURE
+    except Exception as raised:  # the process boundary
+        error = _alone(raised)
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        log.critical("stopped: %s", error, exc_info=None if isinstance(error, ServiceError) else raised)
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
+def _alone(error: Exception) -> Exception:
+    """The error itself where task groups wrapped it and nothing else."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the task that entered."""
+    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            task.cancel()
+            return
+        log.info("stopping on %s", signal.Signals(number).name)
+        on_stop()
+        stop.set()
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _overdue_timer(stop_within_s: float | None) -> Iterator[Callable[[], None]]:
+    """Yields what starts the countdown to the end of the process; leaving the block calls it off."""
+    if stop_within_s is None:
+        yield lambda: None
+        return
+    timer = threading.Timer(stop_within_s, _end_at_once, [stop_within_s])
+    timer.daemon = True
+    try:
+        yield timer.start
+    finally:
+        timer.cancel()
+
+
+def _end_at_once(stop_within_s: float) -> None:
+    log.critical("not ended %g s after the signal; ending at once", stop_within_s)
+    logging.shutdown()
+    os._exit(EXIT_FAILURE)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Asks the kernel for `number` when the thread that started this process ends. Linux; elsewhere it does nothing.
+
+    A parent that is gone already is not noticed: its runner sets the same option before exec.
+    """
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

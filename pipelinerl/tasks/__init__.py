@@ -1,0 +1,1 @@
+"""Where problems come from. Light: importing it imports neither reasoning-gym nor pyarrow."""

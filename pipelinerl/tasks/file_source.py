@@ -1,0 +1,112 @@
+"""Problems from a JSONL or Parquet file of prompts and answers.
+
+The whole file is read and checked at start: a bad line is an error with its number, not a surprise hours later. The last
+`num_heldout` problems are the held-out split; training goes through the others in a shuffled order, epoch after epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.tasks.source import Problem, Split
+
+
+class FileSource:
+    """See the module. Raises `UserError` with the file and line of what is wrong."""
+
+    def __init__(
+        self, path: Path, *, task: str, prompt_field: str, answer_field: str, seed: int, num_heldout: int
+    ) -> None:
+        problems = list(_distinct(_problems(path, task, prompt_field, answer_field)))
+        if len(problems) <= num_heldout:
+            raise FieldError(
+                "task.heldout_problems",
+                num_heldout,
+                f"{path} has {len(problems)} distinct problems; some must be left for training",
+            )
+        self._train, self._heldout = problems[:-num_heldout], problems[-num_heldout:]
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._seed = seed
+
+    @property
+    def num_train(self) -> int:
+        return len(self._train)
+
+    def problem(self, split: Split, index: int) -> Problem:
+        if split is Split.HELDOUT:
+            return self._heldout[index]
+        epoch, position = divmod(index, len(self._train))
+        return self._train[self._order(epoch)[position]]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._train)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _problems(path: Path, task: str, prompt_field: str, answer_field: str) -> Iterator[Problem]:
+    for where, row in _rows(path):
+        for name in (prompt_field, answer_field):
+            if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
+                raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
+        question = str(row[prompt_field])
+        if not question.strip():
+            raise UserError(f"{where}: field {prompt_field!r} is empty")
+        yield Problem(task, question, {"answer": str(row[answer_field])})
+
+
+def _distinct(problems: Iterable[Problem]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.question not in seen:
+            seen.add(problem.question)
+            yield problem
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not path.is_file():
+        raise FieldError("task.path", str(path), "there is no such file")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    else:
+        raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{where}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
+            yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError("reading Parquet needs pyarrow: pip install pyarrow, or convert the file to JSONL") from error
+    try:
+        batches = ParquetFile(path).iter_batches()
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a Parquet file: {error}") from error

@@ -1,0 +1,134 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version", "start", "end", "incarnation")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    end: int
+    incarnation: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PartialSequence(_message.Message):
+    __slots__ = ("sample_index", "completion_token_ids", "behaviour_logprobs", "spans")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    completion_token_ids: bytes
+    behaviour_logprobs: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+
+class PromptGroup(_message.Message):
+    __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    DONE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    group_id: str
+    problem_index: int
+    task: str
+    prompt_token_ids: bytes
+    prompt_text: str
+    reference_json: str
+    num_samples: int
+    sampling: SamplingParams
+    seed: int
+    issued_version: int
+    partials: _containers.RepeatedCompositeFieldContainer[PartialSequence]
+    done_samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., group_id: _Optional[str] = ..., problem_index: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., issued_version: _Optional[int] = ..., partials: _Optional[_Iterable[_Union[PartialSequence, _Mapping]]] = ..., done_samples: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Sequence(_message.Message):
+    __slots__ = ("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "prompt_token_ids", "completion_token_ids", "behaviour_logprobs", "spans", "reward", "reward_components", "finish_reason", "failure", "actor", "completion_text", "generation_s", "prompt_text", "reference_json")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ACTOR_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_JSON_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    sequence_id: str
+    group_id: str
+    sample_index: int
+    group_size: int
+    task: str
+    prompt_token_ids: bytes
+    completion_token_ids: bytes
+    behaviour_logprobs: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    reward: float
+    reward_components: _containers.ScalarMap[str, float]
+    finish_reason: FinishReason
+    failure: str
+    actor: str
+    completion_text: str
+    generation_s: float
+    prompt_text: str
+    reference_json: str
+    def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ...) -> None: ...

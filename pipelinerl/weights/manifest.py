@@ -1,0 +1,184 @@
+"""The manifest of a run's weights: which tensors travel, in which form, and how they are cut into chunks.
+
+Fixed for a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a
+flat stream of bytes, each starting at a multiple of `ALIGNMENT`; chunk i is bytes [i·chunk_bytes, (i+1)·chunk_bytes) of it.
+A tensor may therefore span chunks, and one chunk usually holds several.
+
+It does not hold weights, checksums of weights, or anything that changes from version to version, and it imports no torch:
+dtypes are names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from pipelinerl.errors import FieldError, ManifestMismatch
+from pipelinerl.weights.errors import ManifestDiffers
+
+ALIGNMENT = 64
+"""Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
+DEFAULT_CHUNK_BYTES = 16 * 2**20
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One tensor, by its checkpoint name. `dtype` is the trainer's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [tensor_offset, +num_bytes) of parameter number `parameter` lie at `chunk_offset` of the chunk."""
+
+    parameter: int
+    tensor_offset: int
+    chunk_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [offset, offset + num_bytes) of the stream, and the tensors' pieces in it, in stream order."""
+
+    index: int
+    offset: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The agreement. `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype.
+
+    Construction raises FieldError for values that cannot be laid out.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    wire_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @cached_property
+    def manifest_id(self) -> str:
+        """16 hex digits over everything that both sides must agree on."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def sent_dtype(self, spec: ParameterSpec) -> str:
+        """Name of the dtype in which `spec` is sent."""
+        return self.wire_dtype or spec.dtype
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter on the wire, without padding."""
+        return tuple(spec.num_elements * DTYPE_BYTES[self.sent_dtype(spec)] for spec in self.parameters)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts in the stream, bytes."""
+        offsets, end = [], 0
+        for size in self.sizes:
+            offsets.append(end)
+            end += aligned(size)
+        return tuple(offsets)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Length of the stream, padding included."""
+        return self.offsets[-1] + aligned(self.sizes[-1])
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The stream cut into pieces of `chunk_bytes`; the last one may be shorter."""
+        pieces: dict[int, list[Piece]] = {}
+        for number, (total, start) in enumerate(zip(self.sizes, self.offsets, strict=True)):
+            done = 0
+            while done < total:
+                index, within = divmod(start + done, self.chunk_bytes)
+                size = min(total - done, self.chunk_bytes - within)
+                pieces.setdefault(index, []).append(Piece(number, done, within, size))
+                done += size
+        starts = range(0, self.total_bytes, self.chunk_bytes)
+        return tuple(
+            Chunk(i, start, min(self.chunk_bytes, self.total_bytes - start), tuple(pieces.get(i, ())))
+            for i, start in enumerate(starts)
+        )
+
+    def to_json(self) -> str:
+        """Canonical text: equal manifests give equal text."""
+        return json.dumps(asdict(self) | {"format": FORMAT}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Inverse of `to_json`. Raises ManifestMismatch if the text is not a manifest of this format."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            if raw["format"] != FORMAT:
+                raise ManifestMismatch(f"manifest format {raw['format']!r}, this side speaks {FORMAT}")
+            parameters = [(p["name"], p["shape"], p["dtype"]) for p in raw["parameters"]]
+            return build_manifest(parameters, wire_dtype=raw["wire_dtype"], chunk_bytes=raw["chunk_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestMismatch(f"not a manifest: {error}") from error
+
+    def check_same(self, theirs: Manifest) -> None:
+        """Raises ManifestDiffers naming the first difference to `theirs`."""
+        for field in ("chunk_bytes", "wire_dtype"):
+            if getattr(self, field) != getattr(theirs, field):
+                raise ManifestDiffers("(manifest)", field, getattr(self, field), getattr(theirs, field))
+        for mine, other in zip(self.parameters, theirs.parameters, strict=False):
+            for field in ("name", "shape", "dtype"):
+                if getattr(mine, field) != getattr(other, field):
+                    raise ManifestDiffers(mine.name, field, getattr(mine, field), getattr(other, field))
+        if len(self.parameters) != len(theirs.parameters):
+            raise ManifestDiffers("(manifest)", "number of parameters", len(self.parameters), len(theirs.parameters))
+
+
+def build_manifest(
+    parameters: Iterable[tuple[str, Sequence[int], str]],
+    *,
+    wire_dtype: str = "",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Manifest:
+    """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
+    specs = tuple(ParameterSpec(name, tuple(shape), dtype) for name, shape, dtype in parameters)
+    return Manifest(specs, chunk_bytes, wire_dtype)
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _validate(manifest: Manifest) -> None:
+    chunk_bytes, wire_dtype = manifest.chunk_bytes, manifest.wire_dtype
+    if not isinstance(chunk_bytes, int) or chunk_bytes < ALIGNMENT or chunk_bytes % ALIGNMENT:
+        raise FieldError("chunk_bytes", chunk_bytes, f"a positive multiple of {ALIGNMENT}")
+    if wire_dtype and wire_dtype not in DTYPE_BYTES:
+        raise FieldError("wire_dtype", wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
+    if not manifest.parameters:
+        raise FieldError("parameters", (), "at least one parameter")
+    names: set[str] = set()
+    for spec in manifest.parameters:
+        if spec.name in names:
+            raise FieldError("parameters", spec.name, "each name once")
+        names.add(spec.name)
+        if spec.dtype not in DTYPE_BYTES:
+            raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
+        if not all(isinstance(size, int) and size > 0 for size in spec.shape):
+            raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")

@@ -1,0 +1,122 @@
+"""A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
+
+Built from a key-value store that the trainer hosts, without torch's global process group, so that groups of several epochs
+(and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
+same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
+
+Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
+timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once.
+
+It does not decide who is a member, and sends tensors, not weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed
+
+Backend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
+
+    `host`, `port`: the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by the
+    machine's name).
+    """
+
+    host: str
+    port: int
+    name: str
+    rank: int
+    world: int
+    backend: Backend = "gloo"
+    bind_host: str | None = None
+
+
+class GroupStore:
+    """The trainer's rendezvous store. `port` 0 picks a free one. Lives as long as the object."""
+
+    def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        self.port: int = self._store.port
+
+
+class WeightGroup:
+    """An open group. Use from one thread at a time; `close` when done, also after an error."""
+
+    def __init__(self, spec: GroupSpec, process_group: Any, store: TCPStore) -> None:
+        self.spec = spec
+        self._pg: Any = process_group
+        self._store: TCPStore | None = store
+
+    @classmethod
+    def connect(cls, spec: GroupSpec, timeout_s: float) -> WeightGroup:
+        """Meet the other `spec.world - 1` ranks.
+
+        Raises DeadlineExceeded when they are not all there within `timeout_s`, GroupFailed when the store is unreachable.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
+            store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            store.set_timeout(left)
+            group = _process_group(spec, PrefixStore(spec.name, store), left)
+        except (RuntimeError, ValueError) as error:  # torch's DistError family and Gloo's own are RuntimeErrors
+            if time.monotonic() >= deadline - 0.05 * timeout_s:
+                raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
+            raise GroupFailed(spec.name, f"cannot be built: {error}") from error
+        return cls(spec, group, store)
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
+
+        Raises DeadlineExceeded or GroupFailed; the group is then unusable.
+        """
+        if self._pg is None:
+            raise GroupFailed(self.spec.name, "is closed")
+        timeout = timedelta(seconds=max(timeout_s, 0.001))
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timeout
+        started = time.monotonic()
+        try:
+            work = self._pg.broadcast([tensor], options)
+            work.wait(timeout)
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+        except RuntimeError as error:
+            if time.monotonic() - started >= 0.95 * timeout_s:
+                raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
+            raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
+
+    def close(self) -> None:
+        """Leave. Others waiting for this rank fail at once. Idempotent; waits for nobody."""
+        group, self._pg, self._store = self._pg, None, None
+        if group is not None and self.spec.backend == "nccl":
+            group.abort()
+
+
+def _process_group(spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> Any:
+    if spec.backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return ProcessGroupNCCL(store, spec.rank, spec.world, nccl)
+    gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
+    gloo = gloo_class._Options()
+    gloo._timeout = timeout
+    device = ProcessGroupGloo.create_device(hostname=spec.bind_host) if spec.bind_host else None
+    gloo._devices = [device or ProcessGroupGloo.create_default_device()]
+    return gloo_class(store, spec.rank, spec.world, gloo)

@@ -1,0 +1,1 @@
+"""The actor: generates with vLLM, swaps weights in flight, publishes finished sequences."""

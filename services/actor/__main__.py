@@ -1,0 +1,24 @@
+"""`python -m services.actor`: one actor, configured by environment variables (pipelinerl/config/settings.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pipelinerl.config.settings import ActorSettings
+from pipelinerl.service.lifecycle import run_service
+from pipelinerl.service.logs import LogContext
+
+
+async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
+    from services.actor.app import serve
+
+    await serve(settings, stop, context)
+
+
+def main() -> int:
+    return run_service(ActorSettings, "actor", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

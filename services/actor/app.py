@@ -1,0 +1,187 @@
+"""The actor, put together: engine, streams, weight updates, gRPC and HTTP, for the time between start and stop.
+
+Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
+served. Order of stop: take nothing new, let the finisher store what is finished, leave. Unfinished sequences are generated
+again elsewhere: their groups were never acknowledged and are delivered to another actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.config.load import load_recipe
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import ActorSettings
+from pipelinerl.control import RunEnd
+from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.service.health_app import health_app
+from pipelinerl.service.http import serve_http
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.loop_watch import watch_loop
+from pipelinerl.service.readiness import Readiness
+from pipelinerl.v1 import actor_pb2_grpc
+from pipelinerl.verify import VerifierClient
+from services.actor.finishing import Finisher
+from services.actor.gate import ServingGate
+from services.actor.generation import GenerationLoop
+from services.actor.held_groups import HeldGroups
+from services.actor.membership import Heartbeat
+from services.actor.metrics import ActorMetrics
+from services.actor.server import ActorParts, ActorService
+from services.actor.updates import UpdateListener
+from services.actor.vllm_engine import VllmEngine, start_engine
+from services.actor.weights.update import WeightUpdateClient
+
+log = logging.getLogger(__name__)
+
+SERVICE = "pipelinerl.v1.ActorService"
+HEALTH_CHECK_S = 2.0
+
+
+async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
+    """Runs the actor until `stop` is set or the trainer ends the run. Raises what ended it otherwise."""
+    recipe = load_recipe(settings.recipe)
+    registry, readiness = CollectorRegistry(), Readiness("vLLM is starting")
+    async with AsyncExitStack() as stack:
+        loop_watch = await stack.enter_async_context(watch_loop())
+        app = health_app(readiness, registry, loop_watch=loop_watch)
+        http_port = await stack.enter_async_context(
+            serve_http(app, settings.http_host, settings.http_port, own_thread=True)
+        )
+        engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name))
+        bus = await stack.enter_async_context(
+            connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+        )
+        verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
+        actor = Actor(settings, recipe, engine, bus, verifier, registry, context, stop)
+        server = await stack.enter_async_context(
+            serve_grpc(actor.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
+        )
+        await server.set_serving(True)
+        address = ServiceAddress(
+            grpc=f"{settings.advertise_host}:{server.port}",
+            http=f"{settings.advertise_host}:{http_port}",
+            pid=os.getpid(),
+        )
+        if settings.address_file:
+            write_address(settings.address_file, address)
+        await actor.run(address.grpc, readiness)
+
+
+class Actor:
+    """The running parts and their wiring."""
+
+    def __init__(
+        self,
+        settings: ActorSettings,
+        recipe: Recipe,
+        engine: VllmEngine,
+        bus: Bus,
+        verifier: VerifierClient,
+        registry: CollectorRegistry,
+        context: LogContext,
+        stop: asyncio.Event,
+    ) -> None:
+        self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
+        self._context, self._stop = context, stop
+        self._process = uuid.uuid4().hex[:12]
+        self._metrics = ActorMetrics(registry)
+        self._gate = ServingGate(recipe.algorithm.max_lag)
+        self._held = HeldGroups()
+        self._finisher = Finisher(
+            bus,
+            verifier,
+            self._metrics,
+            self._held.published,
+            buffer_size=recipe.actor.publish_buffer,
+            batch_size=recipe.actor.verify_batch,
+        )
+        self._generation = GenerationLoop(
+            bus,
+            engine,
+            self._finisher,
+            self._held,
+            self._gate,
+            self._metrics,
+            instance=settings.instance,
+            sequences_in_progress=recipe.actor.sequences_in_progress,
+            max_context=recipe.model.max_context,
+        )
+        receiver = WeightUpdateClient(
+            engine.llm, recompute_kv=recipe.weights.recompute_kv, bind_host=settings.advertise_host
+        )
+        self._updates = UpdateListener(
+            bus,
+            receiver,
+            self._gate,
+            self._metrics,
+            instance=settings.instance,
+            process=self._process,
+            on_end=self._run_ended,
+        )
+        self._parts = ActorParts(
+            instance=settings.instance,
+            engine=engine,
+            gate=self._gate,
+            generation=self._generation,
+            updates=self._updates,
+            metrics=self._metrics,
+            started_at=time.monotonic(),
+            max_context=recipe.model.max_context,
+        )
+
+    def add_to_server(self, server: object) -> None:
+        actor_pb2_grpc.add_ActorServiceServicer_to_server(ActorService(self._parts), server)
+
+    async def run(self, grpc_address: str, readiness: Readiness) -> None:
+        heartbeat = Heartbeat(
+            self._bus,
+            self._gate,
+            actor=self._settings.instance,
+            process=self._process,
+            grpc_address=grpc_address,
+            ranks=self._recipe.actor.engine.tensor_parallel_size,
+        )
+        work = [
+            self._updates.run(),
+            self._finisher.run(),
+            self._generation.run(),
+            self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
+            heartbeat.run(),
+            self._show_state(readiness),
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(part) for part in work]
+            await self._stop.wait()
+            self._gate.drain()
+            readiness.set_not_ready("draining")
+            await heartbeat.leave()
+            for task in running:
+                task.cancel()
+        log.info("stopped with %d groups in hand; they go to another actor", len(self._held))
+
+    async def _show_state(self, readiness: Readiness) -> None:
+        """Keeps /readyz and the log lines' policy version true, and notices a dead engine."""
+        while True:
+            await self._engine.check_health()
+            reason = self._gate.reason
+            if reason:
+                readiness.set_not_ready(reason)
+            else:
+                readiness.set_ready()
+            served = self._gate.served
+            self._context.policy_version = served.number if served else None
+            await asyncio.sleep(HEALTH_CHECK_S)
+
+    async def _run_ended(self, end: RunEnd) -> None:
+        log.info("the trainer ended the run at version %d: %s", end.version, end.reason or "done")

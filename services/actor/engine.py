@@ -1,0 +1,67 @@
+"""What the actor needs from an inference engine, and the data that crosses that line.
+
+`vllm_engine.py` implements it; tests of the generation loop bring a small engine of their own. Tokens go in and come
+out; nothing here knows prompts as text, rewards or streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.types import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
+
+
+class EngineError(PipelineRLError):
+    """The engine refused a request or died."""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """`prompt_token_ids` int32[tokens]; `seed` None draws from the engine's own stream."""
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    seed: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A finished completion. `behaviour_logprobs` are log μ of the sampling distribution (temperature and truncation
+    included); `spans` cover the tokens, end-of-sequence included."""
+
+    token_ids: TokenIds
+    behaviour_logprobs: Logprobs
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+class InferenceEngine(Protocol):
+    """Generates on one policy version at a time; weights are swapped by the weight-update client beside it."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Raises `EngineError` when the request is refused (prompt too long) or the engine died."""
+        ...
+
+    async def score(self, token_ids: TokenIds) -> Logprobs:
+        """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1, nats, temperature 1, no cached KV used."""
+        ...
+
+    def decode(self, token_ids: Sequence[int] | TokenIds) -> str: ...
+
+    async def check_health(self) -> None:
+        """Raises `EngineError` when the engine is dead."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def parse_version(text: str) -> PolicyVersion:
+    """The engine labels weights `<incarnation>:<number>`; weights no trainer sent are version 0 of incarnation 0."""
+    incarnation, separator, number = text.partition(":")
+    if not separator:
+        return PolicyVersion(0, 0)
+    return PolicyVersion(int(incarnation), int(number))

@@ -1,0 +1,184 @@
+"""From a finished completion to a stored sequence: reward from the verifier, then publish, one record each.
+
+Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream.
+When either is away the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (reading) and the
+verifier (answering) unblock it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.codec import encode_sequence
+from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.types import PromptGroup, Sequence
+from pipelinerl.verify import VerifierClient, VerifyItem, VerifyOutcome
+from services.actor.metrics import ActorMetrics
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 5.0
+WORKERS = 4
+"""Batches in verification or publication at once, so that one slow reward does not hold up the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedSample:
+    """A sequence without its reward, and the group it belongs to. `sequence.failure` set: it skips the verifier."""
+
+    group: PromptGroup
+    sequence: Sequence
+
+
+class Finisher:
+    """See the module. `on_published(group, sample_index)` is called once per stored sequence."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        verifier: VerifierClient,
+        metrics: ActorMetrics,
+        on_published: Callable[[PromptGroup, int], Awaitable[None]],
+        *,
+        buffer_size: int,
+        batch_size: int,
+    ) -> None:
+        self._bus, self._verifier, self._metrics = bus, verifier, metrics
+        self._on_published = on_published
+        self._batch_size = batch_size
+        self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
+
+    async def put(self, sample: FinishedSample) -> None:
+        """Waits while the buffer is full."""
+        await self._buffer.put(sample)
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(WORKERS):
+                tasks.create_task(self._work())
+
+    async def drained(self) -> None:
+        """Returns when everything put so far is stored."""
+        await self._buffer.join()
+
+    async def _work(self) -> None:
+        while True:
+            batch = await self._next_batch()
+            try:
+                for sample in await self._rewarded(batch):
+                    await self._publish(sample)
+            finally:
+                for _ in batch:
+                    self._buffer.task_done()
+
+    async def _next_batch(self) -> list[FinishedSample]:
+        batch = [await self._buffer.get()]
+        while len(batch) < self._batch_size and not self._buffer.empty():
+            batch.append(self._buffer.get_nowait())
+        return batch
+
+    async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
+        good = [sample for sample in batch if not sample.sequence.failure]
+        outcomes: dict[str, VerifyOutcome] = {}
+        if good:
+            started = time.monotonic()
+            try:
+                results = await self._verifier.verify([verify_item(sample) for sample in good])
+            except (ServiceError, MessageError) as error:
+                log.error("%d sequences get no reward: %s", len(good), error)
+                return [failed_sample(sample, f"verifier_refused: {error}") for sample in batch]
+            self._metrics.verify_seconds.observe(time.monotonic() - started)
+            outcomes = {outcome.sequence_id: outcome for outcome in results}
+        return [
+            replace(sample, sequence=with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
+            for sample in batch
+        ]
+
+    async def _publish(self, sample: FinishedSample) -> None:
+        sequence = sample.sequence
+        if sequence.failure:
+            self._metrics.failed.labels(sequence.failure.partition(":")[0]).inc()
+        started = time.monotonic()
+        await self._store(sequence)
+        self._metrics.publish_seconds.observe(time.monotonic() - started)
+        await self._on_published(sample.group, sequence.sample_index)
+
+    async def _store(self, sequence: Sequence) -> None:
+        """Publishes until the stream has it; a record beyond max_payload is stored as a failure without its arrays."""
+        payload, delay_s = encoded(sequence), RETRY_FIRST_S
+        while True:
+            try:
+                await self._bus.publish_sequence(payload, sequence.sequence_id)
+                return
+            except PayloadTooLarge as error:
+                log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
+                payload = encode_sequence(without_text(without_arrays(sequence, f"too_large: {error}")))
+            except BusError as error:
+                log.warning("cannot publish %s, trying again in %.1f s: %s", sequence.sequence_id, delay_s, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MOST_S)
+
+
+def verify_item(sample: FinishedSample) -> VerifyItem:
+    sequence = sample.sequence
+    return VerifyItem(
+        sequence_id=sequence.sequence_id,
+        task=sequence.task,
+        prompt_text=sequence.prompt_text,
+        completion_text=sequence.completion_text,
+        reference_json=sequence.reference_json,
+        completion_tokens=sequence.num_completion_tokens,
+        max_tokens=sample.group.sampling.max_tokens,
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def with_reward(sequence: Sequence, outcome: VerifyOutcome | None) -> Sequence:
+    """The sequence with its reward, or with the reason why it has none."""
+    if sequence.failure:
+        return sequence
+    if outcome is None:
+        return without_arrays(sequence, "reward_missing: the verifier left this sequence out of its answer")
+    if not outcome.ok:
+        return without_arrays(sequence, f"reward_{outcome.status}: {outcome.message}"[:500])
+    return replace(sequence, reward=outcome.reward, reward_components=dict(outcome.components))
+
+
+def failed_sample(sample: FinishedSample, failure: str) -> FinishedSample:
+    """One that failed before keeps its own reason."""
+    if sample.sequence.failure:
+        return sample
+    return replace(sample, sequence=without_arrays(sample.sequence, failure[:500]))
+
+
+def encoded(sequence: Sequence) -> bytes:
+    """The message; what the trainer could not read is sent as a failure with the reason."""
+    try:
+        return encode_sequence(sequence)
+    except MessageError as error:
+        return encode_sequence(without_arrays(sequence, f"invalid: {error}"[:500]))
+
+
+def without_arrays(sequence: Sequence, failure: str) -> Sequence:
+    """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
+    return replace(
+        sequence,
+        completion_token_ids=np.empty(0, dtype=np.int32),
+        behaviour_logprobs=np.empty(0, dtype=np.float32),
+        spans=(),
+        failure=failure,
+    )
+
+
+def without_text(sequence: Sequence) -> Sequence:
+    """A record small enough for any stream."""
+    nothing = np.empty(0, dtype=np.int32)
+    return replace(sequence, prompt_token_ids=nothing, completion_text="", prompt_text="", reference_json="")

@@ -1,0 +1,56 @@
+"""Tells the trainer that this actor is there: a registration that expires unless it is refreshed.
+
+Consumes nothing, produces one entry of the membership bucket, refreshed three times per TTL with the current version and
+phase. A process that dies or freezes stops refreshing, and the trainer sees it go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.control import Registration
+from pipelinerl.control_codec import encode_control
+from pipelinerl.errors import BusError
+from services.actor.gate import ServingGate
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """`process` changes at every start, so that a restarted actor is a new member."""
+
+    def __init__(self, bus: Bus, gate: ServingGate, *, actor: str, process: str, grpc_address: str, ranks: int) -> None:
+        self._bus, self._gate = bus, gate
+        self._actor, self._process, self._grpc_address, self._ranks = actor, process, grpc_address, ranks
+
+    async def run(self) -> None:
+        """Runs until cancelled. An unreachable bus is retried at the next beat."""
+        while True:
+            try:
+                await self._bus.put_member(self._actor, encode_control(self.registration()))
+            except BusError as error:
+                log.warning("cannot refresh the registration: %s", error)
+            await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
+
+    async def leave(self) -> None:
+        """Removes the registration at once."""
+        try:
+            await self._bus.remove_member(self._actor)
+        except BusError as error:
+            log.warning("cannot remove the registration, it will expire: %s", error)
+
+    def registration(self) -> Registration:
+        served = self._gate.served
+        phase = "draining" if self._gate.draining else "joining" if served is None else "serving"
+        return Registration(
+            actor=self._actor,
+            process=self._process,
+            grpc_address=self._grpc_address,
+            ranks=self._ranks,
+            manifest_id="",
+            policy_version=served.number if served else 0,
+            incarnation=served.incarnation if served else 0,
+            phase=phase,
+        )

@@ -1,0 +1,147 @@
+"""ActorService over gRPC: state, drain, held-out generation, the parity probe.
+
+Each call reads the request, uses the engine beside the training sequences, and streams back. Bad input is answered with
+INVALID_ARGUMENT and the field's name; a request beyond `MAX_PROMPTS` is refused whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from pipelinerl.arrays import array_to_bytes, token_ids_from_bytes
+from pipelinerl.codec import finish_reason_to_proto, sampling_from_proto, spans_to_proto
+from pipelinerl.errors import MessageError
+from pipelinerl.types import SamplingParams, TokenIds
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from services.actor.engine import EngineError, GenerationRequest, InferenceEngine
+from services.actor.gate import ServingGate
+from services.actor.generation import GenerationLoop, defect_of
+from services.actor.metrics import ActorMetrics
+from services.actor.updates import UpdateListener
+
+MAX_PROMPTS = 100_000
+
+
+@dataclass(frozen=True)
+class ActorParts:
+    """What the service shows. `started_at` is monotonic, when the engine was up."""
+
+    instance: str
+    engine: InferenceEngine
+    gate: ServingGate
+    generation: GenerationLoop
+    updates: UpdateListener
+    metrics: ActorMetrics
+    started_at: float
+    max_context: int
+
+
+class ActorService(actor_pb2_grpc.ActorServiceServicer):
+    """See the module."""
+
+    def __init__(self, parts: ActorParts) -> None:
+        self._parts = parts
+
+    async def GetState(
+        self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.ActorState:
+        parts, served = self._parts, self._parts.gate.served
+        return actor_pb2.ActorState(
+            instance=parts.instance,
+            phase=phase_of(parts.gate),
+            policy_version=served.number if served else 0,
+            incarnation=served.incarnation if served else 0,
+            epoch=parts.updates.epoch.epoch if parts.updates.epoch else 0,
+            sequences_in_progress=parts.generation.num_in_progress,
+            generated_tokens=parts.metrics.tokens_total,
+            busy_s=parts.metrics.busy.total_s,
+            uptime_s=time.monotonic() - parts.started_at,
+            sequences_finished=parts.metrics.finished_total,
+        )
+
+    async def Drain(
+        self, request: actor_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.DrainResponse:
+        self._parts.gate.drain()
+        try:
+            async with asyncio.timeout(max(0.0, request.timeout_s)):
+                await self._parts.generation.idle()
+        except TimeoutError:
+            pass
+        return actor_pb2.DrainResponse(sequences_left=self._parts.generation.num_in_progress)
+
+    async def Generate(
+        self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[actor_pb2.GenerateResult]:
+        try:
+            sampling = sampling_from_proto(request.sampling)
+            prompts = {p.id: token_ids_from_bytes(p.prompt_token_ids, "GeneratePrompt", p.id) for p in request.prompts}
+        except MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if len(prompts) > MAX_PROMPTS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"prompts: {len(prompts)} given, {MAX_PROMPTS} allowed"
+            )
+        tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def Score(
+        self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.ScoreResponse:
+        try:
+            tokens = token_ids_from_bytes(request.token_ids, "ScoreRequest", "token_ids")
+        except MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not 2 <= len(tokens) < self._parts.max_context:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"token_ids: {len(tokens)} tokens, give 2 to {self._parts.max_context - 1}",
+            )
+        async with self._parts.updates.serving:
+            served = self._parts.gate.served
+            if served is None:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
+                raise AssertionError("abort raises")
+            try:
+                logprobs = await self._parts.engine.score(tokens)
+            except EngineError as error:
+                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return actor_pb2.ScoreResponse(
+            logprobs=array_to_bytes(logprobs), policy_version=served.number, incarnation=served.incarnation
+        )
+
+    async def _complete(
+        self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int
+    ) -> actor_pb2.GenerateResult:
+        request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, seed or None)
+        try:
+            generation = await self._parts.engine.generate(request)
+        except EngineError as error:
+            return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
+        return actor_pb2.GenerateResult(
+            id=key,
+            completion_token_ids=array_to_bytes(generation.token_ids),
+            behaviour_logprobs=array_to_bytes(np.asarray(generation.behaviour_logprobs, dtype=np.float32)),
+            spans=spans_to_proto(generation.spans),
+            finish_reason=finish_reason_to_proto(generation.finish_reason),
+            completion_text=self._parts.engine.decode(generation.token_ids),
+            failure=defect_of(generation),
+        )
+
+
+def phase_of(gate: ServingGate) -> actor_pb2.ActorPhase:
+    if gate.draining:
+        return actor_pb2.ACTOR_PHASE_DRAINING
+    return actor_pb2.ACTOR_PHASE_JOINING if gate.served is None else actor_pb2.ACTOR_PHASE_SERVING

@@ -1,0 +1,222 @@
+"""The actor's side of the weight-update protocol (architecture, section 5): listens, stages, commits, answers.
+
+Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`. Receiving
+runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages of
+another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from pipelinerl.bus.protocol import Bus, ControlMessage
+from pipelinerl.control import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Staged
+from pipelinerl.control_codec import decode_control, encode_control
+from pipelinerl.errors import MessageError, TransferError
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl.weights.manifest_codec import manifest_from_bytes
+from services.actor.gate import ServingGate
+from services.actor.metrics import ActorMetrics
+from services.actor.weights.staged import StagedWeights
+from services.actor.weights.update import CommitFailed
+
+log = logging.getLogger(__name__)
+
+CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
+"""What the trainer says besides the manifest, by kind."""
+
+
+class WeightReceiver(Protocol):
+    """What the listener needs from the inference side; `services.actor.weights.update` implements it over vLLM."""
+
+    async def prepare(self, manifest: Manifest) -> None: ...
+    async def join_group(
+        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None: ...
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights: ...
+    async def commit(self, version: PolicyVersion) -> float:
+        """Serves the staged version; returns the stall in seconds."""
+        ...
+
+    async def discard(self) -> None: ...
+
+
+class UpdateListener:
+    """See the module. `serving` is held during a commit; whoever needs one version for a while takes it."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        receiver: WeightReceiver,
+        gate: ServingGate,
+        metrics: ActorMetrics,
+        *,
+        instance: str,
+        process: str,
+        on_end: Callable[[RunEnd], Awaitable[None]],
+    ) -> None:
+        self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
+        self._instance, self._process, self._on_end = instance, process, on_end
+        self._manifest: Manifest | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._staged: PolicyVersion | None = None
+        self.epoch: EpochStart | None = None
+        self.serving = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        try:
+            async with self._bus.watch_control(("manifest", *CONTROL_TYPES)) as messages:
+                async for message in messages:
+                    await self._handle(message)
+        finally:
+            await self._stop_receiving()
+
+    async def _handle(self, message: ControlMessage) -> None:
+        try:
+            decoded = decode_order(message)
+        except MessageError as error:
+            log.error("control message %s is set aside: %s", message.kind, error)
+            self._metrics.bad_messages.labels("control").inc()
+            return
+        match decoded:
+            case Manifest():
+                await self._on_manifest(decoded)
+            case EpochStart():
+                await self._on_epoch(decoded)
+            case Announce():
+                await self._on_announce(decoded)
+            case Commit():
+                await self._on_commit(decoded)
+            case Abort():
+                await self._on_abort(decoded)
+            case RunEnd():
+                await self._on_end(decoded)
+
+    async def _on_manifest(self, manifest: Manifest) -> None:
+        if self._manifest is not None and self._manifest.manifest_id == manifest.manifest_id:
+            return
+        await self._stop_receiving()
+        try:
+            await self._receiver.prepare(manifest)
+        except TransferError as error:
+            log.error("these weights do not fit the model served here: %s", error)
+            return
+        self._manifest = manifest
+
+    async def _on_epoch(self, epoch: EpochStart) -> None:
+        me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
+        await self._stop_receiving()
+        if me is None:
+            self.epoch = None
+            return
+        if self._manifest is None or self._manifest.manifest_id != epoch.manifest_id:
+            await self._fail(epoch, 0, f"manifest {epoch.manifest_id} is not the one prepared here")
+            return
+        try:
+            await self._receiver.join_group(
+                store_address=epoch.store_address,
+                epoch=epoch.epoch,
+                first_rank=me.first_rank,
+                world_size=epoch.world_size,
+                backend=epoch.backend,
+                deadline_s=epoch.deadline_s,
+            )
+        except TransferError as error:
+            await self._fail(epoch, 0, str(error))
+            return
+        self.epoch = epoch
+        log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
+        await self._answer("joined", EpochJoined(self._instance, epoch.incarnation, epoch.epoch))
+
+    async def _on_announce(self, announce: Announce) -> None:
+        self._gate.announce(PolicyVersion(announce.incarnation, announce.version))
+        if not self._in_epoch(announce.incarnation, announce.epoch):
+            return
+        await self._stop_receiving()
+        self._receiving = asyncio.create_task(self._receive(announce))
+
+    async def _receive(self, announce: Announce) -> None:
+        version = PolicyVersion(announce.incarnation, announce.version)
+        try:
+            staged = await self._receiver.receive(version, announce.deadline_s)
+        except TransferError as error:
+            await self._fail(announce, announce.version, str(error))
+            return
+        self._staged = version
+        self._metrics.received_bytes.inc(staged.num_bytes)
+        self._metrics.receive_seconds.observe(staged.receive_s)
+        await self._answer(
+            "staged",
+            Staged(
+                actor=self._instance,
+                incarnation=announce.incarnation,
+                epoch=announce.epoch,
+                version=announce.version,
+                checksum=staged.checksum,
+                bytes=staged.num_bytes,
+                receive_s=staged.receive_s,
+                prepare_s=staged.prepare_s,
+            ),
+        )
+
+    async def _on_commit(self, commit: Commit) -> None:
+        version = PolicyVersion(commit.incarnation, commit.version)
+        if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
+            return
+        self._staged = None
+        try:
+            async with self.serving:
+                stall_s = await self._receiver.commit(version)
+                self._gate.serve(version)
+        except CommitFailed:
+            raise  # which weights are served is unknown: the process ends and comes back as a new member
+        except TransferError as error:
+            await self._fail(commit, commit.version, str(error))
+            return
+        self._metrics.updates.labels("committed").inc()
+        self._metrics.stall_seconds.observe(stall_s)
+        self._metrics.policy_version.set(version.number)
+        await self._answer(
+            "serving", Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s)
+        )
+
+    async def _on_abort(self, abort: Abort) -> None:
+        if self._in_epoch(abort.incarnation, abort.epoch):
+            log.warning("version %d of epoch %d is aborted: %s", abort.version, abort.epoch, abort.reason)
+            await self._stop_receiving()
+
+    async def _stop_receiving(self) -> None:
+        """Ends a receive under way and forgets what was staged. Bounded: the receiver abandons a stuck transfer."""
+        task, self._receiving = self._receiving, None
+        unfinished = task is not None and not task.done()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if unfinished or self._staged is not None:
+            self._staged = None
+            self._metrics.updates.labels("discarded").inc()
+            await self._receiver.discard()
+
+    def _in_epoch(self, incarnation: int, epoch: int) -> bool:
+        mine = self.epoch
+        return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
+
+    async def _fail(self, about: EpochStart | Announce | Commit, version: int, reason: str) -> None:
+        log.error("weight update failed here: %s", reason)
+        self._metrics.updates.labels("failed").inc()
+        await self._answer("failed", Abort(about.incarnation, about.epoch, version, reason[:500], self._instance))
+
+    async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort) -> None:
+        await self._bus.publish_control(kind, encode_control(message), self._instance)
+
+
+def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
+    """Raises `MessageError`."""
+    if message.kind == "manifest":
+        return manifest_from_bytes(message.payload)
+    return decode_control(message.payload, CONTROL_TYPES[message.kind])

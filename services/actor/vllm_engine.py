@@ -1,0 +1,171 @@
+"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. The only file of the actor, beside `weights/`, that knows vLLM.
+
+Tokens in, tokens out: the engine neither tokenises prompts nor detokenises completions while it decodes. Text is made
+once per finished sequence, for rewards and people. The log-probabilities it reports are those of the distribution that
+was sampled (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from services.actor.engine import EngineError, Generation, GenerationRequest, parse_version
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+EVALUATION_SLOTS = 64
+"""Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
+
+
+def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
+    """vLLM engine arguments of a recipe. Pure."""
+    engine = recipe.actor.engine
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": recipe.model.dtype,
+        "seed": recipe.seed,
+        "max_model_len": recipe.model.max_context,
+        "max_num_seqs": recipe.actor.sequences_in_progress + EVALUATION_SLOTS,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "trust_remote_code": recipe.model.trust_remote_code,
+        "enforce_eager": engine.enforce_eager or not on_gpu,
+        # A cached prefix would mix versions inside one sequence's prompt; see docs/weight-updates.md.
+        "enable_prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": "pipelinerl"},
+    }
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    else:
+        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
+    if recipe.model.source == "hub" and recipe.model.revision:
+        arguments["revision"] = recipe.model.revision
+    if engine.max_batched_tokens:
+        arguments["max_num_batched_tokens"] = engine.max_batched_tokens
+    if engine.quantization:
+        arguments["quantization"] = engine.quantization
+    return arguments
+
+
+@asynccontextmanager
+async def start_engine(recipe: Recipe, model: str) -> AsyncIterator[VllmEngine]:
+    """Starts vLLM (tens of seconds) and shuts it down at the end.
+
+    Raises `EngineError` when vLLM cannot serve the model; its own log says why.
+    """
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(recipe, model, on_gpu=not current_platform.is_cpu())
+    try:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
+    engine = VllmEngine(llm)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+class VllmEngine:
+    """See `InferenceEngine`. `llm` is public for the weight-update client, which pauses and swaps it."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
+        self._tokenizer = llm.get_tokenizer()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        output = await self._run(request.request_id, request.prompt_token_ids, vllm_sampling(request))
+        return generation_of(output.outputs[0])
+
+    async def score(self, token_ids: TokenIds) -> Logprobs:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        sampling = VllmSamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
+        )
+        output = await self._run(f"score-{os.urandom(6).hex()}", token_ids, sampling)
+        positions = output.prompt_logprobs or []
+        if len(positions) != len(token_ids):
+            raise EngineError(f"vLLM scored {len(positions)} of {len(token_ids)} tokens")
+        scored = [entry[int(token)].logprob for token, entry in zip(token_ids[1:], positions[1:], strict=True) if entry]
+        return np.asarray(scored, dtype=np.float32)
+
+    def decode(self, token_ids: Sequence[int] | TokenIds) -> str:
+        return str(self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
+
+    async def check_health(self) -> None:
+        if self.llm.errored:
+            raise EngineError(f"vLLM's engine process died: {self.llm.dead_error}")
+
+    async def close(self) -> None:
+        self.llm.shutdown()
+
+    async def _run(self, request_id: str, prompt: TokenIds, sampling: VllmSamplingParams) -> RequestOutput:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        final: RequestOutput | None = None
+        try:
+            async for output in self.llm.generate({"prompt_token_ids": prompt.tolist()}, sampling, request_id):
+                final = output
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise EngineError(f"request {request_id}: {error or error.__cause__}") from error
+        if final is None or not final.finished:
+            raise EngineError(f"request {request_id} ended without a result")
+        return final
+
+
+def vllm_sampling(request: GenerationRequest) -> VllmSamplingParams:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling: SamplingParams = request.sampling
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation_of(output: CompletionOutput) -> Generation:
+    """Raises `EngineError` when vLLM's arrays do not fit each other."""
+    token_ids = np.asarray(output.token_ids, dtype=np.int32)
+    logprobs = np.asarray(sampled_logprobs(output), dtype=np.float32)
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended the sequence with {output.finish_reason!r}")
+    spans = tuple(
+        VersionSpan(version.number, span.start, span.end, version.incarnation)
+        for span in output.weight_versions or ()
+        for version in (parse_version(span.version),)
+    )
+    return Generation(token_ids, logprobs, spans, FinishReason(output.finish_reason))
+
+
+def sampled_logprobs(output: CompletionOutput) -> list[float]:
+    """Log-probability of each sampled token. vLLM lists the sampled token first at every position."""
+    flat: Any = output.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices]

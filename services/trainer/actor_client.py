@@ -1,0 +1,110 @@
+"""Direct questions to actors over gRPC: held-out generation, the parity probe, their state.
+
+Training sequences do not pass here. Every call has a deadline; an actor that does not answer raises `ServiceError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from pipelinerl.arrays import array_to_bytes, logprobs_from_bytes, token_ids_from_bytes
+from pipelinerl.codec import sampling_to_proto, spans_from_proto
+from pipelinerl.errors import ServiceError
+from pipelinerl.types import Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedCompletion:
+    """One held-out completion; `failure` empty for a good one."""
+
+    problem_id: str
+    token_ids: TokenIds
+    spans: tuple[VersionSpan, ...]
+    text: str
+    finish_reason: int
+    failure: str
+
+
+@dataclass(frozen=True)
+class ActorLoad:
+    """Seconds and counts since the actor's engine was up."""
+
+    busy_s: float
+    uptime_s: float
+    generated_tokens: int
+    policy_version: int
+
+
+class ActorClient:
+    """One actor. Use as an async context manager."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ]
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub = actor_pb2_grpc.ActorServiceStub(self._channel)
+
+    async def __aenter__(self) -> ActorClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float
+    ) -> AsyncIterator[EvaluatedCompletion]:
+        """Completions as they finish. Raises `ServiceError`, `MessageError`."""
+        request = actor_pb2.GenerateRequest(
+            prompts=[
+                actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=array_to_bytes(tokens))
+                for problem_id, tokens in prompts.items()
+            ],
+            sampling=sampling_to_proto(sampling),
+            seed=seed,
+        )
+        try:
+            async for result in self._stub.Generate(request, timeout=timeout_s):
+                yield EvaluatedCompletion(
+                    problem_id=result.id,
+                    token_ids=token_ids_from_bytes(
+                        result.completion_token_ids, "GenerateResult", "completion_token_ids"
+                    ),
+                    spans=spans_from_proto(result.spans),
+                    text=result.completion_text,
+                    finish_reason=result.finish_reason,
+                    failure=result.failure,
+                )
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("Generate", error) from error
+
+    async def score(self, token_ids: TokenIds, timeout_s: float) -> tuple[Logprobs, PolicyVersion]:
+        """Log-probabilities [tokens - 1] and the version that gave them. Raises `ServiceError`, `MessageError`."""
+        try:
+            request = actor_pb2.ScoreRequest(token_ids=array_to_bytes(token_ids))
+            response = await self._stub.Score(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("Score", error) from error
+        logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
+        return logprobs, PolicyVersion(response.incarnation, response.policy_version)
+
+    async def load(self, timeout_s: float) -> ActorLoad:
+        """Raises `ServiceError`."""
+        try:
+            state = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("GetState", error) from error
+        return ActorLoad(state.busy_s, state.uptime_s, state.generated_tokens, state.policy_version)
+
+    def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
+        return ServiceError(
+            f"actor {self.name} at {self.address} does not answer {call}: {error.code().name} {error.details()}"
+        )

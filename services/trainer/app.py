@@ -1,0 +1,284 @@
+"""The trainer, put together: model, streams, feeder, intake, weight updates, evaluation, records, servers.
+
+Order of start: servers, model, streams, then the actors are waited for; the first version is sent to them before any prompt
+is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel. Stopped early (SIGTERM), it
+writes the summary and a checkpoint of what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.config.load import load_recipe
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.control import RunEnd
+from pipelinerl.control_codec import encode_control
+from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.service.health_app import health_app
+from pipelinerl.service.http import serve_http
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.loop_watch import watch_loop
+from pipelinerl.service.readiness import Readiness
+from pipelinerl.types import SamplingParams
+from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from pipelinerl.verify import VerifierClient
+from services.trainer.actor_client import ActorClient
+from services.trainer.books import Books
+from services.trainer.evaluation import HeldoutEvaluator
+from services.trainer.feeder import Feeder
+from services.trainer.intake import Intake
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.loop import OptimizerLoop
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.policy_trainer import TorchPolicyTrainer, load_policy_trainer
+from services.trainer.probe import probe_tokens
+from services.trainer.prompts import heldout_problems, training_problems
+from services.trainer.records import RunFiles, StepRecord
+from services.trainer.reporting import RunReport
+from services.trainer.server import StepFeed, TrainerService
+from services.trainer.updater import WeightUpdater
+
+log = logging.getLogger(__name__)
+
+SERVICE = "pipelinerl.v1.TrainerService"
+LOAD_EVERY_S = 5.0
+INCARNATION = 1
+
+
+async def serve(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
+    """Runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
+    recipe = load_recipe(settings.recipe)
+    registry, readiness = CollectorRegistry(), Readiness("the model is loading")
+    async with AsyncExitStack() as stack:
+        loop_watch = await stack.enter_async_context(watch_loop())
+        app = health_app(readiness, registry, loop_watch=loop_watch)
+        http_port = await stack.enter_async_context(
+            serve_http(app, settings.http_host, settings.http_port, own_thread=True)
+        )
+        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings)
+        bus = await stack.enter_async_context(
+            connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+        )
+        await bus.create_streams()
+        verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
+        files = stack.enter_context(RunFiles(settings.run_dir))
+        run = TrainingRun(settings, recipe, policy, bus, verifier, files, registry, context)
+        server = await stack.enter_async_context(
+            serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
+        )
+        await server.set_serving(True)
+        readiness.set_ready()
+        if settings.address_file:
+            host = settings.advertise_host
+            address = ServiceAddress(grpc=f"{host}:{server.port}", http=f"{host}:{http_port}", pid=os.getpid())
+            write_address(settings.address_file, address)
+        await run.run(stop)
+
+
+def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
+    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy."""
+    groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
+    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    return FeederBound(
+        groups_per_step=groups_per_step,
+        mode=recipe.mode,
+        max_lag=recipe.algorithm.max_lag,
+        conventional_g=recipe.algorithm.conventional_g,
+        backlog_groups=default_backlog(groups_per_step, in_progress, recipe.sampling.group_size),
+        total_steps=recipe.trainer.steps,
+    )
+
+
+class TrainingRun:
+    """The running parts and their wiring."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        recipe: Recipe,
+        policy: TorchPolicyTrainer,
+        bus: Bus,
+        verifier: VerifierClient,
+        files: RunFiles,
+        registry: CollectorRegistry,
+        context: LogContext,
+    ) -> None:
+        self._settings, self._recipe, self._policy, self._bus = settings, recipe, policy, bus
+        self._context = context
+        self._metrics = TrainerMetrics(registry)
+        self._report = RunReport(recipe, files, self._metrics)
+        self._feed = StepFeed()
+        self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        self._books = Books()
+        self._fed_records: asyncio.Queue[StepRecord] = asyncio.Queue()
+        bound = feeder_bound(recipe, settings.expected_actors)
+        self._updater = WeightUpdater(
+            bus,
+            policy.port,
+            incarnation=INCARNATION,
+            deadline_s=recipe.weights.deadline_s,
+            on_served=self._version_served,
+        )
+        self._feeder = Feeder(
+            bus,
+            recipe,
+            training_problems(recipe, policy.tokenizer),
+            self._books,
+            bound,
+            lambda: self._loop.feeder_version,
+        )
+        self._intake = Intake(
+            bus, recipe, self._books, bound, vocab_size=policy.vocab_size, on_loss=self._feeder.look_again
+        )
+        evaluator = HeldoutEvaluator(
+            heldout_problems(recipe, policy.tokenizer),
+            self._member_addresses,
+            verifier,
+            SamplingParams(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens),
+            incarnation=INCARNATION,
+            correct_reward=recipe.reward.correct,
+            seed=recipe.seed + 1,
+            timeout_s=recipe.evaluation.timeout_s,
+        )
+        num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
+        self._loop = OptimizerLoop(
+            recipe,
+            policy,
+            self._intake,
+            self._feeder,
+            self._books,
+            bound,
+            self._updater,
+            evaluator,
+            incarnation=INCARNATION,
+            probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
+            on_step=self._step_done,
+            on_heldout=self._report.heldout,
+            on_mismatch=self._report.mismatch,
+        )
+
+    def add_to_server(self, server: aio.Server) -> None:
+        service = TrainerService(self._feed, self._status, self._loop.request_checkpoint)
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """To the end of the run, or until `stop`."""
+        finished = False
+        try:
+            finished = await self._train(stop)
+        finally:
+            self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
+            counts = self._books.ledger.counts.as_dict()
+            summary = self._report.write_summary(counts, self._loop.version, interrupted=not finished)
+            log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+            await self._say_end(finished)
+            await self._feed.end()
+            self._loop.close()
+
+    async def _train(self, stop: asyncio.Event) -> bool:
+        """True when the run came to its own end."""
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(part)
+                for part in (self._updater.run(), self._intake.run(), self._poll_actors(), self._feed_records())
+            ]
+            stopping = tasks.create_task(stop.wait())
+            training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
+            await asyncio.wait((stopping, training), return_when=asyncio.FIRST_COMPLETED)
+            finished = training.done()
+            for task in (stopping, training, *background):
+                task.cancel()
+        if not finished and self._loop.version > 0:
+            await asyncio.to_thread(self._policy.checkpoint, self._loop.version, True)
+        return finished
+
+    async def _train_when_actors_are_there(
+        self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
+    ) -> None:
+        await self._wait_for_actors()
+        background.append(tasks.create_task(self._feeder.run()))
+        self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
+        await self._loop.run()
+        await self._fed_records.join()
+
+    async def _wait_for_actors(self) -> None:
+        timeout_s, expected = self._recipe.weights.join_timeout_s, max(1, self._settings.expected_actors)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._updater.wait_for_members(expected)
+        except TimeoutError as error:
+            raise ServiceError(
+                f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
+                f"{timeout_s:.0f} s; look at the actors' logs, or raise it"
+            ) from error
+
+    async def _poll_actors(self) -> None:
+        while True:
+            for name, address in self._member_addresses().items():
+                try:
+                    async with ActorClient(name, address) as client:
+                        self._report.actor_loads({name: await client.load(timeout_s=LOAD_EVERY_S)})
+                except ServiceError as error:
+                    log.debug("no load of %s: %s", name, error)
+            await asyncio.sleep(LOAD_EVERY_S)
+
+    async def _feed_records(self) -> None:
+        while True:
+            await self._feed.add(await self._fed_records.get())
+            self._fed_records.task_done()
+
+    async def _say_end(self, finished: bool) -> None:
+        end = RunEnd(INCARNATION, self._loop.version, finished, "" if finished else "stopped early")
+        try:
+            await self._bus.publish_control("end", encode_control(end))
+        except BusError as error:
+            log.warning("the end of the run could not be announced: %s", error)
+
+    def _member_addresses(self) -> dict[str, str]:
+        return {name: member.grpc_address for name, member in self._updater.members.items()}
+
+    def _version_served(self, update: object) -> None:
+        self._report.update_served(update)  # type: ignore[arg-type]
+        self._metrics.members.set(len(self._updater.members))
+        self._metrics.epoch.set(self._updater.epoch)
+        self._metrics.evictions.set(self._updater.evictions)
+        self._feeder.look_again()
+
+    def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
+        record = self._report.step(figures, batch, self._intake.tokens_arrived)
+        self._fed_records.put_nowait(record)
+        self._context.policy_version = self._loop.version
+        log.info(
+            "step %d",
+            record["step"],
+            extra={key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")},
+        )
+
+    def _status(self) -> trainer_pb2.TrainerStatus:
+        waiting_for = self._loop.waiting_for
+        phase = self._phase
+        if phase == trainer_pb2.TRAINER_PHASE_TRAINING and waiting_for:
+            phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
+        return trainer_pb2.TrainerStatus(
+            run=self._settings.run,
+            phase=phase,
+            policy_version=self._loop.version,
+            incarnation=INCARNATION,
+            total_steps=self._recipe.trainer.steps,
+            sequences=trainer_pb2.SequenceCounts(**self._books.ledger.counts.as_dict()),
+            members=len(self._updater.members),
+            epoch=self._updater.epoch,
+            message=f"waiting for {waiting_for}" if waiting_for else "",
+        )

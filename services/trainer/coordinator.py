@@ -1,0 +1,381 @@
+"""Who is in the weight-transfer group and what happens to one version, as a pure state machine stepped by events.
+
+The trainer's side of the protocol (architecture, section 5). No clock, socket or thread: `step(event)` returns the
+actions to perform, in order; `services.trainer.updater` performs them and feeds back what happened, deadlines included.
+
+Invariants that the tests drive every order of events against:
+  * `SendCommit(v)` only after every member of the epoch has staged v in that epoch with the sender's checksum;
+  * an epoch's membership never changes; any change makes a new epoch with a higher number;
+  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left.
+
+Deliberately not here: bringing a joiner up to date on a side group before the next boundary (a joiner waits for the next
+version), and anything that knows what bytes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class Member:
+    """One actor process. `ranks` = tensor-parallel size = ranks it takes in the group."""
+
+    actor: str
+    process: str
+    ranks: int = 1
+    grpc_address: str = ""
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemberUp:
+    """Registered, or registered again (as the same or as a new process)."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class MemberDown:
+    """Removed its registration, or its heartbeat expired."""
+
+    actor: str
+
+
+@dataclass(frozen=True)
+class VersionReady:
+    """The trainer has a version to send. Only while `idle`."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class MemberJoined:
+    actor: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class GroupBuilt:
+    """The trainer's own end of the group stands."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class BytesSent:
+    epoch: int
+    version: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class MemberStaged:
+    actor: str
+    epoch: int
+    version: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class MemberServing:
+    actor: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class MemberFailed:
+    actor: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class TransferFailed:
+    """The trainer's end of the group, or of a broadcast, failed."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """Of the phase that `SetDeadline` named; stale ones are ignored."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class HoldCommits:
+    """Somebody measures a version (evaluation, probe): stage later ones, but do not commit them. None: no longer."""
+
+    above: int | None
+
+
+Event = (
+    MemberUp
+    | MemberDown
+    | VersionReady
+    | MemberJoined
+    | GroupBuilt
+    | BytesSent
+    | MemberStaged
+    | MemberServing
+    | MemberFailed
+    | TransferFailed
+    | DeadlinePassed
+    | HoldCommits
+)
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    epoch: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class SendVersion:
+    """Announce, then broadcast on this epoch's group."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class SendCommit:
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    """Tell the members to discard, and tear the group down: it may be stuck in a collective."""
+
+    epoch: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evicted:
+    actor: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SetDeadline:
+    """Post `DeadlinePassed(token)` after the configured time."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class VersionServed:
+    """Every member that is left serves it."""
+
+    version: int
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WaitingForMembers:
+    version: int
+
+
+Action = FormGroup | SendVersion | SendCommit | SendAbort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    WAITING = "waiting for members"
+    FORMING = "forming the group"
+    SENDING = "sending"
+    COMMITTING = "committing"
+
+
+@dataclass
+class _Round:
+    """What has been heard in the current phase of the current epoch."""
+
+    joined: set[str] = field(default_factory=set)
+    built: bool = False
+    staged: dict[str, int] = field(default_factory=dict)
+    sent_checksum: int | None = None
+    serving: set[str] = field(default_factory=set)
+
+
+class Coordinator:
+    """See the module. `epoch` 0 means that no group has been formed yet."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self.epoch = 0
+        self.version = -1
+        self.members: dict[str, Member] = {}
+        """The current epoch's."""
+        self.present: dict[str, Member] = {}
+        """All that are registered; those not in the epoch join at the next boundary."""
+        self._benched: set[str] = set()
+        self._group_stands = False
+        self._round = _Round()
+        self._held_above: int | None = None
+        self._deadline_token = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.phase is Phase.IDLE
+
+    def step(self, event: Event) -> list[Action]:
+        """Actions to perform, in order. Events of an old epoch or version, or of strangers, change nothing."""
+        match event:
+            case MemberUp(member):
+                return self._member_up(member)
+            case MemberDown(actor):
+                return self._member_down(actor)
+            case VersionReady(version):
+                return self._version_ready(version)
+            case HoldCommits(above):
+                self._held_above = above
+                return self._advance()
+            case DeadlinePassed(token):
+                return self._deadline(token)
+            case TransferFailed(epoch, reason):
+                return self._restart(reason) if epoch == self.epoch and self._under_way else []
+            case MemberFailed(actor, epoch, reason):
+                return self._lose({actor}, reason) if epoch == self.epoch and actor in self.members else []
+        if event.epoch != self.epoch:
+            return []
+        self._note(event)
+        return self._advance()
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def _member_up(self, member: Member) -> list[Action]:
+        known = self.members.get(member.actor)
+        self.present[member.actor] = member
+        if known is not None and known.process != member.process:
+            self._benched.discard(member.actor)
+            return self._lose({member.actor}, "restarted as a new process")
+        if self.phase is Phase.WAITING:
+            # Nobody else is left: an evicted member whose heart still beats may try again, once per heartbeat.
+            self._benched.discard(member.actor)
+            return self._form()
+        return []
+
+    def _member_down(self, actor: str) -> list[Action]:
+        self.present.pop(actor, None)
+        self._benched.discard(actor)
+        return self._lose({actor}, "left, or its heartbeat stopped") if actor in self.members else []
+
+    def _version_ready(self, version: int) -> list[Action]:
+        assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
+        self.version = version
+        self._benched.clear()
+        if self._group_stands and self.members == self.present:
+            return self._send()
+        return self._form()
+
+    def _deadline(self, token: int) -> list[Action]:
+        if token != self._deadline_token or not self._under_way:
+            return []
+        heard = {
+            Phase.FORMING: self._round.joined,
+            Phase.SENDING: set(self._round.staged),
+            Phase.COMMITTING: self._round.serving,
+        }[self.phase]
+        late = set(self.members) - heard
+        if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
+            return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
+        if not late:
+            return self._restart("deadline passed on the trainer's side")
+        return self._lose(late, f"deadline passed while {self.phase.value}")
+
+    def _note(self, event: MemberJoined | GroupBuilt | BytesSent | MemberStaged | MemberServing) -> None:
+        match event:
+            case MemberJoined(actor, _) if actor in self.members:
+                self._round.joined.add(actor)
+            case GroupBuilt():
+                self._round.built = True
+            case BytesSent(_, version, checksum) if version == self.version:
+                self._round.sent_checksum = checksum
+            case MemberStaged(actor, _, version, checksum) if actor in self.members and version == self.version:
+                self._round.staged[actor] = checksum
+            case MemberServing(actor, _, version) if actor in self.members and version == self.version:
+                self._round.serving.add(actor)
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    @property
+    def _under_way(self) -> bool:
+        return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
+
+    def _advance(self) -> list[Action]:
+        everyone = set(self.members)
+        if self.phase is Phase.FORMING and self._round.built and self._round.joined >= everyone:
+            self._group_stands = True
+            return self._send()
+        if self.phase is Phase.SENDING and self._round.sent_checksum is not None:
+            wrong = {a for a, checksum in self._round.staged.items() if checksum != self._round.sent_checksum}
+            if wrong:
+                return self._lose(wrong, "staged bytes differ from those sent")
+            held = self._held_above is not None and self.version > self._held_above
+            if set(self._round.staged) >= everyone and not held:
+                self.phase = Phase.COMMITTING
+                return [SendCommit(self.epoch, self.version), self._new_deadline()]
+        if self.phase is Phase.COMMITTING and self._round.serving >= everyone:
+            return self._served()
+        return []
+
+    def _form(self) -> list[Action]:
+        self._group_stands = False
+        self.epoch += 1
+        self.members = {a: m for a, m in sorted(self.present.items()) if a not in self._benched}
+        self._round = _Round()
+        if not self.members:
+            self.phase = Phase.WAITING
+            return [WaitingForMembers(self.version)]
+        self.phase = Phase.FORMING
+        return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
+
+    def _send(self) -> list[Action]:
+        self.phase = Phase.SENDING
+        self._round = _Round()
+        return [SendVersion(self.epoch, self.version), self._new_deadline()]
+
+    def _served(self) -> list[Action]:
+        self.phase = Phase.IDLE
+        self._deadline_token += 1
+        return [VersionServed(self.version, self.epoch, tuple(self.members))]
+
+    def _lose(self, actors: set[str], reason: str) -> list[Action]:
+        """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
+        evicted: list[Action] = [Evicted(actor, self.epoch, reason) for actor in sorted(actors)]
+        self._benched |= actors & {a for a in self.present if self.present[a] == self.members.get(a)}
+        self._group_stands = False
+        if self.phase is Phase.COMMITTING:
+            for actor in actors:
+                self.members.pop(actor, None)
+            return evicted + (self._advance() if self.members else self._form())
+        if not self._under_way:
+            for actor in actors:
+                self.members.pop(actor, None)
+            return evicted
+        return evicted + self._restart(reason)
+
+    def _restart(self, reason: str) -> list[Action]:
+        abort = SendAbort(self.epoch, self.version, reason)
+        return [abort, *self._form()]
+
+    def _new_deadline(self) -> SetDeadline:
+        self._deadline_token += 1
+        return SetDeadline(self._deadline_token)

@@ -1,0 +1,155 @@
+"""Issues prompt groups, as many as the staleness bound allows.
+
+Consumes the task's problems in order, produces messages on PROMPTS, waits for the bound to allow more: a new version or a
+lost group unblocks it. What was issued is in the books before it is on the stream, so that nothing can arrive unexpected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.codec import encode_group
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import BusError, UserError
+from pipelinerl.types import PromptGroup, SamplingParams, TokenIds
+from services.trainer.books import Books
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 5.0
+MOST_UNUSABLE_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedProblem:
+    """A problem as the actor and the verifier need it. `prompt_token_ids` int32[tokens]."""
+
+    task: str
+    prompt_token_ids: TokenIds
+    prompt_text: str
+    reference_json: str
+
+
+class ProblemStream(Protocol):
+    """Training problems by index: the same index gives the same problem in every run with the same seed."""
+
+    def __call__(self, index: int) -> EncodedProblem: ...
+
+
+@dataclass(frozen=True)
+class FeederState:
+    """All that the feeder needs to go on: saved with a checkpoint, equal in two runs that issued the same."""
+
+    next_index: int = 0
+    next_group: int = 0
+
+
+class Feeder:
+    """See the module. `version()` is the version that the bound counts from."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        recipe: Recipe,
+        problems: ProblemStream,
+        books: Books,
+        bound: FeederBound,
+        version: Callable[[], int],
+    ) -> None:
+        self._bus, self._recipe, self._problems, self._books = bus, recipe, problems, books
+        self._bound, self._version = bound, version
+        self._look = asyncio.Event()
+        self._look.set()
+        self._unusable_in_a_row = 0
+        self.state = FeederState()
+
+    @property
+    def allowance(self) -> int:
+        """Groups that may be issued now."""
+        return self._bound.groups_allowed(self._version(), self._books.issued_groups, self._books.lost_groups)
+
+    def look_again(self) -> None:
+        """The version or the books changed."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` when no problem fits the model's context."""
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            while self.allowance > 0:
+                await self._issue_next()
+
+    async def _issue_next(self) -> None:
+        group = self._next_group()
+        self._books.issue(group)
+        room = self._recipe.model.max_context - len(group.prompt_token_ids)
+        if room < 1:
+            self._refuse(group)
+            return
+        self._unusable_in_a_row = 0
+        await self._publish(group)
+
+    def _next_group(self) -> PromptGroup:
+        state, recipe = self.state, self._recipe
+        problem = self._problems(state.next_index)
+        self.state = FeederState(state.next_index + 1, state.next_group + 1)
+        seed = group_seed(recipe.seed, state.next_group) if recipe.sampling.seeded else 0
+        return PromptGroup(
+            run=self._bus.run,
+            group_id=f"g{state.next_group:08d}",
+            problem_index=state.next_index,
+            task=problem.task,
+            prompt_token_ids=problem.prompt_token_ids,
+            prompt_text=problem.prompt_text,
+            reference_json=problem.reference_json,
+            num_samples=recipe.sampling.group_size,
+            sampling=sampling_of(recipe),
+            seed=seed,
+            issued_version=max(0, self._version()),
+        )
+
+    def _refuse(self, group: PromptGroup) -> None:
+        """A prompt that leaves no room for a completion ends here, counted, and another takes its place."""
+        tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
+        log.warning("problem %d has %d prompt tokens, the context %d", group.problem_index, tokens, context)
+        for index in range(group.num_samples):
+            self._books.ledger.close(group.sequence_id(index), Outcome.FAILED, "prompt too long")
+        self._books.groups.discard(group.group_id)
+        self._books.lost_groups += 1
+        self._unusable_in_a_row += 1
+        if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
+            raise UserError(
+                f"model.max_context = {context}: the last {MOST_UNUSABLE_IN_A_ROW} prompts did not fit; raise it, or "
+                "choose a task with shorter prompts"
+            )
+
+    async def _publish(self, group: PromptGroup) -> None:
+        payload, delay_s = encode_group(group), RETRY_FIRST_S
+        while True:
+            try:
+                await self._bus.publish_prompt(payload, group.group_id)
+                return
+            except BusError as error:
+                log.warning("cannot issue %s, trying again in %.1f s: %s", group.group_id, delay_s, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MOST_S)
+
+
+def sampling_of(recipe: Recipe) -> SamplingParams:
+    sampling = recipe.sampling
+    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
+
+
+def group_seed(run_seed: int, group_number: int) -> int:
+    """A seed that no other group of the run has, below 2^62 and not 0."""
+    return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1

@@ -1,0 +1,144 @@
+"""From the SEQUENCES log to batches of complete groups.
+
+`Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
+`take_batch` consumes ready groups, drops what is too old for the version that asks, and waits until a batch is full; the
+feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+
+from pipelinerl.algorithms.admission import untrainable_reason
+from pipelinerl.algorithms.advantages import all_equal, group_advantages, smallest_group
+from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.grouping import CompletedGroup
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.algorithms.staleness import stale_reason
+from pipelinerl.bus.protocol import Bus, LogEntry
+from pipelinerl.codec import decode_sequence
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import MessageError
+from pipelinerl.types import Sequence
+from services.trainer.books import Books, failed_copy, unreadable
+from services.trainer.learn.batch import TrainingGroup
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """See the module. `on_loss` is called when a group was lost, so that the feeder looks again."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        recipe: Recipe,
+        books: Books,
+        bound: FeederBound,
+        *,
+        vocab_size: int,
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._bus, self._recipe, self._books, self._bound = bus, recipe, books, bound
+        self._vocab_size, self._on_loss = vocab_size, on_loss
+        self._ready: deque[CompletedGroup] = deque()
+        self._changed = asyncio.Condition()
+        self._shuffler = random.Random(recipe.seed)
+        self._phase: list[TrainingGroup] = []
+        self.position = 0
+        """Of the last message read; the next start reads from the one after."""
+        self.tokens_arrived = 0
+        self.bad_messages = 0
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with self._bus.read_sequences(self.position + 1) as entries:
+            async for entry in entries:
+                self.position = entry.position
+                sequence = self._read(entry)
+                if sequence is not None:
+                    await self._add(sequence)
+
+    async def take_batch(self, version: int) -> list[TrainingGroup]:
+        """Exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode a shuffled phase's share."""
+        if not self._phase:
+            num_groups = self._bound.groups_before_step(version)
+            self._phase = [await self._take_group(version) for _ in range(num_groups)]
+            if self._recipe.mode == "conventional":
+                self._shuffler.shuffle(self._phase)
+        batch = self._phase[: self._bound.groups_per_step]
+        self._phase = self._phase[self._bound.groups_per_step :]
+        return batch
+
+    def _read(self, entry: LogEntry) -> Sequence | None:
+        """None for what is not ours to count: repeated, or not issued by this run."""
+        try:
+            sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
+        except MessageError as error:
+            self.bad_messages += 1
+            log.error("message %d of the sequence log is set aside: %s", entry.position, error)
+            lost = unreadable(entry.msg_id, self._recipe.sampling.group_size, self._bus.run, str(error))
+            return lost if lost is not None and self._books.groups.is_open(lost.group_id) else None
+        reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
+        return failed_copy(sequence, reason) if reason else sequence
+
+    async def _add(self, sequence: Sequence) -> None:
+        try:
+            group = self._books.arrive(sequence)
+        except MessageError as error:
+            self.bad_messages += 1
+            log.error("sequence %s is set aside: %s", sequence.sequence_id, error)
+            return
+        self.tokens_arrived += sequence.num_completion_tokens
+        if sequence.failure:
+            log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
+        if group is not None and self._keep(group):
+            async with self._changed:
+                self._ready.append(group)
+                self._changed.notify_all()
+
+    def _keep(self, group: CompletedGroup) -> bool:
+        algorithm = self._recipe.algorithm
+        if len(group.sequences) < smallest_group(algorithm.advantage):
+            self._lose(group.sequences, Outcome.FAILED, "group incomplete")
+            return False
+        if algorithm.filter_equal_rewards and all_equal(group.rewards):
+            self._lose(group.sequences, Outcome.DROPPED_FILTERED, "equal rewards")
+            return False
+        return True
+
+    async def _take_group(self, version: int) -> TrainingGroup:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._ready)
+                group = self._fresh(self._ready.popleft(), version)
+            if group is not None:
+                return group
+
+    def _fresh(self, group: CompletedGroup, version: int) -> TrainingGroup | None:
+        """The group without its stale members; None when nothing of it is left."""
+        algorithm = self._recipe.algorithm
+        advantages = group_advantages(group.rewards, algorithm.advantage, algorithm.normalize_std)
+        kept = []
+        for position, sequence in enumerate(group.sequences):
+            reason = stale_reason(sequence.spans, version, algorithm.max_lag)
+            if reason is None:
+                kept.append(position)
+            else:
+                self._books.close([sequence], Outcome.DROPPED_STALE, reason.value)
+        if not kept:
+            self._lose((), Outcome.DROPPED_STALE, "")
+            return None
+        return TrainingGroup(tuple(group.sequences[position] for position in kept), advantages[kept])
+
+    def _lose(self, sequences: tuple[Sequence, ...], outcome: Outcome, reason: str) -> None:
+        self._books.lose(sequences, outcome, reason)
+        self._on_loss()

@@ -1,0 +1,213 @@
+"""Attention that never crosses sequences, for many sequences packed into one row of tokens.
+
+transformers finds packed rows by their restarting position ids and gives its own `sdpa` and `eager` a block-diagonal
+[T, T] mask: correct, and quadratic in the tokens of the whole row. The attention registered here does the same work per
+sequence. Only inside attention are the packed tokens laid out as rows of a padded batch, so that every other layer
+works on real tokens alone. Causality makes padding harmless: it comes after the tokens of its row, and its own
+outputs are dropped. On a GPU with 16-bit weights it is torch's variable-length flash kernel, without any padding.
+
+Not here: flex and flash_attention_2, which transformers provides and `model.py` selects; attention dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelinerl.errors import FieldError
+
+VARLEN = "pipelinerl_varlen"
+"""Name under which transformers knows the attention of this module."""
+
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Attention arguments of some architectures that change its result and are not implemented here."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowBlock:
+    """Consecutive sequences of similar length, as a padded batch of `num_rows` × `row_tokens`."""
+
+    first_token: int
+    end_token: int
+    num_rows: int
+    row_tokens: int
+    slots: Tensor
+    """int64[tokens]: where each token of the block stands among num_rows * row_tokens slots."""
+    sources: Tensor
+    """int64[num_rows * row_tokens]: the block's token for each slot; any token where the slot is padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """Where sequences begin and end in a packed row of T tokens."""
+
+    cu_seqlens: Tensor
+    """int32[sequences + 1]: cumulative lengths, from 0 to T."""
+    longest: int
+    blocks: tuple[RowBlock, ...]
+
+
+def packed_layout(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:
+    """Layout of sequences of `lengths` tokens that stand one behind the other; best in order of falling length."""
+    ends = np.cumsum(lengths)
+    cu_seqlens = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)).to(device)
+    blocks = tuple(_row_block(lengths, ends, first, end, device) for first, end in _similar_runs(lengths))
+    return PackedLayout(cu_seqlens, int(lengths.max()), blocks)
+
+
+def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Runs [first, end) of sequences at least half as long as the longest of the run, which bounds padding to half."""
+    runs: list[tuple[int, int]] = []
+    first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
+    for index, length in enumerate(lengths.tolist()):
+        longest, shortest = max(longest, length), min(shortest, length)
+        if 2 * shortest < longest:
+            runs.append((first, index))
+            first, longest, shortest = index, length, length
+    return [*runs, (first, len(lengths))]
+
+
+def _row_block(
+    lengths: NDArray[np.int64], ends: NDArray[np.int64], first: int, end: int, device: torch.device | str
+) -> RowBlock:
+    rows = lengths[first:end]
+    row_tokens, first_token = int(rows.max()), int(ends[first] - lengths[first])
+    starts = np.cumsum(rows) - rows
+    num_tokens = int(rows.sum())
+    slots = np.arange(num_tokens) + np.repeat(np.arange(len(rows)) * row_tokens - starts, rows)
+    sources = np.zeros(len(rows) * row_tokens, dtype=np.int64)
+    sources[slots] = np.arange(num_tokens)
+    return RowBlock(
+        first_token,
+        first_token + num_tokens,
+        len(rows),
+        row_tokens,
+        torch.from_numpy(slots).to(device),
+        torch.from_numpy(sources).to(device),
+    )
+
+
+class _ToRows(torch.autograd.Function):
+    """x [tokens, heads, dim] → [slots, heads, dim]. The gradient of a padding slot is 0, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: RowBlock) -> Tensor:
+        ctx.block = block
+        return x.index_select(0, block.sources)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.block.slots), None
+
+
+class _FromRows(torch.autograd.Function):
+    """y [slots, heads, dim] → [tokens, heads, dim], dropping the padding."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, block: RowBlock) -> Tensor:
+        ctx.block = block
+        return y.index_select(0, block.slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), block = grads, ctx.block
+        rows = grad.new_zeros((block.num_rows * block.row_tokens, *grad.shape[1:]))
+        rows[block.slots] = grad
+        return rows, None
+
+
+def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """bool[row_tokens, row_tokens], True = attend; None when plain causal attention is the same."""
+    if sliding_window is None or sliding_window >= row_tokens:
+        return None
+    distance = torch.arange(row_tokens, device=device)[:, None] - torch.arange(row_tokens, device=device)[None, :]
+    return (distance >= 0) & (distance < sliding_window)
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """Attention of one block: query, key, value [tokens of the block, heads, dim] → [tokens, query heads, dim]."""
+    rows = (block.num_rows, block.row_tokens)
+    q, k, v = (_ToRows.apply(x, block).unflatten(0, rows).transpose(1, 2) for x in (query, key, value))
+    mask = _window_mask(block.row_tokens, sliding_window, query.device)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return _FromRows.apply(out.transpose(1, 2).flatten(0, 1), block)
+
+
+def _attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """torch's variable-length flash attention: query, key, value [T, heads, dim], 16 bit, CUDA."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, heads, T, dim] → ([1, T, heads, dim], None).
+
+    `packed` comes with the forward call of the model. Raises `FieldError` for architectures whose attention has terms
+    that are not implemented here.
+    """
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
+    assert packed is not None, "the model was called without its packed layout"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _attend_flash(q, k, v, packed, scaling, sliding_window)[None], None
+    blocks = []
+    for block in packed.blocks:
+        of_block = slice(block.first_token, block.end_token)
+        blocks.append(_attend_rows(q[of_block], k[of_block], v[of_block], block, scaling, sliding_window))
+    return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[None], None
+
+
+def register() -> None:
+    """Makes transformers know `VARLEN`. Repeating it changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(VARLEN, varlen_attention)
+
+
+def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:
+    """What a model's forward call needs besides position ids, for the named attention implementation."""
+    if attention == VARLEN:
+        return {"packed": layout}
+    if attention == "flash_attention_2":
+        seqlens, longest = layout.cu_seqlens, layout.longest
+        return {"cu_seq_lens_q": seqlens, "cu_seq_lens_k": seqlens, "max_length_q": longest, "max_length_k": longest}
+    return {}

@@ -1,0 +1,95 @@
+"""Losses as pure functions over the completion tokens of a micro-batch.
+
+Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
+to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
+does with them. Not here: advantages, and sequence-level ratios (a later issue).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl.config.recipe import AlgorithmConfig
+
+LARGEST_LOG_RATIO = 20.0
+"""Bound of |log ratio| before a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """Of C completion tokens, float32[C] each. `logprobs` (and `entropy`, with a bonus) carry the gradient."""
+
+    logprobs: Tensor
+    """log π, nats."""
+    behaviour_logprobs: Tensor
+    """log μ, nats."""
+    advantages: Tensor
+    weights: Tensor
+    """Factor of each token's term; 0 masks it."""
+    entropy: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """`loss` has the gradient; everything else is detached."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    reference_kl: Tensor
+    """Weighted sum of the k3 estimates, before its coefficient; 0 without a reference."""
+    log_weights: Tensor
+    """float32[C]: log π − log μ, unclamped."""
+    clipped: Tensor
+    """bool[C]: the bound was active, so a weight was truncated or a gradient cut."""
+
+
+PolicyTerm = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Tensor]]
+"""(per-token loss before weighting, clipped), [C] each."""
+
+
+def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """The paper's equation 5: −min(c, w) · A · log π, no gradient through w."""
+    log_weights = (inputs.logprobs - inputs.behaviour_logprobs).detach()
+    truncated = log_weights.clamp(max=math.log(config.clamp)).exp()
+    return -truncated * inputs.advantages * inputs.logprobs, log_weights > math.log(config.clamp)
+
+
+def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) (arXiv 1707.06347, eq. 7), r = π / μ; clip-higher of DAPO."""
+    log_ratio = inputs.logprobs - inputs.behaviour_logprobs
+    ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    free, cut = ratio * inputs.advantages, bounded * inputs.advantages
+    return -torch.minimum(free, cut), (cut < free).detach()
+
+
+POLICY_TERMS: dict[str, PolicyTerm] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "grpo": ppo_clip}
+"""GRPO's policy term is PPO's; its advantages and normalisation differ, and `AlgorithmConfig` defaults to them."""
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Estimate of KL(π ‖ reference) per token, never negative (GRPO, arXiv 2402.03300, eq. 4). Both [C], nats."""
+    log_ratio = (reference_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return log_ratio.exp() - log_ratio - 1
+
+
+def compute_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
+    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy, weighted sums over tokens."""
+    per_token, clipped = POLICY_TERMS[config.loss](inputs, config)
+    policy_loss = (inputs.weights * per_token).sum()
+    loss, reference_kl = policy_loss, policy_loss.new_zeros(())
+    if config.kl_coefficient > 0:
+        assert inputs.reference_logprobs is not None, "kl_coefficient > 0 needs reference logprobs"
+        reference_kl = (inputs.weights * k3(inputs.logprobs, inputs.reference_logprobs)).sum()
+        loss = loss + config.kl_coefficient * reference_kl
+    if config.entropy_coefficient > 0:
+        assert inputs.entropy is not None, "entropy_coefficient > 0 needs entropies"
+        loss = loss - config.entropy_coefficient * (inputs.weights * inputs.entropy).sum()
+    log_weights = (inputs.logprobs - inputs.behaviour_logprobs).detach()
+    return LossOutput(loss, policy_loss.detach(), reference_kl.detach(), log_weights, clipped)

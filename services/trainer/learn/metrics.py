@@ -1,0 +1,137 @@
+"""What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
+
+Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, and
+NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in Prometheus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelinerl.algorithms.ess import EssSums, ess_by_lag
+from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
+from services.trainer.learn.batch import MicroBatch
+from services.trainer.learn.loss import LossOutput
+
+LARGEST_LOG_WEIGHT = 80.0
+"""Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""
+
+
+@dataclass(frozen=True)
+class LagBucketMetrics:
+    """Of the completion tokens of one lag bucket."""
+
+    tokens: int
+    ess: float
+    clip_fraction: float
+
+
+@dataclass(frozen=True)
+class TokenMetrics:
+    """Of all completion tokens of one optimizer step. Fields are None where no token could tell."""
+
+    loss: float
+    policy_loss: float
+    reference_kl: float
+    """Weighted like the loss; 0 without a reference."""
+    ess: float | None
+    entropy: float | None
+    """Mean, nats."""
+    clip_fraction: float
+    mismatch_kl: float | None
+    """Mean k3 estimate of KL(μ ‖ π) over sampled tokens of lag 0, nats: numerics and stale KV, no policy change."""
+    log_weight_abs_max: float | None
+    """max |log w|, nats."""
+    weight_mean: float | None
+    """Mean w; 1 in expectation when tokens were sampled by what μ says."""
+    lag_mean: float
+    lag_p95: float
+    lag_max: int
+    lag_histogram: dict[int, int]
+    """Tokens by lag."""
+    by_lag: dict[str, LagBucketMetrics]
+    sequences: int
+    completion_tokens: int
+    tokens: int
+    """Prompt and completion tokens that went through the model."""
+    microbatches: int
+    packing_fill: float
+    """Real tokens / (micro-batches × the fullest one's)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class StepCollector:
+    """Collects the micro-batches of one optimizer step: `add` each, then `result` once."""
+
+    def __init__(self) -> None:
+        self._per_token: list[Tensor] = []
+        self._scalars: list[Tensor] = []
+        self._batches: list[MicroBatch] = []
+
+    def add(self, batch: MicroBatch, output: LossOutput, entropy: Tensor) -> None:
+        """`entropy` float32[C], nats, of the micro-batch's completion tokens."""
+        self._per_token.append(torch.stack((output.log_weights, output.clipped.float(), entropy.detach())))
+        self._scalars.append(torch.stack((output.loss.detach(), output.policy_loss, output.reference_kl)))
+        self._batches.append(batch)
+
+    def result(self) -> TokenMetrics:
+        """Waits for the device."""
+        assert self._batches, "a step has at least one micro-batch"
+        log_weights, clipped, entropy = torch.cat(self._per_token, dim=1).double().cpu().numpy()
+        loss, policy_loss, reference_kl = torch.stack(self._scalars).double().sum(0).tolist()
+        lags = np.concatenate([batch.lags for batch in self._batches])
+        loads = [batch.num_tokens for batch in self._batches]
+        usable = bool(np.isfinite(log_weights).all())
+        return TokenMetrics(
+            loss=loss,
+            policy_loss=policy_loss,
+            reference_kl=reference_kl,
+            ess=EssSums.of(log_weights).ratio if usable else None,
+            entropy=_mean(entropy),
+            clip_fraction=float(clipped.mean()),
+            mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
+            log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
+            weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,
+            lag_mean=float(lags.mean()),
+            lag_p95=float(np.percentile(lags, 95)),
+            lag_max=int(lags.max()),
+            lag_histogram=_histogram(lags),
+            by_lag=_by_lag(log_weights, clipped, lags) if usable else {},
+            sequences=sum(batch.num_sequences for batch in self._batches),
+            completion_tokens=len(lags),
+            tokens=sum(loads),
+            microbatches=len(loads),
+            packing_fill=sum(loads) / (len(loads) * max(loads)),
+        )
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
+    return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights
+
+
+def _histogram(lags: NDArray[np.int64]) -> dict[int, int]:
+    values, counts = np.unique(lags, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _by_lag(
+    log_weights: NDArray[np.float64], clipped: NDArray[np.float64], lags: NDArray[np.int64]
+) -> dict[str, LagBucketMetrics]:
+    buckets, result = lag_bucket(lags), {}
+    for label, sums in ess_by_lag(log_weights, lags).items():
+        inside = buckets == LAG_BUCKETS.index(label)
+        result[label] = LagBucketMetrics(sums.count, sums.ratio or 0.0, float(clipped[inside].mean()))
+    return result

@@ -1,0 +1,133 @@
+"""Loads the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
+
+Every way in which that fails for a user's reason is a `FieldError`. Dropout is switched off for good: a policy gradient
+is taken of the policy that sampled. Not here: building and warm-starting the small default model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from pipelinerl.config.recipe import ModelConfig
+from pipelinerl.errors import FieldError
+from services.trainer.learn.attention import VARLEN, register
+from services.trainer.learn.policy import Policy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_policy(
+    source: str, config: ModelConfig, *, gradient_checkpointing: bool = False, device: torch.device | str = "cpu"
+) -> Policy:
+    """The model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
+
+    Raises `FieldError` when there is no such folder, no causal language model in it, weights are missing, its context
+    is shorter than `max_context`, or the attention implementation is not available.
+    """
+    folder = _check_folder(source, config)
+    hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if not folder and config.revision:
+        hub["revision"] = config.revision
+    hf_config = _load_config(source, hub)
+    _check_context(hf_config, config)
+    _disable_dropout(hf_config)
+    model: Any = _load_weights(source, hf_config, config, hub)
+    model.to(device)
+    return wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
+
+
+def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False) -> Policy:
+    """A policy of a model that is in memory already; sets its attention, dropout and training mode.
+
+    `auto` is the first of this project's attention and eager that gives the model's own log-probabilities.
+    """
+    register()
+    _disable_dropout(model.config)
+    for module in model.modules():
+        _disable_dropout(module)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    if attention != "auto":
+        return _with_attention(model, attention)
+    try:
+        return _with_attention(model, _preferred(model.config))
+    except FieldError:
+        return _with_attention(model, "eager")
+
+
+def _preferred(hf_config: PretrainedConfig) -> str:
+    """Chunked attention exists only in transformers' own masks."""
+    return VARLEN if getattr(hf_config.get_text_config(), "attention_chunk_size", None) is None else "sdpa"
+
+
+def _with_attention(model: PreTrainedModel, attention: str) -> Policy:
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise FieldError("model.attention", attention, f"not available here: {_first_line(error)}") from error
+    return Policy(model, attention)
+
+
+def _check_folder(source: str, config: ModelConfig) -> bool:
+    """Whether `source` is a folder. Only a hub recipe may name something that is none."""
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
+        return True
+    if config.source != "hub" or Path(source).is_absolute():
+        raise FieldError("model.name", source, "there is no such folder")
+    return False
+
+
+def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source, **hub)
+    except (OSError, ValueError, KeyError) as error:
+        raise FieldError("model.name", source, f"its configuration does not load: {_first_line(error)}") from error
+
+
+def _check_context(hf_config: PretrainedConfig, config: ModelConfig) -> None:
+    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest < config.max_context:
+        raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
+
+
+def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
+    """Zeroes every dropout probability that a configuration, or an attention layer made from one, holds."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(holder, name, 0.0)
+
+
+def _load_weights(
+    source: str, hf_config: PretrainedConfig, config: ModelConfig, hub: dict[str, Any]
+) -> PreTrainedModel:
+    loaded: Any
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=hf_config,
+            dtype=DTYPES[config.dtype],
+            attn_implementation="eager",
+            output_loading_info=True,
+            **hub,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise FieldError("model.name", source, f"no causal language model loads: {_first_line(error)}") from error
+    model, report = loaded
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        raise FieldError("model.name", source, f"weights are missing or of another shape: {', '.join(lacking[:3])}")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

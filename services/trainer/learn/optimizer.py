@@ -1,0 +1,120 @@
+"""AdamW on float32 parameters, with clipping, schedule, and steps that are skipped rather than poisoned.
+
+A model in 16 bit gets float32 master copies: gradients of all micro-batches are summed into them in float32, the
+optimizer steps them, and the 16-bit weights, which are what actors serve, are their rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.config.recipe import TrainerConfig
+from services.trainer.learn.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """One step, taken or not."""
+
+    learning_rate: float
+    grad_norm: float
+    """Global L2 norm before clipping; NaN or infinite when the step was skipped for it."""
+    skipped: str
+    """Why no weight changed; "" when the step was taken."""
+
+
+class PolicyOptimizer:
+    """AdamW over the trainable parameters of a model. `backward()` fills gradients, `step` uses and clears them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig) -> None:
+        self.config = config
+        self.steps_taken = 0
+        """Optimizer steps taken; skipped ones do not count and do not move the schedule."""
+        self._live = [parameter for parameter in parameters if parameter.requires_grad]
+        self._stepped = [_master_of(parameter) for parameter in self._live]
+        self._adamw = torch.optim.AdamW(
+            _decay_groups(self._stepped, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=_fused_works(self._stepped),
+        )
+
+    def step(self, loss: float) -> OptimizerReport:
+        """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is reported."""
+        rate = learning_rate(self.steps_taken, self.config)
+        norm = float(nn.utils.clip_grad_norm_(self._stepped, self.config.max_grad_norm))
+        skipped = _not_finite(loss, norm)
+        if not skipped:
+            self._take(rate)
+        self._adamw.zero_grad(set_to_none=True)
+        return OptimizerReport(rate, norm, skipped)
+
+    def _take(self, rate: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self._publish_masters()
+        self.steps_taken += 1
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for live, stepped in zip(self._live, self._stepped, strict=True):
+            if live is not stepped:
+                live.copy_(stepped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: moments, float32 masters where there are any, and steps taken."""
+        masters = [
+            stepped.detach() for live, stepped in zip(self._live, self._stepped, strict=True) if live is not stepped
+        ]
+        return {"adamw": self._adamw.state_dict(), "masters": masters, "steps_taken": self.steps_taken}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` of the same model in the same dtype gave."""
+        self._adamw.load_state_dict(state["adamw"])
+        owned = [stepped for live, stepped in zip(self._live, self._stepped, strict=True) if live is not stepped]
+        for stepped, saved in zip(owned, state["masters"], strict=True):
+            stepped.copy_(saved)
+        self._publish_masters()
+        self.steps_taken = state["steps_taken"]
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself in float32; else a float32 copy that takes over its gradients as they are made."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def take_gradient(source: Tensor) -> None:
+        assert source.grad is not None
+        gradient, source.grad = source.grad.float(), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    parameter.register_post_accumulate_grad_hook(take_gradient)
+    return master
+
+
+def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _fused_works(parameters: list[nn.Parameter]) -> bool:
+    return all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+
+
+def _not_finite(loss: float, norm: float) -> str:
+    if not math.isfinite(loss):
+        return "loss not finite"
+    return "" if math.isfinite(norm) else "gradient not finite"

@@ -1,0 +1,229 @@
+"""The optimizer loop: takes batches, steps, sends versions, evaluates, records.
+
+Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
+batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left.
+Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import ServiceError
+from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
+from services.trainer.books import Books
+from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
+from services.trainer.feeder import Feeder
+from services.trainer.intake import Intake
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.probe import measure_mismatch
+from services.trainer.records import StepRecord
+from services.trainer.updater import WeightUpdater
+
+log = logging.getLogger(__name__)
+
+SAMPLES_PER_STEP = 2
+
+
+class PolicyTrainer(Protocol):
+    """The compute side; every method blocks and runs on the one compute thread."""
+
+    def train_step(self, groups: list[TrainingGroup], version: int) -> Mapping[str, Any]:
+        """One optimizer step on the batch at policy `version`; returns the step's figures (docs/run-directory.md)."""
+        ...
+
+    def snapshot(self, version: PolicyVersion) -> object: ...
+    def score(self, token_ids: TokenIds) -> Logprobs: ...
+    def checkpoint(self, version: int, final: bool) -> str:
+        """Writes a checkpoint and returns its folder."""
+        ...
+
+
+@dataclass
+class StepTimer:
+    """Seconds by phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def measure(self, phase: str) -> _Measured:
+        return _Measured(self, phase)
+
+
+class _Measured:
+    def __init__(self, timer: StepTimer, phase: str) -> None:
+        self._timer, self._phase = timer, phase
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        elapsed = time.monotonic() - self._started
+        self._timer.seconds[self._phase] = self._timer.seconds.get(self._phase, 0.0) + elapsed
+
+
+class OptimizerLoop:
+    """See the module. `on_step(record)` and `on_heldout(result)` are called in step order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        trainer: PolicyTrainer,
+        intake: Intake,
+        feeder: Feeder,
+        books: Books,
+        bound: FeederBound,
+        updater: WeightUpdater,
+        evaluator: HeldoutEvaluator,
+        *,
+        incarnation: int,
+        probe: TokenIds,
+        on_step: Callable[[StepRecord, list[TrainingGroup]], None],
+        on_heldout: Callable[[HeldoutResult], None],
+        on_mismatch: Callable[[int, float], None],
+    ) -> None:
+        self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
+        self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
+        self._incarnation, self._probe = incarnation, probe
+        self._on_step, self._on_heldout, self._on_mismatch = on_step, on_heldout, on_mismatch
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._measuring: asyncio.Task[None] | None = None
+        self._checkpoint_requests: list[asyncio.Future[tuple[str, int]]] = []
+        self.version = 0
+        self.waiting_for = "actors"
+        self.compute_s = 0.0
+
+    @property
+    def feeder_version(self) -> int:
+        """What the staleness bound counts from. A conventional phase begins when every actor serves its policy."""
+        return self._updater.served_version if self._recipe.mode == "conventional" else self.version
+
+    async def run(self) -> None:
+        """From the first version sent to the last one evaluated."""
+        await self._offer(StepTimer())
+        await self._updater.all_served()
+        await self._measure(evaluate=True)
+        while self.version < self._recipe.trainer.steps:
+            await self._step()
+        self.waiting_for = "the last version to be served"
+        await self._updater.all_served()
+        await self._in_compute(functools.partial(self._trainer.checkpoint, self.version, True))
+
+    async def request_checkpoint(self) -> tuple[str, int]:
+        """Folder and version, once written at the next step boundary."""
+        request: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self._checkpoint_requests.append(request)
+        return await request
+
+    def close(self) -> None:
+        """Leaves a computation under way to end by itself."""
+        self._compute.shutdown(wait=False, cancel_futures=True)
+
+    async def _step(self) -> None:
+        timer, began_at = StepTimer(), time.monotonic()
+        self.waiting_for = f"sequences for step {self.version + 1}"
+        with timer.measure("wait"):
+            batch = await self._intake.take_batch(self.version)
+        self.waiting_for = ""
+        with timer.measure("compute"):
+            figures = await self._in_compute(functools.partial(self._trainer.train_step, batch, self.version))
+        self.compute_s += timer.seconds["compute"]
+        for group in batch:
+            self._books.close(group.sequences, Outcome.TRAINED)
+        self.version += 1
+        self._feeder.look_again()
+        if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:
+            await self._offer(timer)
+        await self._checkpoint_if_due(timer)
+        step_s = time.monotonic() - began_at
+        if self._evaluation_due(self.version) or self._probe_due(self.version):
+            await self._measured()
+            await self._measure(evaluate=self._evaluation_due(self.version))
+        if self.version == self._recipe.trainer.steps:
+            await self._measured()  # the last record carries its own evaluation
+        self._record(figures, batch, timer, step_s)
+
+    async def _offer(self, timer: StepTimer) -> None:
+        version = PolicyVersion(self._incarnation, self.version)
+        with timer.measure("snapshot"):
+            snapshot = await self._in_compute(functools.partial(self._trainer.snapshot, version))
+        with timer.measure("send"):
+            await self._updater.offer(self.version, snapshot)
+            if self._recipe.mode == "conventional":
+                await self._updater.all_served()
+        self._feeder.look_again()
+
+    # --- evaluation and probe, beside the next step ------------------------------------------------------------------
+
+    def _evaluation_due(self, version: int) -> bool:
+        every = self._recipe.evaluation.every_steps
+        sent = self._bound.starts_phase(version)
+        return version == self._recipe.trainer.steps or (every > 0 and version % every == 0 and sent)
+
+    def _probe_due(self, version: int) -> bool:
+        every = self._recipe.weights.probe_every
+        return every > 0 and version % every == 0 and self._bound.starts_phase(version)
+
+    async def _measure(self, *, evaluate: bool) -> None:
+        """Starts measuring the version that was just offered; the next steps go on, up to their commit."""
+        trained: Logprobs | None = None
+        if self._recipe.weights.probe_every > 0:
+            trained = await self._in_compute(functools.partial(self._trainer.score, self._probe))
+        self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
+
+    async def _measured(self) -> None:
+        task, self._measuring = self._measuring, None
+        if task is not None:
+            await task
+
+    async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
+        """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
+        async with self._updater.hold_when_served(version):
+            if trained is not None:
+                await self._compare(version, trained)
+            if evaluate:
+                await self._evaluate(version)
+
+    async def _compare(self, version: int, trained: Logprobs) -> None:
+        members = {name: member.grpc_address for name, member in self._updater.members.items()}
+        mismatch = await measure_mismatch(members, self._probe, trained, PolicyVersion(self._incarnation, version))
+        if mismatch is not None:
+            self._on_mismatch(version, mismatch)
+
+    async def _evaluate(self, version: int) -> None:
+        try:
+            self._on_heldout(await self._evaluator.evaluate(version))
+        except ServiceError as error:
+            log.error("held-out evaluation is left out: %s", error)
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def _record(self, figures: Mapping[str, Any], batch: list[TrainingGroup], timer: StepTimer, step_s: float) -> None:
+        record: StepRecord = {"step": self.version, "policy_version": self.version, **figures}
+        record["step_s"] = {**timer.seconds, "total": step_s}
+        record["sequences"] = self._books.ledger.counts.as_dict()
+        self._on_step(record, batch)
+
+    async def _checkpoint_if_due(self, timer: StepTimer) -> None:
+        every = self._recipe.checkpoint.every_steps
+        due = every > 0 and self.version % every == 0 and self.version < self._recipe.trainer.steps
+        if not due and not self._checkpoint_requests:
+            return
+        with timer.measure("checkpoint"):
+            folder = await self._in_compute(functools.partial(self._trainer.checkpoint, self.version, False))
+        requests, self._checkpoint_requests = self._checkpoint_requests, []
+        for request in requests:
+            if not request.done():
+                request.set_result((folder, self.version))
+
+    async def _in_compute(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call)

@@ -1,0 +1,56 @@
+"""What the trainer exports to Prometheus, on an injected registry. Sums and rates are the server's business."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.trainer.records import StepRecord
+
+LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+
+class TrainerMetrics:
+    """Gauges of the last optimizer step, counters since start."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "pipelinerl_trainer_"
+        gauges = {
+            "reward_mean": "Mean reward of the last batch.",
+            "heldout_accuracy": "Held-out accuracy, last evaluation.",
+            "loss": "Loss of the last step.",
+            "grad_norm": "Gradient norm before clipping.",
+            "entropy": "Mean token entropy, nats.",
+            "ess": "Effective sample size ratio, unclamped weights.",
+            "clip_fraction": "Share of tokens whose weight the loss bounded.",
+            "mismatch_kl": "KL estimate over tokens of lag 0, nats.",
+            "logprob_mismatch": "Largest probe difference between actor and trainer, nats.",
+            "packing_fill": "Tokens over token budget.",
+        }
+        self._gauges = {key: Gauge(prefix + key, text, registry=registry) for key, text in gauges.items()}
+        self.policy_version = Gauge(prefix + "policy_version", "Optimizer steps taken.", registry=registry)
+        self.members = Gauge(prefix + "members", "Actors in the weight-transfer group.", registry=registry)
+        self.epoch = Gauge(prefix + "epoch", "Number of the group's membership.", registry=registry)
+        self.sequences = Gauge(prefix + "sequences", "Ledger, by state.", ["state"], registry=registry)
+        self.tokens_trained = Counter(prefix + "tokens_trained", "Completion tokens trained on.", registry=registry)
+        self.bad_messages = Counter(prefix + "bad_messages", "Messages set aside.", registry=registry)
+        self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
+        self.phase_seconds = Histogram(
+            prefix + "step_phase_seconds", "Time of one optimizer step by phase.", ["phase"], registry=registry
+        )
+        self.token_lag = Histogram(
+            prefix + "token_lag_steps", "Token lag, optimizer steps.", registry=registry, buckets=LAG_BUCKETS
+        )
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes one step's record, as it goes to metrics.jsonl."""
+        for key, gauge in self._gauges.items():
+            value = record.get(key)
+            if value is not None:
+                gauge.set(value)
+        self.policy_version.set(record["policy_version"])
+        self.tokens_trained.inc(record["tokens_trained"])
+        for state, count in record["sequences"].items():
+            self.sequences.labels(state).set(count)
+        for phase, seconds in record["step_s"].items():
+            self.phase_seconds.labels(phase).observe(seconds)
+        self.token_lag.observe(record["lag"]["mean"] or 0.0)

@@ -1,0 +1,134 @@
+"""What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
+
+Consumes one record per optimizer step, produces lines and, at the end, the summary. Lines are flushed as they are
+written, so that a killed run is complete up to its last step. Knows no torch and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+StepRecord = dict[str, Any]
+"""One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, np.generic):
+        return _finite(value.item())
+    return value
+
+
+class RunFiles:
+    """Appends to the run directory's files. Use as a context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._metrics: IO[str] | None = None
+        self._samples: IO[str] | None = None
+
+    def __enter__(self) -> RunFiles:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._samples = (self.run_dir / "samples.jsonl").open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+
+    def write_step(self, record: StepRecord) -> None:
+        _append(self._metrics, record)
+
+    def write_sample(self, sample: Mapping[str, Any]) -> None:
+        _append(self._samples, sample)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Atomic: a crash leaves the previous one or none."""
+        path = self.run_dir / "summary.json"
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(_finite(summary), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
+    assert file is not None, "RunFiles is used outside its with block"
+    file.write(to_json(value) + "\n")
+    file.flush()
+
+
+@dataclass
+class RunTotals:
+    """What the summary needs from the whole run."""
+
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    sequences_trained: int = 0
+    sequences_multi_version: int = 0
+    lag_histogram: dict[int, int] = field(default_factory=dict)
+    ess: list[float] = field(default_factory=list)
+    mismatch_kl: list[float] = field(default_factory=list)
+    logprob_mismatch: list[float] = field(default_factory=list)
+    update_bytes: int = 0
+    transfer_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)
+    compute_s: float = 0.0
+    steps: int = 0
+    steps_skipped: int = 0
+
+    def add_lags(self, histogram: Mapping[int, int]) -> None:
+        for lag, tokens in histogram.items():
+            self.lag_histogram[lag] = self.lag_histogram.get(lag, 0) + tokens
+
+    def lag_summary(self) -> dict[str, float | None]:
+        """Token-weighted mean, 95th percentile and maximum, in optimizer steps."""
+        if not self.lag_histogram:
+            return {"mean": None, "p95": None, "max": None}
+        lags = np.array(sorted(self.lag_histogram))
+        tokens = np.array([self.lag_histogram[int(lag)] for lag in lags])
+        share = np.cumsum(tokens) / tokens.sum()
+        return {
+            "mean": float((lags * tokens).sum() / tokens.sum()),
+            "p95": float(lags[int(np.searchsorted(share, 0.95))]),
+            "max": float(lags[-1]),
+        }
+
+    def weight_updates(self) -> dict[str, float | int | None]:
+        return {
+            "count": len(self.transfer_s),
+            "bytes": self.update_bytes,
+            "transfer_s_p50": percentile(self.transfer_s, 50),
+            "stall_s_p50": percentile(self.stall_s, 50),
+            "stall_s_p99": percentile(self.stall_s, 99),
+        }
+
+
+def percentile(values: list[float], q: float) -> float | None:
+    """None of nothing."""
+    return float(np.percentile(values, q)) if values else None
+
+
+def mean(values: list[float]) -> float | None:
+    """Mean of the finite ones; None of nothing."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None

@@ -1,0 +1,190 @@
+"""One place where a run's figures come together: files, the gRPC feed, Prometheus, and the summary at the end.
+
+Called by the optimizer loop and the updater on the event loop; does no waiting of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.config.recipe import Recipe
+from services.trainer.actor_client import ActorLoad
+from services.trainer.evaluation import HeldoutResult
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.records import RunFiles, RunTotals, StepRecord, mean
+from services.trainer.updater import UpdateRecord
+
+SAMPLES_PER_STEP = 2
+
+
+@dataclass
+class _Latest:
+    """What arrived since the last record and goes into the next one."""
+
+    heldout: HeldoutResult | None = None
+    mismatch: float | None = None
+    update: UpdateRecord | None = None
+
+
+class RunReport:
+    """See the module. `records` grows by one per optimizer step; whoever streams them reads it."""
+
+    def __init__(self, recipe: Recipe, files: RunFiles, metrics: TrainerMetrics) -> None:
+        self._recipe, self._files, self._metrics = recipe, files, metrics
+        self._started_at = time.monotonic()
+        self._last_step_at = self._started_at
+        self._latest = _Latest()
+        self._loads: dict[str, ActorLoad] = {}
+        self.totals = RunTotals()
+
+    def actor_loads(self, loads: Mapping[str, ActorLoad]) -> None:
+        """The newest answers of the actors, by name; one that left keeps its last."""
+        self._loads.update(loads)
+
+    def heldout(self, result: HeldoutResult) -> None:
+        self._latest.heldout = result
+        self.totals.heldout.append((result.version, result.accuracy))
+        for sample in result.samples:
+            self._files.write_sample(
+                {
+                    "step": result.version,
+                    "version": result.version,
+                    "prompt": sample.prompt,
+                    "completion": sample.completion,
+                    "reward": sample.reward,
+                    "spans": [list(span) for span in sample.spans],
+                    "heldout": True,
+                }
+            )
+
+    def mismatch(self, version: int, largest_difference: float) -> None:
+        self._latest.mismatch = max(self._latest.mismatch or 0.0, largest_difference)
+        self.totals.logprob_mismatch.append(largest_difference)
+
+    def update_served(self, update: UpdateRecord) -> None:
+        self._latest.update = update
+        self.totals.update_bytes += update.num_bytes
+        self.totals.transfer_s.append(update.transfer_s)
+        self.totals.stall_s.extend(update.stall_s.values())
+
+    def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
+        """Completes one step's record, writes it everywhere and returns it."""
+        record = self._complete(figures, batch, tokens_arrived)
+        self._add_up(record, batch)
+        self._latest = _Latest()
+        self._files.write_step(record)
+        self._metrics.observe(record)
+        for group in batch[:SAMPLES_PER_STEP]:
+            self._write_sample(record["step"], group)
+        return record
+
+    def _complete(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
+        now = time.monotonic()
+        since_last_s, self._last_step_at = now - self._last_step_at, now
+        sequences = [sequence for group in batch for sequence in group.sequences]
+        rewards = np.array([sequence.reward for sequence in sequences])
+        latest = self._latest
+        return {
+            **figures,
+            "time_s": now - self._started_at,
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "heldout_accuracy": latest.heldout.accuracy if latest.heldout else None,
+            "heldout_version": latest.heldout.version if latest.heldout else None,
+            "tokens_generated": tokens_arrived,
+            "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
+            "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
+            "completion_tokens_mean": float(np.mean([s.num_completion_tokens for s in sequences])),
+            "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
+            "weight_update": update_figures(latest.update) if latest.update else None,
+            "stall_s": max(latest.update.stall_s.values(), default=None) if latest.update else None,
+            "logprob_mismatch": latest.mismatch,
+            "actor_busy_fraction": self.actor_busy_fraction(),
+            "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
+        }
+
+    def _add_up(self, record: StepRecord, batch: list[TrainingGroup]) -> None:
+        totals = self.totals
+        totals.steps += 1
+        totals.steps_skipped += bool(record.get("skipped"))
+        totals.tokens_generated = record["tokens_generated"]
+        totals.tokens_trained += record["tokens_trained"]
+        totals.compute_s += record["step_s"]["compute"]
+        totals.add_lags(record["lag_histogram"])
+        for values, key in ((totals.ess, "ess"), (totals.mismatch_kl, "mismatch_kl")):
+            if record.get(key) is not None:
+                values.append(record[key])
+        sequences = [sequence for group in batch for sequence in group.sequences]
+        totals.sequences_trained += len(sequences)
+        totals.sequences_multi_version += sum(sequence.num_versions > 1 for sequence in sequences)
+
+    def _write_sample(self, step: int, group: TrainingGroup) -> None:
+        sequence = group.sequences[0]
+        self._files.write_sample(
+            {
+                "step": step,
+                "version": step - 1,
+                "prompt": sequence.prompt_text,
+                "completion": sequence.completion_text,
+                "reward": sequence.reward,
+                "spans": [[span.version, span.start, span.end] for span in sequence.spans],
+                "heldout": False,
+            }
+        )
+
+    def actor_busy_fraction(self) -> float | None:
+        """Share of the actors' time, since their engines were up, in which they generated."""
+        uptime_s = sum(load.uptime_s for load in self._loads.values())
+        return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
+
+    def write_summary(self, sequences: Mapping[str, int], version: int, *, interrupted: bool) -> dict[str, Any]:
+        """summary.json from everything so far."""
+        totals, wall_s = self.totals, time.monotonic() - self._started_at
+        summary = {
+            "recipe": self._recipe.name,
+            "mode": self._recipe.mode,
+            "seed": self._recipe.seed,
+            "steps": totals.steps,
+            "steps_skipped": totals.steps_skipped,
+            "policy_version": version,
+            "interrupted": interrupted,
+            "wall_s": wall_s,
+            "heldout_accuracy_first": totals.heldout[0][1] if totals.heldout else None,
+            "heldout_accuracy_last": totals.heldout[-1][1] if totals.heldout else None,
+            "heldout": [{"version": v, "accuracy": accuracy} for v, accuracy in totals.heldout],
+            "tokens_generated": totals.tokens_generated,
+            "tokens_trained": totals.tokens_trained,
+            "sequences": dict(sequences),
+            "lag": totals.lag_summary(),
+            "ess": {"mean": mean(totals.ess), "min": min(totals.ess, default=None)},
+            "sequences_multi_version_fraction": (
+                totals.sequences_multi_version / totals.sequences_trained if totals.sequences_trained else None
+            ),
+            "weight_updates": totals.weight_updates(),
+            "logprob_mismatch_max": max(totals.logprob_mismatch, default=None),
+            "mismatch_kl_mean": mean(totals.mismatch_kl),
+            "actor_busy_fraction": self.actor_busy_fraction(),
+            "trainer_busy_fraction": totals.compute_s / wall_s,
+        }
+        self._files.write_summary(summary)
+        return summary
+
+
+def update_figures(update: UpdateRecord) -> dict[str, Any]:
+    """One update for metrics.jsonl: the slowest actor's seconds."""
+    return {
+        "version": update.version,
+        "bytes": update.num_bytes,
+        "transfer_s": update.transfer_s,
+        "round_trip_s": update.round_trip_s,
+        "receive_s": max(update.receive_s.values(), default=None),
+        "prepare_s": max(update.prepare_s.values(), default=None),
+        "stall_s": max(update.stall_s.values(), default=None),
+        "members": len(update.stall_s),
+    }

@@ -1,0 +1,76 @@
+"""TrainerService over gRPC: status, the stream of step records, a checkpoint on demand.
+
+Reads the run's state through `RunView`; changes nothing but through `request_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+
+from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.records import StepRecord, to_json
+
+
+class StepFeed:
+    """The run's step records, for any number of readers at their own pace. Ends with the run."""
+
+    def __init__(self) -> None:
+        self._records: list[StepRecord] = []
+        self._changed = asyncio.Condition()
+        self._ended = False
+
+    async def add(self, record: StepRecord) -> None:
+        async with self._changed:
+            self._records.append(record)
+            self._changed.notify_all()
+
+    async def end(self) -> None:
+        async with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
+        """Records of steps >= `from_step`, those already taken first."""
+        position = 0
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: position < len(self._records) or self._ended)
+                fresh = self._records[position:]
+            if not fresh:
+                return
+            position += len(fresh)
+            for record in fresh:
+                if record["step"] >= from_step:
+                    yield record
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    """`status()` describes the run now; `request_checkpoint()` returns (folder, version) once written."""
+
+    def __init__(
+        self,
+        feed: StepFeed,
+        status: Callable[[], trainer_pb2.TrainerStatus],
+        request_checkpoint: Callable[[], Awaitable[tuple[str, int]]],
+    ) -> None:
+        self._feed, self._status, self._request_checkpoint = feed, status, request_checkpoint
+
+    async def GetStatus(
+        self, request: trainer_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.TrainerStatus:
+        return self._status()
+
+    async def StreamMetrics(
+        self, request: trainer_pb2.StreamMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[trainer_pb2.StepMetrics]:
+        async for record in self._feed.read(request.from_step):
+            yield trainer_pb2.StepMetrics(step=record["step"], json=to_json(record))
+
+    async def CheckpointNow(
+        self, request: trainer_pb2.CheckpointNowRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.CheckpointNowResponse:
+        path, version = await self._request_checkpoint()
+        return trainer_pb2.CheckpointNowResponse(path=path, policy_version=version)

@@ -1,0 +1,1 @@
+"""The trainer's end of the weight transfer."""

@@ -1,0 +1,119 @@
+"""Sends versions of the weights: a snapshot in host memory, then a broadcast of its chunks on a background thread.
+
+`snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. The snapshot may be sent
+any number of times, on any group (a joiner's side group, a rebuilt one). On the wire, each chunk follows a header of
+int64[6]: magic, incarnation, version, chunk index, checksum, bytes.
+
+It knows neither members nor epochs nor messages; whoever calls it decides when a group is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.errors import TransferAborted
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl_torch.chunks import checksum, chunk_of, pack, version_checksum
+from pipelinerl_torch.group import WeightGroup
+from pipelinerl_torch.header import ChunkHeader
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+
+    version: PolicyVersion
+    checksum: int
+    num_bytes: int
+    seconds: float
+
+
+class Snapshot:
+    """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes]."""
+
+    def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor) -> None:
+        self.manifest, self.version, self.stream = manifest, version, stream
+        self._checksums: dict[int, int] = {}
+
+    def chunk_checksum(self, index: int) -> int:
+        """CRC-32 of chunk `index`; computed once, so that the first broadcast overlaps it with sending."""
+        if index not in self._checksums:
+            self._checksums[index] = checksum(chunk_of(self.stream, self.manifest.chunks[index]))
+        return self._checksums[index]
+
+    @property
+    def checksum(self) -> int:
+        """64 bits over the whole version."""
+        values = [self.chunk_checksum(chunk.index) for chunk in self.manifest.chunks]
+        return version_checksum(self.manifest.manifest_id, values)
+
+
+class Broadcast:
+    """One transfer under way on a thread of its own. `done` holds its TransferResult or TransferError."""
+
+    def __init__(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, stall_timeout_s: float) -> None:
+        self.done: Future[TransferResult] = Future()
+        self._snapshot, self._group = snapshot, group
+        self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
+        self._aborted = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"broadcast-{snapshot.version}", daemon=True)
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Give up: `done` fails within the stall timeout and the group is closed. Returns at once."""
+        self._aborted.set()
+
+    def _run(self) -> None:
+        try:
+            result = self._send()
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever awaits `done`
+            self._group.close()
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
+
+    def _send(self) -> TransferResult:
+        started, snapshot = time.monotonic(), self._snapshot
+        for chunk in snapshot.manifest.chunks:
+            header = ChunkHeader(snapshot.version, chunk.index, snapshot.chunk_checksum(chunk.index), chunk.num_bytes)
+            for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
+                self._group.broadcast(tensor, self._time_left())
+        seconds = time.monotonic() - started
+        return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
+
+    def _time_left(self) -> float:
+        if self._aborted.is_set():
+            raise TransferAborted(f"sending of version {self._snapshot.version} was given up")
+        return min(self._deadline - time.monotonic(), self._stall_timeout_s)
+
+
+class WeightSender:
+    """Takes snapshots and starts broadcasts.
+
+    `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
+    """
+
+    def __init__(self, manifest: Manifest, *, stall_timeout_s: float = 10.0) -> None:
+        self.manifest, self._stall_timeout_s = manifest, stall_timeout_s
+
+    @torch.no_grad()
+    def snapshot(
+        self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> Snapshot:
+        """Copy the parameters (such as `model.named_parameters()`); they may change as soon as this returns.
+
+        Raises ManifestDiffers when they are not what the manifest describes.
+        """
+        return Snapshot(self.manifest, version, pack(self.manifest, dict(parameters)))
+
+    def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
+        """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""
+        return Broadcast(snapshot, group, timeout_s, self._stall_timeout_s)

@@ -1,0 +1,235 @@
+"""Scores items in worker processes, so that a reward that hangs, dies or takes all memory costs its own item only.
+
+Each worker's loop consumes chunks of the queue and produces results; it waits for items, for the worker's next result
+and for the reward's deadline. Callers unblock the first, workers the second, the clock the third.
+
+Several items go to a worker in one message; results come one by one, so the item that runs is always known. Past its
+deadline a worker is killed, with what it started, and that item has timed out. When a worker dies, the item under way
+is tried once more alone, since what died may have been shot from outside or hurt by an earlier item; a second death is
+its own. The other items of the chunk go back to the queue, and do so already when one item keeps them waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.v1 import verifier_pb2
+from services.verifier.frames import WorkerSetup
+from services.verifier.jobs import Job, JobQueue
+from services.verifier.metrics import VerifierMetrics
+from services.verifier.worker_process import WorkerGone, WorkerProcess, start_worker
+
+log = logging.getLogger(__name__)
+
+Loss = Literal["timeout", "death", "retirement"]
+
+MOST_DEATHS = 2
+CHUNK_S = 0.02
+"""Work that one message to a worker should hold, seconds."""
+MOST_CHUNK = 64
+SHARE_AFTER_S = 0.1
+"""How long one item may keep the rest of its chunk from the other workers, seconds."""
+RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
+
+
+@asynccontextmanager
+async def run_pool(
+    setup: WorkerSetup,
+    metrics: VerifierMetrics,
+    *,
+    workers: int,
+    max_queue: int,
+    on_workers: Callable[[int], None] = lambda num_workers: None,
+) -> AsyncIterator[RewardPool]:
+    """Starts the workers, and ends them with all they started. `on_workers(n)` is told how many are up.
+
+    Raises `UserError` when the recipe's reward does not exist, `ServiceError` when a worker does not come up at first.
+    """
+    pool = RewardPool(setup, metrics, num_workers=workers, max_queue=max_queue, on_workers=on_workers)
+    first = await _start_all(setup, workers)
+    async with asyncio.TaskGroup() as slots:
+        tasks = [slots.create_task(pool.run_slot(worker), name="reward-worker") for worker in first]
+        try:
+            yield pool
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _start_all(setup: WorkerSetup, num_workers: int) -> list[WorkerProcess]:
+    """All of them or none."""
+    starts = await asyncio.gather(*(start_worker(setup) for _ in range(num_workers)), return_exceptions=True)
+    workers = [worker for worker in starts if isinstance(worker, WorkerProcess)]
+    failures = [failure for failure in starts if isinstance(failure, BaseException)]
+    if failures:
+        await asyncio.gather(*(worker.kill() for worker in workers))
+        raise failures[0]
+    return workers
+
+
+class RewardPool:
+    """Made by `run_pool`."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        metrics: VerifierMetrics,
+        *,
+        num_workers: int,
+        max_queue: int,
+        on_workers: Callable[[int], None],
+    ) -> None:
+        self._setup, self._metrics, self._num_workers = setup, metrics, num_workers
+        self._timeout_s = setup.reward.timeout_s
+        self._queue = JobQueue(max_queue)
+        self._on_workers = on_workers
+        self._up = 0
+        self._item_s: float | None = None
+        metrics.queue_items.set_function(lambda: len(self._queue))
+
+    @property
+    def capacity(self) -> int:
+        """Items that may wait."""
+        return self._queue.capacity
+
+    async def score(self, items: Sequence[verifier_pb2.VerifyItem]) -> list[verifier_pb2.VerifyResult]:
+        """One result for each item, in order. Raises `QueueFull`. Cancelling it takes its items out of the queue."""
+        jobs = [Job(item) for item in items]
+        self._queue.put(jobs)
+        return list(await asyncio.gather(*(job.future for job in jobs)))
+
+    async def run_slot(self, worker: WorkerProcess) -> None:
+        """One worker after the other, until cancelled."""
+        while True:
+            self._count_up(+1)
+            try:
+                loss = await self._serve(worker)
+            finally:
+                self._count_up(-1)
+                await worker.kill()
+            self._metrics.worker_restarts.labels(loss).inc()
+            worker = await self._replacement()
+
+    async def _replacement(self) -> WorkerProcess:
+        delay_s = RESTART_FIRST_S
+        while True:
+            try:
+                return await start_worker(self._setup)
+            except (UserError, ServiceError, OSError) as error:
+                log.error("cannot start a reward worker, trying again in %.1f s: %s", delay_s, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RESTART_MOST_S)
+
+    def _count_up(self, change: int) -> None:
+        self._up += change
+        self._metrics.workers.set(self._up)
+        self._on_workers(self._up)
+
+    async def _serve(self, worker: WorkerProcess) -> Loss:
+        """Chunk after chunk until the worker is lost; what ended it."""
+        while True:
+            chunk = await self._next_chunk(worker)
+            if chunk is None:
+                gone = await worker.gone()
+                log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
+                return "retirement" if gone.retired else "death"
+            loss = await self._score_chunk(worker, chunk)
+            if loss is not None:
+                return loss
+
+    async def _next_chunk(self, worker: WorkerProcess) -> list[Job] | None:
+        """None when the worker ended while there was nothing to do."""
+        most = MOST_CHUNK if self._item_s is None else int(CHUNK_S / max(self._item_s, CHUNK_S / MOST_CHUNK))
+        take = asyncio.create_task(self._queue.take(self._num_workers, max(most, 1)))
+        try:
+            await asyncio.wait((take, worker.ended), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            take.cancel()
+            raise
+        if take.done():
+            return take.result()
+        take.cancel()
+        return None
+
+    async def _score_chunk(self, worker: WorkerProcess, chunk: Sequence[Job]) -> Loss | None:
+        """Settles the chunk's jobs, or puts them back; None when the worker can go on."""
+        worker.send(job.item for job in chunk)
+        for position, job in enumerate(chunk):
+            rest = () if worker.is_stopping else chunk[position + 1 :]
+            try:
+                result = await self._next_result(worker, job, rest)
+            except TimeoutError:
+                self._overdue(job)
+                self._queue.put_back(() if worker.is_stopping else rest)
+                return "timeout"
+            except WorkerGone as gone:
+                self._died(job, gone)
+                self._queue.put_back((job, *(() if worker.is_stopping else rest)))
+                return "retirement" if gone.retired else "death"
+            if result is None:
+                return None
+            job.settle(result)
+        return await self._wait_for_stop(worker) if worker.is_stopping else None
+
+    async def _next_result(
+        self, worker: WorkerProcess, job: Job, rest: Sequence[Job]
+    ) -> verifier_pb2.VerifyResult | None:
+        """Raises `TimeoutError` at the job's deadline. Gives `rest` to other workers when it would wait long.
+
+        None: the worker has stopped before `job`, which was given to others earlier.
+        """
+        if rest and self._timeout_s > SHARE_AFTER_S:
+            try:
+                result = await worker.result(SHARE_AFTER_S)
+            except TimeoutError:
+                worker.stop_after_item()
+                self._queue.put_back(rest)
+                result = await worker.result(self._timeout_s - SHARE_AFTER_S)
+        else:
+            result = await worker.result(self._timeout_s)
+        if result is not None:
+            if result.sequence_id != job.item.sequence_id:
+                raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn", retired=False)
+            self._item_s = result.seconds if self._item_s is None else 0.9 * self._item_s + 0.1 * result.seconds
+        return result
+
+    async def _wait_for_stop(self, worker: WorkerProcess) -> Loss | None:
+        """It was asked to stop and scored everything nevertheless: its answer is still to come."""
+        try:
+            await worker.result(self._timeout_s)
+        except TimeoutError:
+            return "death"
+        except WorkerGone as gone:
+            return "retirement" if gone.retired else "death"
+        return None
+
+    def _overdue(self, job: Job) -> None:
+        self._metrics.timeouts.inc()
+        job.settle(
+            verifier_pb2.VerifyResult(
+                sequence_id=job.item.sequence_id,
+                status=verifier_pb2.VERIFY_STATUS_TIMEOUT,
+                message=f"the reward took more than reward.timeout_s = {self._timeout_s:g} s and was killed",
+                seconds=self._timeout_s,
+            )
+        )
+        log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, self._timeout_s)
+
+    def _died(self, job: Job, gone: WorkerGone) -> None:
+        if gone.retired:
+            return
+        job.deaths += 1
+        log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
+        if job.deaths >= MOST_DEATHS:
+            job.settle(
+                verifier_pb2.VerifyResult(
+                    sequence_id=job.item.sequence_id,
+                    status=verifier_pb2.VERIFY_STATUS_CRASHED,
+                    message=f"the reward's process died: {gone}"[:500],
+                )
+            )

@@ -1,0 +1,67 @@
+"""What a scorer gets, what it gives, and the two ways in which it can refuse.
+
+A scorer is a function `RewardInput -> Score`. It runs in a worker process, one item at a time, on the main thread,
+under a deadline and a memory limit; it need not guard against slow or huge answers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelinerl.errors import PipelineRLError
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One completion. This is also what a user's own reward function receives."""
+
+    prompt: str
+    completion: str
+    """The whole completion as sampled. Untrusted."""
+    answer: str | None
+    """What `reward.answer_pattern` found, without surrounding white space; None when it matched nothing."""
+    reference: Mapping[str, Any]
+    """What the task says about this problem: `answer`, and `dataset` and `entry` where reasoning-gym made it."""
+    completion_tokens: int = 0
+    max_tokens: int = 0
+    """The limit the completion was sampled under; 0 = not given."""
+    finish_reason: str = ""
+    """`stop`, `length`, or empty when not given."""
+    task: str = ""
+    sequence_id: str = ""
+
+
+@dataclass(frozen=True)
+class Score:
+    """`value` 1 is a fully right answer. `parts`, where given, add up to it. `reason` is for a person."""
+
+    value: float
+    reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+Scorer = Callable[[RewardInput], Score]
+
+NO_ANSWER = Score(0.0, "reward.answer_pattern found no answer")
+
+
+class BadReference(PipelineRLError):
+    """The task's side of an item cannot be used. Attributes: `field`, `problem`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field}: {problem}")
+
+
+class BadReward(PipelineRLError):
+    """A reward is not a finite number."""
+
+
+def reference_answer(item: RewardInput) -> str:
+    """The reference's `answer`, stripped. Raises `BadReference` when it is absent, empty or not text."""
+    answer = item.reference.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise BadReference("answer", f"{answer!r} where the scorer needs text")
+    return answer.strip()

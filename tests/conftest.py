@@ -1,0 +1,28 @@
+"""Fixtures for all tests: a real nats-server for the session, and a run name of each test's own on it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from pipelinerl.local.nats_server import NatsServer
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """One real server on a free loopback port. Tests that stop or restart a server start their own."""
+    with NatsServer(tmp_path_factory.mktemp("nats"), max_payload_bytes=1024**2) as server:
+        yield server
+
+
+@pytest.fixture
+def nats_url(nats_server: NatsServer) -> str:
+    return nats_server.url
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run of this test only, so that tests share a server and nothing else."""
+    return f"t-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,494 @@
+"""What every bus must do, on JetStream and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from pipelinerl.bus.protocol import Bus, MemberEvent, PromptDelivery, StreamLimits
+from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
+from tests.contract.conftest import LIMITS, Connect, run_streams
+
+Item = TypeVar("Item")
+
+SOON_S = 5.0
+"""Longer than anything that should happen takes."""
+QUIET_S = 0.2
+"""How long a test watches for something that should not happen."""
+
+
+async def soon(items: AsyncIterator[Item]) -> Item:
+    async with asyncio.timeout(SOON_S):
+        return await anext(items)
+
+
+async def take(bus: Bus) -> PromptDelivery:
+    delivery = await bus.next_prompt(SOON_S)
+    assert delivery is not None
+    return delivery
+
+
+async def is_quiet(items: AsyncIterator[object]) -> bool:
+    try:
+        async with asyncio.timeout(QUIET_S):
+            await anext(items)
+    except TimeoutError:
+        return True
+    return False
+
+
+# --- prompts
+
+
+async def test_prompts_are_taken_once_in_order_of_publication(bus: Bus) -> None:
+    await bus.publish_prompt(b"first", "g1")
+    await bus.publish_prompt(b"second", "g2")
+    one, two = await take(bus), await take(bus)
+    assert [one.payload, two.payload] == [b"first", b"second"]
+    assert [one.num_deliveries, two.num_deliveries] == [1, 1]
+    await one.ack()
+    await two.ack()
+    assert await bus.next_prompt(QUIET_S) is None
+    assert (await bus.prompts_info()).messages == 0
+
+
+async def test_two_clients_share_the_queue(bus: Bus, connect: Connect) -> None:
+    for number in range(6):
+        await bus.publish_prompt(str(number).encode(), f"g{number}")
+    async with connect() as other:
+        taken = [await take(client) for client in (bus, other, bus, other, other, bus)]
+    assert sorted(delivery.payload for delivery in taken) == [b"0", b"1", b"2", b"3", b"4", b"5"]
+
+
+async def test_a_waiting_client_gets_a_prompt_as_soon_as_it_is_published(bus: Bus) -> None:
+    waiting = asyncio.create_task(bus.next_prompt(SOON_S))
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await bus.publish_prompt(b"late", "g1")
+    delivery = await waiting
+    assert delivery is not None
+    assert delivery.payload == b"late"
+    assert time.monotonic() - began < SOON_S / 2
+
+
+async def test_an_unacknowledged_prompt_goes_to_somebody_else_after_ack_wait(bus: Bus, connect: Connect) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    began = time.monotonic()
+    first = await take(bus)
+    async with connect() as other:
+        second = await take(other)
+        assert time.monotonic() - began >= LIMITS.ack_wait_s * 0.95
+        assert (second.payload, second.num_deliveries) == (first.payload, 2)
+        await second.ack()
+    assert (await bus.prompts_info()).messages == 0
+
+
+async def test_a_prompt_of_a_client_that_vanished_is_redelivered(bus: Bus, connect: Connect) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    async with connect() as dies:
+        await take(dies)
+    assert (await take(bus)).num_deliveries == 2
+
+
+async def test_in_progress_extends_the_deadline(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    delivery = await take(bus)
+    for _ in range(5):  # 1.5 s in all: three times ack_wait
+        assert await bus.next_prompt(LIMITS.ack_wait_s * 0.6) is None
+        await delivery.in_progress()
+    await delivery.ack()
+    assert await bus.next_prompt(LIMITS.ack_wait_s * 1.5) is None
+
+
+async def test_given_back_is_redelivered_at_once(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+        await bus.publish_prompt(b"one", "g1")
+        await bus.publish_prompt(b"two", "g2")
+        await (await take(bus)).give_back()
+        payloads = {(await take(bus)).payload, (await take(bus)).payload}
+        assert payloads == {b"one", b"two"}
+
+
+async def test_terminated_is_never_delivered_again(bus: Bus) -> None:
+    await bus.publish_prompt(b"bad", "g1")
+    await (await take(bus)).terminate("does not parse:\r\n line two")
+    assert await bus.next_prompt(LIMITS.ack_wait_s * 1.5) is None
+    assert (await bus.prompts_info()).messages == 0
+
+
+async def test_redelivery_goes_on_beyond_max_deliveries(connect: Connect) -> None:
+    """The bus counts; giving up is the actor's decision, so that no group stays behind unseen."""
+    async with run_streams(connect, replace(LIMITS, max_deliveries=2)) as bus:
+        await bus.publish_prompt(b"group", "g1")
+        counts = []
+        for _ in range(4):
+            delivery = await take(bus)
+            counts.append(delivery.num_deliveries)
+            await delivery.give_back()
+        assert counts == [1, 2, 3, 4]
+
+
+async def test_a_late_ack_still_removes_the_prompt(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    first = await take(bus)
+    second = await take(bus)  # after the first one's deadline
+    await first.ack()
+    assert (await bus.prompts_info()).messages == 0
+    await second.ack()
+
+
+async def test_a_cancelled_wait_loses_no_prompt(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+        waiting = asyncio.create_task(bus.next_prompt(60.0))
+        assert await is_quiet_task(waiting)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await bus.publish_prompt(b"group", "g1")
+        delivery = await take(bus)
+        assert (delivery.payload, delivery.num_deliveries) == (b"group", 1)
+        assert await bus.next_prompt(QUIET_S) is None
+
+
+async def is_quiet_task(task: asyncio.Task[object]) -> bool:
+    done, _ = await asyncio.wait([task], timeout=QUIET_S)
+    return not done
+
+
+async def test_a_prompt_that_arrives_after_a_cancelled_wait_is_handed_on_when_the_client_leaves(
+    connect: Connect,
+) -> None:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=60.0)) as bus:
+        async with connect() as leaver:
+            waiting = asyncio.create_task(leaver.next_prompt(60.0))
+            assert await is_quiet_task(waiting)
+            waiting.cancel()
+            await bus.publish_prompt(b"group", "g1")
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(QUIET_S)  # nothing to await: the delivery is invisible to the caller
+        assert (await take(bus)).payload == b"group"
+
+
+async def test_several_waits_at_once_get_a_prompt_each(bus: Bus) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(take(bus)) for _ in range(3)]
+        for number in range(3):
+            await bus.publish_prompt(str(number).encode(), f"g{number}")
+    assert sorted(wait.result().payload for wait in waits) == [b"0", b"1", b"2"]
+
+
+async def test_a_repeated_prompt_id_is_stored_once(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    await bus.publish_prompt(b"group", "g1")
+    assert (await bus.prompts_info()).messages == 1
+
+
+async def test_a_full_prompt_queue_refuses_and_loses_nothing(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, prompts_max_messages=2)) as bus:
+        await bus.publish_prompt(b"one", "g1")
+        await bus.publish_prompt(b"two", "g2")
+        with pytest.raises(BusError):
+            await bus.publish_prompt(b"three", "g3")
+        first = await take(bus)
+        with pytest.raises(BusError):  # taken is not done: it still counts
+            await bus.publish_prompt(b"three", "g3")
+        await first.ack()
+        await bus.publish_prompt(b"three", "g3")
+        assert [(await take(bus)).payload, (await take(bus)).payload] == [b"two", b"three"]
+
+
+async def test_no_streams_is_an_error_and_not_an_empty_queue(connect: Connect) -> None:
+    async with connect() as bus:
+        with pytest.raises(BusError):
+            await bus.next_prompt(QUIET_S)
+        with pytest.raises(BusError):
+            await bus.publish_prompt(b"group", "g1")
+        with pytest.raises(BusError):
+            await bus.publish_sequence(b"sequence", "s1")
+        with pytest.raises(BusError):
+            async with bus.read_sequences(1):
+                pass
+
+
+# --- sequences
+
+
+async def test_sequences_are_read_in_order_with_their_ids_and_times(bus: Bus) -> None:
+    before = time.time()
+    positions = [await bus.publish_sequence(f"payload {number}".encode(), f"s{number}") for number in range(5)]
+    assert positions == [1, 2, 3, 4, 5]
+    async with bus.read_sequences(1) as entries:
+        read = [await soon(entries) for _ in range(5)]
+    assert [entry.position for entry in read] == positions
+    assert [entry.payload for entry in read] == [f"payload {number}".encode() for number in range(5)]
+    assert [entry.msg_id for entry in read] == ["s0", "s1", "s2", "s3", "s4"]
+    assert all(before - 1 <= entry.published_at_s <= time.time() + 1 for entry in read)
+
+
+async def test_reading_resumes_at_a_position(bus: Bus) -> None:
+    for number in range(6):
+        await bus.publish_sequence(str(number).encode(), f"s{number}")
+    async with bus.read_sequences(1) as entries:
+        seen = [await soon(entries) for _ in range(2)]
+    async with bus.read_sequences(seen[-1].position + 1) as entries:
+        rest = [await soon(entries) for _ in range(4)]
+    assert [entry.payload for entry in seen + rest] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+
+
+async def test_a_reader_waits_at_the_end_for_more(bus: Bus) -> None:
+    async with bus.read_sequences(1) as entries:
+        assert await is_quiet(entries)
+        await bus.publish_sequence(b"later", "s1")
+        assert (await soon(entries)).payload == b"later"
+        assert await is_quiet(entries)
+        await bus.publish_sequence(b"still later", "s2")
+        assert (await soon(entries)).payload == b"still later"
+
+
+async def test_a_reader_may_start_beyond_the_end(bus: Bus) -> None:
+    async with bus.read_sequences(3) as entries:
+        for number in (1, 2, 3):
+            await bus.publish_sequence(str(number).encode(), f"s{number}")
+        assert (await soon(entries)).position == 3
+
+
+async def test_two_readers_see_everything(bus: Bus, connect: Connect) -> None:
+    async with connect() as other, bus.read_sequences(1) as here, other.read_sequences(1) as there:
+        await bus.publish_sequence(b"x", "s1")
+        assert (await soon(here)).payload == (await soon(there)).payload == b"x"
+
+
+async def test_many_sequences_pass_a_reader_that_started_first(bus: Bus) -> None:
+    """More than a reader holds at once, published by several tasks while it reads."""
+    count = 2000
+
+    async def publish(start: int) -> None:
+        for number in range(start, count, 8):
+            await bus.publish_sequence(str(number).encode(), f"s{number}")
+
+    async with bus.read_sequences(1) as entries, asyncio.TaskGroup() as tasks:
+        for start in range(8):
+            tasks.create_task(publish(start))
+        read = [await soon(entries) for _ in range(count)]
+    assert [entry.position for entry in read] == list(range(1, count + 1))
+    assert sorted(int(entry.payload) for entry in read) == list(range(count))
+
+
+async def test_a_repeated_sequence_id_is_one_message_at_its_first_position(bus: Bus) -> None:
+    assert await bus.publish_sequence(b"a", "s1") == 1
+    assert await bus.publish_sequence(b"b", "s2") == 2
+    assert await bus.publish_sequence(b"a", "s1") == 1
+    assert (await bus.sequences_info()).messages == 2
+
+
+async def test_an_id_may_be_used_again_after_the_duplicate_window(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, duplicate_window_s=0.3)) as bus:
+        assert await bus.publish_sequence(b"a", "s1") == 1
+        async with bus.read_sequences(2) as entries, asyncio.timeout(SOON_S):
+            while await bus.publish_sequence(b"a", "s1") == 1:
+                assert await is_quiet(entries)
+            assert (await soon(entries)).position == 2
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [replace(LIMITS, sequences_max_messages=3), replace(LIMITS, sequences_max_bytes=3900)],
+    ids=["messages", "bytes"],
+)
+async def test_a_full_log_refuses_and_loses_nothing(connect: Connect, limits: StreamLimits) -> None:
+    async with run_streams(connect, limits) as bus:
+        for number in range(3):
+            await bus.publish_sequence(bytes(1000), f"s{number}")
+        with pytest.raises(BusError, match=r"full|maximum"):
+            await bus.publish_sequence(bytes(1000), "s3")
+        assert (await bus.sequences_info()).messages == 3
+        assert await bus.publish_sequence(bytes(1000), "s0") == 1  # a repeat of what is stored is no new message
+        await bus.purge_sequences(2)
+        assert await bus.publish_sequence(bytes(1000), "s3") == 4
+        async with bus.read_sequences(1) as entries:
+            assert [(await soon(entries)).msg_id for _ in range(3)] == ["s1", "s2", "s3"]
+
+
+async def test_purging_removes_only_what_is_below(bus: Bus) -> None:
+    for number in range(5):
+        await bus.publish_sequence(bytes(100), f"s{number}")
+    for nothing in (0, 1):
+        await bus.purge_sequences(nothing)
+        assert (await bus.sequences_info()).messages == 5
+    await bus.purge_sequences(4)
+    info = await bus.sequences_info()
+    assert (info.messages, info.first_position, info.last_position) == (2, 4, 5)
+    async with bus.read_sequences(1) as entries:
+        assert [(await soon(entries)).position, (await soon(entries)).position] == [4, 5]
+
+
+async def test_positions_go_on_after_everything_is_purged(bus: Bus) -> None:
+    await bus.publish_sequence(b"a", "s1")
+    await bus.purge_sequences(2)
+    info = await bus.sequences_info()
+    assert (info.messages, info.bytes, info.first_position, info.last_position) == (0, 0, 2, 1)
+    assert await bus.publish_sequence(b"b", "s2") == 2
+
+
+async def test_a_large_sequence_arrives_unchanged(bus: Bus) -> None:
+    payload = bytes(range(256)) * 3000
+    await bus.publish_sequence(payload, "s1")
+    async with bus.read_sequences(1) as entries:
+        assert (await soon(entries)).payload == payload
+
+
+async def test_an_empty_payload_arrives(bus: Bus) -> None:
+    await bus.publish_sequence(b"", "s1")
+    async with bus.read_sequences(1) as entries:
+        assert (await soon(entries)).payload == b""
+
+
+async def test_a_message_over_max_payload_is_refused_by_name_and_the_bus_lives_on(bus: Bus) -> None:
+    too_large = bytes(bus.max_payload_bytes + 1)
+    for publish in (bus.publish_sequence, bus.publish_prompt):
+        with pytest.raises(PayloadTooLarge) as caught:
+            await publish(too_large, "s1")
+        assert caught.value.limit_bytes == bus.max_payload_bytes
+        assert caught.value.size_bytes > bus.max_payload_bytes
+    assert await bus.publish_sequence(b"fits", "s2") == 1
+
+
+async def test_creating_streams_again_keeps_what_is_there(bus: Bus, connect: Connect) -> None:
+    await bus.publish_sequence(b"a", "s1")
+    await bus.publish_prompt(b"b", "g1")
+    async with connect(replace(LIMITS, sequences_max_messages=7)) as other:
+        await other.create_streams()
+    assert (await bus.sequences_info()).messages == 1
+    assert (await take(bus)).payload == b"b"
+
+
+async def test_deleting_streams_twice_is_no_error(connect: Connect) -> None:
+    async with run_streams(connect) as bus:
+        await bus.delete_streams()
+        with pytest.raises(BusError):
+            await bus.sequences_info()
+
+
+# --- control
+
+
+async def test_a_watcher_gets_the_last_message_of_each_kind_and_then_new_ones(bus: Bus) -> None:
+    await bus.publish_control("announce", b"v1")
+    await bus.publish_control("announce", b"v2")
+    await bus.publish_control("commit", b"c2")
+    await bus.publish_control("end", b"not watched")
+    async with bus.watch_control(["announce", "commit"]) as messages:
+        last = [await soon(messages), await soon(messages)]
+        assert [(message.kind, message.actor, message.payload) for message in last] == [
+            ("announce", "", b"v2"),
+            ("commit", "", b"c2"),
+        ]
+        assert await is_quiet(messages)
+        await bus.publish_control("announce", b"v3")
+        new = await soon(messages)
+        assert (new.kind, new.payload) == ("announce", b"v3")
+        assert new.position > last[-1].position
+
+
+async def test_answers_of_all_actors_match_their_kind(bus: Bus) -> None:
+    async with bus.watch_control(["staged", "failed"]) as messages:
+        await bus.publish_control("staged", b"0", actor="actor-0")
+        await bus.publish_control("serving", b"not watched", actor="actor-0")
+        await bus.publish_control("failed", b"1", actor="actor-1")
+        await bus.publish_control("staged", b"2", actor="actor_2")
+        read = [await soon(messages) for _ in range(3)]
+    assert [(message.kind, message.actor, message.payload) for message in read] == [
+        ("staged", "actor-0", b"0"),
+        ("failed", "actor-1", b"1"),
+        ("staged", "actor_2", b"2"),
+    ]
+
+
+async def test_each_actors_last_answer_is_kept(bus: Bus) -> None:
+    for actor in ("a", "b"):
+        for version in (b"1", b"2"):
+            await bus.publish_control("serving", version, actor=actor)
+    async with bus.watch_control(["serving"]) as messages:
+        read = [await soon(messages), await soon(messages)]
+        assert await is_quiet(messages)
+    assert [(message.actor, message.payload) for message in read] == [("a", b"2"), ("b", b"2")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "field"),
+    [("anounce", "", "kind"), ("announce", "actor-0", "actor"), ("staged", "", "actor"), ("staged", "a.b", "actor")],
+)
+async def test_a_control_message_that_nobody_would_get_is_refused(bus: Bus, kind: str, actor: str, field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        await bus.publish_control(kind, b"", actor=actor)
+    assert caught.value.field == field
+
+
+# --- members
+
+
+async def test_watchers_see_present_members_then_changes(bus: Bus) -> None:
+    await bus.put_member("actor-0", b"a")
+    async with bus.watch_members() as events:
+        assert await soon(events) == MemberEvent("actor-0", b"a")
+        await bus.put_member("actor-1", b"b")
+        assert await soon(events) == MemberEvent("actor-1", b"b")
+        await bus.remove_member("actor-0")
+        assert await soon(events) == MemberEvent("actor-0", None)
+
+
+async def test_a_member_without_heartbeat_expires_and_watchers_hear_of_it(bus: Bus) -> None:
+    async with bus.watch_members() as events:
+        began = time.monotonic()
+        await bus.put_member("actor-0", b"a")
+        assert await soon(events) == MemberEvent("actor-0", b"a")
+        assert await soon(events) == MemberEvent("actor-0", None)
+        assert time.monotonic() - began >= LIMITS.member_ttl_s * 0.95
+        await bus.put_member("actor-0", b"back")
+        assert await soon(events) == MemberEvent("actor-0", b"back")
+
+
+async def test_heartbeats_keep_a_member(bus: Bus) -> None:
+    async with bus.watch_members() as events:
+        for beat in range(6):  # 2.4 s: more than twice the TTL
+            await bus.put_member("actor-0", str(beat).encode())
+            assert await soon(events) == MemberEvent("actor-0", str(beat).encode())
+            await asyncio.sleep(LIMITS.member_ttl_s * 0.4)
+        await bus.remove_member("actor-0")
+        assert await soon(events) == MemberEvent("actor-0", None)
+
+
+async def test_those_who_left_before_are_not_reported(bus: Bus) -> None:
+    await bus.put_member("gone", b"x")
+    await bus.remove_member("gone")
+    await bus.remove_member("never-there")
+    async with bus.watch_members() as events:
+        assert await is_quiet(events)
+        await bus.put_member("here", b"y")
+        assert await soon(events) == MemberEvent("here", b"y")
+
+
+async def test_a_member_name_that_is_no_key_is_refused(bus: Bus) -> None:
+    for name in ("", "a.b", "a b", "*", ">"):
+        with pytest.raises(FieldError):
+            await bus.put_member(name, b"")
+
+
+# --- runs
+
+
+async def test_a_run_name_that_is_no_subject_is_refused_before_anything_is_opened(nats_url: str) -> None:
+    from pipelinerl.bus import jetstream
+    from pipelinerl.bus.memory import MemoryBus
+
+    with pytest.raises(FieldError):
+        async with jetstream.connect(nats_url, "a.b"):
+            pass
+    with pytest.raises(FieldError):
+        MemoryBus("a.b")

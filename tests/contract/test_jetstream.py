@@ -1,0 +1,320 @@
+"""What only the real server can do wrong: absent, refusing, restarting, forgetting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import nats
+import pytest
+
+from pipelinerl.bus import jetstream
+from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.protocol import MemberEvent, StreamLimits
+from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
+from pipelinerl.local.nats_server import NatsServer
+from tests.contract.conftest import LIMITS
+from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """A server of this test's own, to be stopped and started again."""
+    async with NatsServer(tmp_path / "nats", max_payload_bytes=1024**2) as server:
+        yield server
+
+
+@asynccontextmanager
+async def connected(server: NatsServer, limits: StreamLimits = LIMITS) -> AsyncIterator[JetStreamBus]:
+    async with jetstream.connect(
+        server.url,
+        "demo",
+        limits=limits,
+        request_timeout_s=REQUEST_TIMEOUT_S,
+    ) as bus:
+        await bus.create_streams()
+        yield bus
+
+
+def stop(server: NatsServer) -> int:
+    """Stops it and returns its port, for `start_again`."""
+    port = int(server.url.rsplit(":", 1)[1])
+    server.stop()
+    return port
+
+
+def start_again(server: NatsServer, port: int) -> None:
+    server.port = port
+    server.start()
+
+
+async def persistently(publish: Callable[[], Awaitable[T]]) -> T:
+    """What a service does: the same message again until it is stored. Each attempt is bounded by the bus."""
+    async with asyncio.timeout(15):
+        while True:
+            try:
+                return await publish()
+            except BusError:
+                continue
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- connecting
+
+
+async def test_an_unreachable_server_is_named_quickly() -> None:
+    url = f"nats://127.0.0.1:{unused_port()}"
+    began = time.monotonic()
+    with pytest.raises(BusError, match=url):
+        async with jetstream.connect(url, "demo", connect_timeout_s=0.5):
+            pass
+    assert time.monotonic() - began < 3
+
+
+async def test_something_that_is_not_nats_is_an_error() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(BusError, match=str(port)):
+            async with jetstream.connect(f"nats://127.0.0.1:{port}", "demo", connect_timeout_s=0.5):
+                pass
+
+
+async def test_a_malformed_url_is_an_error_that_shows_no_password() -> None:
+    with pytest.raises(BusError) as caught:
+        async with jetstream.connect("nats://user:secret@:not-a-port", "demo", connect_timeout_s=0.5):
+            pass
+    assert "secret" not in str(caught.value)
+
+
+async def test_one_of_several_servers_is_enough(server: NatsServer) -> None:
+    urls = f"nats://127.0.0.1:{unused_port()},{server.url}"
+    async with jetstream.connect(urls, "demo", limits=LIMITS) as bus:
+        await bus.create_streams()
+        assert await bus.publish_sequence(b"a", "s1") == 1
+
+
+async def test_login_by_file_and_its_refusal(tmp_path: Path) -> None:
+    folder = tmp_path / "nats"
+    async with NatsServer(folder) as open_server:
+        port = stop(open_server)
+    config = folder / "nats.conf"
+    guarded = config.read_text().replace("{", '{"authorization": {"user": "run", "password": "pw"},', 1)
+    (folder / "guarded.conf").write_text(guarded)
+    process = await asyncio.create_subprocess_exec(_binary(), "-c", str(folder / "guarded.conf"), "-p", str(port))
+    try:
+        right, wrong, malformed = tmp_path / "right", tmp_path / "wrong", tmp_path / "malformed"
+        right.write_text("run:pw\n")
+        wrong.write_text("run:guess")
+        malformed.write_text("just words")
+        url = f"nats://127.0.0.1:{port}"
+        async with jetstream.connect(url, "demo", limits=LIMITS, credentials=right) as bus:
+            await bus.create_streams()
+        began = time.monotonic()
+        with pytest.raises(BusError, match="refuses the login"):
+            async with jetstream.connect(url, "demo", credentials=wrong, connect_timeout_s=30):
+                pass
+        assert time.monotonic() - began < 10
+        for unusable in (malformed, tmp_path / "absent"):
+            with pytest.raises(FieldError, match="nats_credentials"):
+                async with jetstream.connect(url, "demo", credentials=unusable):
+                    pass
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _binary() -> str:
+    from pipelinerl.local.nats_server import find_nats_server
+
+    return find_nats_server()
+
+
+async def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path) -> None:
+    port = unused_port()
+    process = await asyncio.create_subprocess_exec(
+        _binary(), "-a", "127.0.0.1", "-p", str(port), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with jetstream.connect(f"nats://127.0.0.1:{port}", "demo") as bus:
+            with pytest.raises(BusError, match="JetStream is off"):
+                await bus.create_streams()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+# --- limits of the server
+
+
+async def test_headers_count_towards_max_payload(server: NatsServer) -> None:
+    """The server would answer such a message by closing the connection."""
+    async with connected(server) as bus:
+        with pytest.raises(PayloadTooLarge) as caught:
+            await bus.publish_sequence(bytes(bus.max_payload_bytes), "s1")
+        overhead = caught.value.size_bytes - caught.value.limit_bytes
+        assert overhead == len("NATS/1.0\r\nNats-Msg-Id: s1\r\n\r\n")
+        assert await bus.publish_sequence(bytes(bus.max_payload_bytes - overhead), "s1") == 1
+        assert bus.is_connected
+
+
+async def test_limits_of_existing_streams_stay(server: NatsServer) -> None:
+    async with connected(server, replace(LIMITS, sequences_max_messages=2)) as bus:
+        async with connected(server, replace(LIMITS, sequences_max_messages=10)) as other:
+            await other.publish_sequence(b"1", "s1")
+            await other.publish_sequence(b"2", "s2")
+            with pytest.raises(BusError, match="maximum messages exceeded"):
+                await other.publish_sequence(b"3", "s3")
+        assert (await bus.sequences_info()).messages == 2
+
+
+# --- outages
+
+
+async def test_publishing_without_a_server_fails_in_bounded_time_and_works_again_after(server: NatsServer) -> None:
+    async with connected(server) as bus:
+        assert await bus.publish_sequence(b"1", "s1") == 1
+        port = stop(server)
+        began = time.monotonic()
+        with pytest.raises(BusError):
+            await bus.publish_sequence(b"2", "s2")
+        with pytest.raises(BusError):
+            await bus.next_prompt(0.2)
+        assert time.monotonic() - began < 3 * REQUEST_TIMEOUT_S
+        start_again(server, port)
+        assert await persistently(lambda: bus.publish_sequence(b"2", "s2")) == 2
+        assert (await bus.sequences_info()).messages == 2
+
+
+async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServer) -> None:
+    async with (
+        connected(server) as bus,
+        bus.read_sequences(1) as entries,
+        bus.watch_control(["announce"]) as messages,
+    ):
+        await bus.publish_sequence(b"before", "s1")
+        assert (await soon(entries)).payload == b"before"
+        await bus.publish_prompt(b"group", "g1")
+        await bus.publish_control("announce", b"v1")
+        assert (await soon(messages)).payload == b"v1"
+        start_again(server, stop(server))
+        await persistently(lambda: bus.publish_sequence(b"after", "s2"))
+        await persistently(lambda: bus.publish_control("announce", b"v2"))
+        entry = await soon(entries)
+        assert (entry.payload, entry.position) == (b"after", 2)
+        assert (await soon(messages)).payload == b"v2"
+        assert (await take(bus)).payload == b"group"
+
+
+async def test_a_waiting_client_gets_a_prompt_after_a_restart(server: NatsServer) -> None:
+    async with connected(server) as bus:
+        waiting = asyncio.create_task(take(bus))
+        await asyncio.sleep(QUIET_S)  # the question is with the server; nothing tells
+        start_again(server, stop(server))
+        await persistently(lambda: bus.publish_prompt(b"group", "g1"))
+        assert (await waiting).payload == b"group"
+
+
+async def test_a_member_that_expires_during_an_outage_is_reported_after_it(server: NatsServer) -> None:
+    async with connected(server) as bus, bus.watch_members() as events:
+        await bus.put_member("stays", b"a")
+        await bus.put_member("goes", b"b")
+        assert {(await soon(events)).actor, (await soon(events)).actor} == {"stays", "goes"}
+        port = stop(server)
+        await asyncio.sleep(LIMITS.member_ttl_s * 1.2)
+        start_again(server, port)
+
+        async def beat() -> None:
+            while True:
+                await persistently(lambda: bus.put_member("stays", b"a"))
+                await asyncio.sleep(LIMITS.member_ttl_s / 4)
+
+        beating = asyncio.create_task(beat())
+        try:
+            async with asyncio.timeout(10):
+                while (event := await anext(events)) != MemberEvent("goes", None):
+                    assert event.payload is not None  # put again, or told again: nobody else leaves
+        finally:
+            beating.cancel()
+
+
+# --- readers
+
+
+async def test_a_reader_goes_on_when_its_consumer_is_deleted(server: NatsServer) -> None:
+    async with connected(server) as bus, bus.read_sequences(1) as entries:
+        await bus.publish_sequence(b"1", "s1")
+        assert (await soon(entries)).position == 1
+        await _delete_consumers(server.url, "SEQUENCES_demo")
+        await bus.publish_sequence(b"2", "s2")
+        assert (await soon(entries)).position == 2
+
+
+async def _delete_consumers(url: str, stream: str) -> None:
+    async with await nats.connect(url) as client:
+        manager = client.jsm()
+        for consumer in await manager.consumers_info(stream):
+            await manager.delete_consumer(stream, consumer.name)
+
+
+async def test_a_reader_leaves_no_consumer_behind(server: NatsServer) -> None:
+    async with connected(server) as bus:
+        async with bus.read_sequences(1), bus.watch_members(), bus.watch_control(["end"]):
+            pass
+        async with await nats.connect(server.url) as client:
+            for stream in ("SEQUENCES_demo", "CONTROL_demo", "KV_members-demo"):
+                assert await client.jsm().consumers_info(stream) == []
+
+
+async def test_a_reader_of_a_deleted_stream_is_told(server: NatsServer) -> None:
+    async with connected(server) as bus, bus.read_sequences(1) as entries:
+        assert await is_quiet(entries)
+        await bus.delete_streams()
+        with pytest.raises(BusError, match="SEQUENCES_demo"):
+            await soon(entries)
+
+
+async def test_reading_ahead_is_bounded(server: NatsServer) -> None:
+    async with connected(server) as bus:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1500):
+                tasks.create_task(bus.publish_sequence(bytes(10), f"s{number}"))
+        async with connected(server) as reading, reading.read_sequences(1) as entries:
+            await soon(entries)
+            assert not await is_quiet(entries)  # time for whatever the server wants to send
+            async with await nats.connect(server.url) as client:
+                (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
+            assert consumer.delivered is not None
+            assert consumer.delivered.stream_seq <= 2 * 256
+
+
+async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_flushed(server: NatsServer) -> None:
+    """nats-py swallows a cancellation there; a task that is told to stop must stop."""
+    async with connected(server) as bus:
+        publishes = [asyncio.create_task(bus.publish_sequence(bytes(10**6), f"s{number}")) for number in range(8)]
+        await asyncio.sleep(0)
+        for publish in publishes:
+            publish.cancel()
+        async with asyncio.timeout(REQUEST_TIMEOUT_S * 5):
+            results = await asyncio.gather(*publishes, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert await bus.publish_sequence(b"fine", "after") >= 1

@@ -1,0 +1,144 @@
+"""Stand-ins for the three services, as small processes that keep to the runner's contract: settings in the environment,
+an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py {verifier,actor,trainer,model}`.
+
+FAKE_* variables make them misbehave: see `Fake`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc.aio
+
+from pipelinerl.config.load import load_recipe
+from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+
+class Fake:
+    """How to misbehave, from the environment."""
+
+    step_s = float(os.environ.get("FAKE_STEP_S", "0.05"))
+    crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
+    deaf = os.environ.get("FAKE_DEAF", "").split(",")
+    actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
+
+
+async def serve_http(settings: ServiceSettings) -> int:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, settings.http_host, settings.http_port)
+    return int(server.sockets[0].getsockname()[1])
+
+
+async def serve(settings: ServiceSettings, add: object = None) -> grpc.aio.Server:
+    server = grpc.aio.server()
+    if add:
+        add(server)
+    port = server.add_insecure_port(f"{settings.grpc_host}:{settings.grpc_port}")
+    await server.start()
+    http = await serve_http(settings)
+    address = ServiceAddress(f"127.0.0.1:{port}", f"127.0.0.1:{http}", os.getpid())
+    write_address(settings.address_file, address)
+    print(f"{settings.instance} serves {address}", flush=True)
+    return server
+
+
+def stop_event(kind: str) -> asyncio.Event:
+    event = asyncio.Event()
+    on_stop = (lambda: print("ignored", flush=True)) if kind in Fake.deaf else event.set
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_stop)
+    return event
+
+
+class Actor(actor_pb2_grpc.ActorServiceServicer):
+    async def GetState(self, request: object, context: object) -> actor_pb2.ActorState:
+        return actor_pb2.ActorState(
+            instance="actor-0", phase=actor_pb2.ACTOR_PHASE_SERVING, policy_version=3, sequences_in_progress=64
+        )
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, total: int) -> None:
+        self.records: list[dict[str, object]] = []
+        self.total = total
+
+    async def GetStatus(self, request: object, context: object) -> trainer_pb2.TrainerStatus:
+        return trainer_pb2.TrainerStatus(phase=trainer_pb2.TRAINER_PHASE_TRAINING, total_steps=self.total)
+
+    async def StreamMetrics(self, request: trainer_pb2.StreamMetricsRequest, context: object) -> object:
+        sent = 0
+        while True:
+            for record in self.records[sent:]:
+                sent += 1
+                if record["step"] >= request.from_step:
+                    yield trainer_pb2.StepMetrics(step=record["step"], json=json.dumps(record))
+            await asyncio.sleep(0.02)
+
+
+async def verifier() -> int:
+    settings = VerifierSettings()
+    stop = stop_event("verifier")
+    await serve(settings)
+    await stop.wait()
+    return 0
+
+
+async def actor() -> int:
+    settings = ActorSettings()
+    if Fake.actor_exit:
+        print("error: no such model", flush=True)
+        return int(Fake.actor_exit)
+    subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(120)"], process_group=0
+    )  # as vLLM's engine core
+    stop = stop_event("actor")
+    await serve(settings, lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server))
+    await stop.wait()
+    return 0
+
+
+async def trainer() -> int:
+    settings = TrainerSettings()
+    total = load_recipe(settings.recipe).trainer.steps
+    stop, state = stop_event("trainer"), Trainer(total)
+    await serve(settings, lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(state, server))
+    with (settings.run_dir / "metrics.jsonl").open("a") as metrics:
+        for step in range(1, total + 1):
+            if step == Fake.crash_at_step:
+                print("ZeroDivisionError: in the loss", flush=True)
+                return 1
+            record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
+            print(json.dumps(record), file=metrics, flush=True)
+            state.records.append(record)
+            try:
+                await asyncio.wait_for(stop.wait(), Fake.step_s)
+            except TimeoutError:
+                continue
+            break
+    summary = {"steps": step, "model_dir": settings.model_dir, "verifier": settings.verifier, "by": "trainer"}
+    (settings.run_dir / "summary.json").write_text(json.dumps(summary))
+    return 0
+
+
+async def model() -> int:
+    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+    print("warm-start step 1 of 2", flush=True)
+    await asyncio.sleep(0.5)
+    (Path(arguments["--out"]) / "config.json").write_text(Path(arguments["--config"]).read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "model": model}
+    sys.exit(asyncio.run(kinds[sys.argv[1]]()))

@@ -1,0 +1,301 @@
+"""A whole local run with real processes, a real nats-server and services that keep to the contract but train nothing:
+order, restarts, failures, Ctrl-C, and that nothing is ever left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.load import load_recipe, recipe_from_data
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.local.ending import Ending, finish
+from pipelinerl.local.process import ServiceDied
+from pipelinerl.local.progress import PlainDisplay
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.local.runner import LocalRun
+from pipelinerl.local.services import ServiceCommands
+from pipelinerl.local.session import session_pids
+from pipelinerl.local.supervisor import RestartPolicy
+from pipelinerl.service.address import read_address
+
+FAKES = Path(__file__).with_name("fake_services.py")
+SERVICES = ("nats", "verifier", "actor-0", "trainer")
+
+
+def fakes() -> ServiceCommands:
+    def command(kind: str) -> tuple[str, ...]:
+        return (sys.executable, str(FAKES), kind)
+
+    return ServiceCommands(command("verifier"), command("trainer"), command("actor"), command("model"))
+
+
+def recipe(steps: int = 5, **model: Any) -> Recipe:
+    model = model or {"source": "hub", "name": "org/model"}
+    return recipe_from_data({"name": "tiny", "model": model, "task": {}, "trainer": {"steps": steps}}, "tiny")
+
+
+class Run:
+    """One run under test: its folder, what it printed, and the session ids of everything it started."""
+
+    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str]) -> None:
+        (folder / "logs").mkdir(parents=True)
+        (folder / "addresses").mkdir()
+        self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
+        everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
+        policy = RestartPolicy(limit=2, first_delay_s=0.05)
+        self.local = LocalRun(recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy)
+
+    async def end(self) -> Ending:
+        async with asyncio.timeout(60):
+            ending = await self.local.run()
+        assert self.left_behind() == []
+        return ending
+
+    def pids(self) -> dict[str, int]:
+        return json.loads(self.dir.pids.read_text()) if self.dir.pids.is_file() else {}
+
+    def left_behind(self) -> list[int]:
+        return [pid for session in self.pids().values() for pid in session_pids(session)]
+
+    async def until_step(self, step: int) -> dict[str, int]:
+        """Waits until that step's record is written; returns the pids."""
+        async with asyncio.timeout(60):
+            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return self.pids()
+
+
+@asynccontextmanager
+async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
+    task = asyncio.create_task(run.end())
+    try:
+        yield task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def until_pid_changes(run: Run, name: str, old: int) -> int:
+    async with asyncio.timeout(30):
+        while (now := run.pids()[name]) == old:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return now
+
+
+async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=5), {})
+    ending = await run.end()
+    assert (ending.error, ending.interrupted, ending.exit_code) == (None, False, 0)
+    assert tuple(run.pids()) == SERVICES
+    assert load_recipe(run.dir.recipe) == run.recipe
+    assert "step 5/5 | version 5 | reward 1.000" in run.printed.getvalue()
+    assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
+    summary = json.loads(run.dir.summary.read_text())
+    assert summary["by"] == "trainer"
+    assert (summary["restarts"], summary["interrupted"], summary["steps"]) == ({}, False, 5)
+    assert 0 < summary["wall_s"] < 60
+    assert "tiny" in run.dir.report.read_text()
+    assert {path.stem for path in (run.dir.path / "logs").iterdir()} == set(SERVICES)
+
+
+async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=60), {})
+    async with running(run) as task:
+        pids = await run.until_step(5)
+        os.kill(pids["actor-0"], signal.SIGKILL)
+        await until_pid_changes(run, "actor-0", pids["actor-0"])
+        assert session_pids(pids["actor-0"]) == [], "its engine core is gone too"
+        ending = await task
+    assert (ending.error, dict(ending.restarts)) == (None, {"actor-0": 1})
+    assert "actor-0 was killed by SIGKILL" in run.printed.getvalue()
+
+
+async def test_a_killed_verifier_comes_back_under_its_address(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=60), {})
+    async with running(run) as task:
+        pids = await run.until_step(5)
+        before = read_address(run.dir.address("verifier"))
+        os.kill(pids["verifier"], signal.SIGKILL)
+        new = await until_pid_changes(run, "verifier", pids["verifier"])
+        ending = await task
+    after = read_address(run.dir.address("verifier"))
+    assert (after.grpc, after.http, after.pid) == (before.grpc, before.http, new)
+    assert (ending.error, dict(ending.restarts)) == (None, {"verifier": 1})
+
+
+async def test_a_trainer_that_dies_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=9), {"FAKE_CRASH_AT_STEP": "4"})
+    ending = await run.end()
+    assert isinstance(ending.error, ServiceDied)
+    assert (ending.error.name, ending.error.returncode, ending.exit_code) == ("trainer", 1, 1)
+    assert "ZeroDivisionError: in the loss" in str(ending.error)
+    err = io.StringIO()
+    assert finish(run.recipe, run.dir, ending, io.StringIO(), err) == 1
+    assert "ZeroDivisionError" in err.getvalue()
+    summary = json.loads(run.dir.summary.read_text())
+    assert (summary["steps"], summary["policy_version"]) == (3, 3)
+    assert "trainer exited with code 1" in summary["error"]
+
+
+async def test_an_actor_that_cannot_be_is_not_tried_for_long(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=1000), {"FAKE_ACTOR_EXIT": "2"})
+    ending = await run.end()
+    assert isinstance(ending.error, ServiceDied)
+    assert ending.error.name == "actor-0"
+    assert "error: no such model" in str(ending.error)
+    assert dict(ending.restarts) == {}
+
+
+async def test_an_actor_that_keeps_dying_before_it_serves_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=1000), {"FAKE_ACTOR_EXIT": "1"})
+    ending = await run.end()
+    assert isinstance(ending.error, ServiceDied)
+    assert dict(ending.restarts) == {"actor-0": 1}
+
+
+async def test_a_dead_nats_server_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=1000), {})
+    async with running(run) as task:
+        pids = await run.until_step(3)
+        os.kill(pids["nats"], signal.SIGKILL)
+        ending = await task
+    assert "nats-server ended while the run went on" in str(ending.error)
+
+
+async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
+    small = recipe(steps=2, source="smollm2")
+    first = Run(tmp_path / "one", small, {})
+    assert (await first.end()).error is None
+    assert "initial model: warm-start step 1 of 2" in first.printed.getvalue()
+    model_dir = Path(json.loads(first.dir.summary.read_text())["model_dir"])
+    assert json.loads((model_dir / "config.json").read_text())["model"]["source"] == "smollm2"
+    second = Run(tmp_path / "two", small, {})
+    assert (await second.end()).error is None
+    assert "warmstart" not in second.pids()
+    assert json.loads(second.dir.summary.read_text())["model_dir"] == str(model_dir)
+    assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
+
+
+# Ctrl-C: a runner of its own, as a user has it in a terminal.
+
+RUNNER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_runner import Run, recipe
+from pipelinerl.local.ending import finish
+run = Run(Path(sys.argv[2]), recipe(steps=10000), {})
+ending = asyncio.run(run.local.run())
+print("ended", flush=True)
+sys.exit(finish(run.recipe, run.dir, ending))
+"""
+
+
+@asynccontextmanager
+async def runner_process(folder: Path, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUNNER, str(FAKES.parent), str(folder), env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def started(folder: Path) -> dict[str, int]:
+    pids, metrics = folder / "pids.json", folder / "metrics.jsonl"
+    async with asyncio.timeout(60):
+        while not (metrics.is_file() and metrics.stat().st_size and len(json.loads(pids.read_text())) == 4):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return json.loads(pids.read_text())
+
+
+def alive(pids: Mapping[str, int]) -> dict[str, list[int]]:
+    return {name: found for name, session in pids.items() if (found := session_pids(session))}
+
+
+@pytest.mark.parametrize(
+    ("number", "deaf"), [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGINT, "trainer,actor,verifier")]
+)
+async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
+    tmp_path: Path, number: signal.Signals, deaf: str
+) -> None:
+    folder = tmp_path / "run"
+    async with runner_process(folder, FAKE_DEAF=deaf) as process:
+        pids = await started(folder)
+        at = time.monotonic()
+        process.send_signal(number)
+        async with asyncio.timeout(15):
+            assert await process.wait() == 130
+    print(f"stopped after {time.monotonic() - at:.1f} s")
+    assert alive(pids) == {}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["steps"] >= 1
+    assert ("by" in summary) is not bool(deaf), "the trainer's own summary, unless it had to be killed"
+    assert (folder / "report.html").is_file()
+
+
+async def test_ctrl_c_in_a_terminal_reaches_the_services_only_through_the_runner(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with runner_process(folder) as process:
+        pids = await started(folder)
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: the whole foreground group
+        assert await process.wait() == 130
+    assert alive(pids) == {}
+    assert json.loads((folder / "summary.json").read_text())["by"] == "trainer"
+
+
+async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with runner_process(folder, FAKE_DEAF="trainer,actor,verifier") as process:
+        pids = await started(folder)
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            while "ignored" not in (folder / "logs" / "trainer.log").read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(4):
+            assert await process.wait() == 130
+    assert alive(pids) == {}
+
+
+async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {})
+    async with running(run) as task:
+        async with asyncio.timeout(30):
+            while "warmstart" not in run.pids():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        ending = await task
+    assert (ending.interrupted, ending.exit_code) == (True, 130)
+    assert not any((tmp_path / "cache" / "models").iterdir())
+
+
+async def test_services_of_a_killed_runner_end_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with runner_process(folder) as process:
+        pids = await started(folder)
+        process.kill()
+        await process.wait()
+    async with asyncio.timeout(15):
+        while any(pid in session_pids(pid) for pid in pids.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    for pid in session_pids(pids["actor-0"]):  # the fake's sleeping child; vLLM's engine core watches its parent itself
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,606 @@
+"""The verifier as a process: misbehaving rewards, their cost, its end; and the client that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.service.address import ServiceAddress, read_address
+from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.verify import Backoff, VerifierClient, VerifyItem, VerifyOutcome, VerifyStatus
+from services.verifier.process_tree import children
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TASK = "misdeeds"
+START_S = 60.0
+SOON = Backoff(first_s=0.02, most_s=0.2)
+
+
+# --- a verifier process
+
+
+def recipe(**reward: Any) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "model": {"source": "path", "name": "unused"},
+        "task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"},
+        "reward": {"scorer": "hostile_rewards:score", "timeout_s": 1.2, "memory_mib": 256} | reward,
+    }
+
+
+class Verifier:
+    """A running verifier and what it wrote."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process, self._folder = process, folder
+
+    @property
+    def address(self) -> ServiceAddress:
+        return read_address(self._folder / "address.json")
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def wait_until_serving(self) -> Verifier:
+        deadline_s = time.monotonic() + START_S
+        while not (self._folder / "address.json").exists():
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline_s, self.log
+            time.sleep(0.02)  # a file of another process: nothing to wait on
+        return self
+
+    def get(self, path: str) -> str:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://{self.address.http}{path}", timeout=5) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str) -> float:
+        """One sample by its full name with labels; 0 when it is not there yet."""
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+@contextmanager
+def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Iterator[Verifier]:
+    """Starts `python -m services.verifier` and ends it. `environment`: settings, without their prefix."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    settings = {
+        "RUN": "test",
+        "RECIPE": folder / "recipe.yaml",
+        "INSTANCE": "verifier-0",
+        "ADDRESS_FILE": folder / "address.json",
+        "WORKERS": 2,
+    } | {name.upper(): value for name, value in environment.items()}
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.verifier"],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "SECRET_TOKEN": "hunter2",
+                **{f"PIPELINERL_{name}": str(value) for name, value in settings.items()},
+            },
+            stderr=log,
+        )
+    try:
+        yield Verifier(process, folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    with verifier(tmp_path_factory.mktemp("hostile"), recipe()) as running:
+        yield running.wait_until_serving()
+
+
+def items(completions: Sequence[str], task: str = TASK) -> list[VerifyItem]:
+    return [VerifyItem(f"g.{index}", task, "", text, '{"answer": "1"}') for index, text in enumerate(completions)]
+
+
+async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyOutcome]:
+    async with VerifierClient(running.address.grpc, backoff=SOON) as client:
+        return await client.verify(items(completions, task))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pid: int, within_s: float = 10.0) -> bool:
+    """Whether the process, anyone's child, ended in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+# --- misdeeds
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "status", "message"),
+    [
+        ("sleep 600", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
+        ("hang_in_c", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
+        ("backtrack", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
+        ("raise", VerifyStatus.CRASHED, "RuntimeError: boom"),
+        ("sys_exit", VerifyStatus.CRASHED, "SystemExit"),
+        ("os_exit", VerifyStatus.CRASHED, "exit code 3"),
+        ("segfault", VerifyStatus.CRASHED, "SIGSEGV"),
+        ("close_pipes", VerifyStatus.CRASHED, "closed its pipe"),
+        ("fill_memory", VerifyStatus.OUT_OF_MEMORY, "reward.memory_mib"),
+        ("say nan", VerifyStatus.BAD_REWARD, "nan"),
+        ("say inf", VerifyStatus.BAD_REWARD, "inf"),
+    ],
+)
+async def test_a_misdeed_costs_its_own_item(
+    hostile: Verifier, misdeed: str, status: VerifyStatus, message: str
+) -> None:
+    completions = [f"say {index}" for index in range(12)]
+    completions[5] = misdeed
+    scored = await outcomes(hostile, completions)
+    guilty = scored.pop(5)
+    assert (guilty.sequence_id, guilty.status, guilty.reward) == ("g.5", status, 0.0)
+    assert message in guilty.message
+    assert [(outcome.status, outcome.reward) for outcome in scored] == [
+        (VerifyStatus.OK, float(index)) for index in range(12) if index != 5
+    ]
+
+
+async def test_many_misdeeds_at_once(hostile: Verifier) -> None:
+    """More of them than workers, and good items between them."""
+    kinds = ["os_exit", "say 1", "sleep 600", "say 2", "fill_memory", "say 3", "segfault", "say nan", "say 4"]
+    statuses = [outcome.status.value for outcome in await outcomes(hostile, kinds)]
+    assert statuses == ["crashed", "ok", "timeout", "ok", "out_of_memory", "ok", "crashed", "bad_reward", "ok"]
+
+
+async def test_a_fork_that_comes_back_is_not_a_second_worker(hostile: Verifier) -> None:
+    scored = await outcomes(hostile, ["fork_and_return", "say 7", "fork_and_return", "say 8"])
+    assert [outcome.reward for outcome in scored] == [1.0, 7.0, 1.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "status"),
+    [("leave_children", VerifyStatus.OK), ("leave_children_and_hang", VerifyStatus.TIMEOUT)],
+)
+async def test_processes_a_reward_started_end_with_its_item(
+    hostile: Verifier, tmp_path: Path, misdeed: str, status: VerifyStatus
+) -> None:
+    pid_file = tmp_path / "pids"
+    scored = await outcomes(hostile, [f"{misdeed} {pid_file}", "say 1"])
+    assert [outcome.status for outcome in scored] == [status, VerifyStatus.OK]
+    pids = [int(line) for line in pid_file.read_text().split()]
+    assert len(pids) == 6
+    assert [pid for pid in pids if not wait_until_gone(pid)] == []
+
+
+async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -> None:
+    """30 times 16 MiB kept in processes of 256 MiB each."""
+    before = hostile.metric('pipelinerl_verifier_worker_restarts_total{reason="retirement"}')
+    scored = [outcome for _ in range(30) for outcome in await outcomes(hostile, ["keep_mib 16"])]
+    assert {outcome.status for outcome in scored} == {VerifyStatus.OK}
+    assert hostile.metric('pipelinerl_verifier_worker_restarts_total{reason="retirement"}') > before
+
+
+async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> None:
+    waiting = asyncio.create_task(outcomes(hostile, ["sleep 0.5"] * 2))
+    await asyncio.sleep(0.25)  # into the rewards
+    for worker in children(hostile.process.pid):
+        os.kill(worker, signal.SIGKILL)
+    assert [outcome.status for outcome in await waiting] == [VerifyStatus.OK] * 2
+
+
+async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> None:
+    """One worker is busy for a second; the other one scores the batch meanwhile."""
+    completions = [f"say {index}" for index in range(32)]
+    async with VerifierClient(hostile.address.grpc, backoff=SOON) as client:
+        slow = asyncio.create_task(client.verify(items(["sleep 1"])))
+        scored = await client.verify(items(completions))
+        assert not slow.done()
+        assert (await slow)[0].ok
+    assert [outcome.reward for outcome in scored] == [float(index) for index in range(32)]
+
+
+async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> None:
+    (scored,) = await outcomes(hostile, ["inspect"])
+    assert (scored.status, scored.message) == (VerifyStatus.OK, "")
+
+
+async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
+    assert (await outcomes(hostile, ["print words-of-a-reward"]))[0].ok
+    deadline_s = time.monotonic() + 5
+    while "words-of-a-reward" not in hostile.log:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)  # a file of another process
+
+
+async def test_items_as_slow_as_the_sharing_delay_are_scored_once_each_in_order(hostile: Verifier) -> None:
+    """Whether the worker or the order to stop comes first is a matter of luck here, item by item."""
+    values = [index / 1000 for index in range(90, 110)]
+    scored = await outcomes(hostile, [f"sleep {value}" for value in values])
+    assert [(outcome.sequence_id, outcome.status.value) for outcome in scored] == [
+        (f"g.{index}", "ok") for index in range(20)
+    ]
+
+
+async def test_results_keep_the_order_of_the_items(hostile: Verifier) -> None:
+    async with VerifierClient(hostile.address.grpc, backoff=SOON) as client:
+        batches = [[f"say {100 * batch + index}" for index in range(100)] for batch in range(10)]
+        scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
+    assert [[outcome.reward for outcome in batch] for batch in scored] == [
+        [100.0 * batch + index for index in range(100)] for batch in range(10)
+    ]
+
+
+async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifier) -> None:
+    mixed = [*items(["say 1"]), *items(["say 2"], task="arithmetic"), *items(["say 3"])]
+    async with VerifierClient(hostile.address.grpc) as client:
+        scored = await client.verify(mixed)
+    assert [outcome.status.value for outcome in scored] == ["ok", "unknown_task", "ok"]
+    assert "'arithmetic'" in scored[1].message
+
+
+async def test_no_items_no_answer(hostile: Verifier) -> None:
+    assert await outcomes(hostile, []) == []
+
+
+async def test_outcomes_are_counted(hostile: Verifier) -> None:
+    names = {
+        "ok": f'pipelinerl_verifier_requests_total{{status="ok",task="{TASK}"}}',
+        "timeout": f'pipelinerl_verifier_requests_total{{status="timeout",task="{TASK}"}}',
+        "unknown": 'pipelinerl_verifier_requests_total{status="unknown_task",task="(unknown)"}',
+        "timeouts": "pipelinerl_verifier_timeouts_total",
+        "calls": 'pipelinerl_verifier_calls_total{code="OK"}',
+        "halves": f'pipelinerl_verifier_reward_bucket{{le="0.5",task="{TASK}"}}',
+        "ones": f'pipelinerl_verifier_reward_bucket{{le="1.0",task="{TASK}"}}',
+    }
+    restarts = 'pipelinerl_verifier_worker_restarts_total{reason="timeout"}'
+    restarts_before = hostile.metric(restarts)
+    before = {key: hostile.metric(name) for key, name in names.items()}
+    await outcomes(hostile, ["say 0.5", "say 1", "sleep 600"])
+    await outcomes(hostile, ["say 1"], task="x" * 1000)
+    grown = {key: hostile.metric(name) - before[key] for key, name in names.items()}
+    assert grown == {
+        "ok": 2, "timeout": 1, "unknown": 1, "timeouts": 1, "calls": 2, "halves": 1, "ones": 2,
+    }  # fmt: skip
+    async with asyncio.timeout(10):  # the killed worker is reaped after its item was answered for
+        while await asyncio.to_thread(hostile.metric, restarts) <= restarts_before:
+            pass
+
+
+async def test_health_reflection_and_probes_answer(hostile: Verifier) -> None:
+    assert hostile.get("/healthz") == "ok\n"
+    assert hostile.get("/readyz") == "ready\n"
+    async with aio.insecure_channel(hostile.address.grpc) as channel:
+        request = health_pb2.HealthCheckRequest(service="pipelinerl.v1.VerifierService")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = await call.read()
+        await call.done_writing()
+    assert "pipelinerl.v1.VerifierService" in {service.name for service in listed.list_services_response.service}
+
+
+# --- its start and its end
+
+
+async def test_reasoning_gym_recipe_end_to_end(tmp_path: Path) -> None:
+    import reasoning_gym
+
+    data = recipe(scorer="task", answer_pattern=r"=\s*(-?\d+)\s*$") | {"task": {"name": "chain_sum"}}
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    reference = json.dumps({"answer": entry["answer"], "dataset": "chain_sum", "entry": entry})
+    completions = {f"... = {entry['answer']}": 1.0, f"... = {entry['answer']}0": 0.0, "no idea": 0.0}
+    asked = [
+        VerifyItem(text, "chain_sum", entry["question"], text, known)
+        for text, known in [*((text, reference) for text in completions), ("broken", '{"answer": "1"}')]
+    ]
+    with verifier(tmp_path, data, workers=1) as running:
+        running.wait_until_serving()
+        async with VerifierClient(running.address.grpc) as client:
+            *scored, broken = await client.verify(asked)
+        assert {outcome.sequence_id: outcome.reward for outcome in scored} == completions
+        assert broken.status is VerifyStatus.BAD_REFERENCE
+        workers = children(running.process.pid)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 0, running.log
+        assert "Traceback" not in running.log
+        assert len(workers) == 1
+        assert not any(is_alive(worker) for worker in workers)
+
+
+async def test_full_queue_and_sudden_death(tmp_path: Path) -> None:
+    with verifier(tmp_path, recipe(timeout_s=30), workers=1, max_queue=4) as running:
+        running.wait_until_serving()
+        async with VerifierClient(running.address.grpc, backoff=SOON) as client:
+            with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
+                await client.verify(items(["say 1"] * 5))
+            first = asyncio.create_task(client.verify(items(["sleep 1", *["say 1"] * 3])))
+            while await asyncio.to_thread(running.metric, "pipelinerl_verifier_queue_items") < 3:
+                assert not first.done()
+            second = asyncio.create_task(client.verify(items(["say 2"] * 4)))
+            assert [outcome.reward for outcome in await first + await second] == [1.0] * 4 + [2.0] * 4
+        assert running.metric('pipelinerl_verifier_calls_total{code="RESOURCE_EXHAUSTED"}') > 0
+        (worker,) = children(running.process.pid)
+        running.process.kill()
+        assert wait_until_gone(worker)
+
+
+async def test_a_caller_that_leaves_takes_its_items_along(tmp_path: Path) -> None:
+    with verifier(tmp_path, recipe(timeout_s=30), workers=1, max_queue=4) as running:
+        running.wait_until_serving()
+        async with VerifierClient(running.address.grpc, backoff=SOON) as client:
+            leaving = asyncio.create_task(client.verify(items(["sleep 1"] * 4)))
+            while await asyncio.to_thread(running.metric, "pipelinerl_verifier_queue_items") < 3:
+                assert not leaving.done()
+            leaving.cancel()
+            started_s = time.monotonic()
+            assert [outcome.reward for outcome in await client.verify(items(["say 3"] * 4))] == [3.0] * 4
+            assert time.monotonic() - started_s < 2.0  # behind the one under way, not behind all four
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"reward": {"scorer": "hostile_rewards:scoer"}}, "has no function scoer; did you mean score?"),
+        ({"reward": {"scorer": "maths"}}, "did you mean math?"),
+        ({"reward": {}, "task": {"name": "chain_summ"}}, "not a reasoning-gym family; did you mean chain_sum"),
+    ],
+)
+def test_a_reward_that_does_not_exist_is_the_users_mistake(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    with verifier(tmp_path, recipe() | change, workers=1) as running:
+        assert running.process.wait(START_S) == 2
+        assert problem in running.log
+        assert "error: " in running.log
+        assert "\nTraceback" not in running.log
+
+
+@pytest.mark.parametrize("setting", ["grpc_port", "http_port"])
+def test_a_port_in_use_is_named(tmp_path: Path, setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with verifier(tmp_path, recipe(), workers=1, **{setting: port}) as running:
+            assert running.process.wait(START_S) == 1
+            assert f"{setting} = {port}: cannot listen on 127.0.0.1:{port}" in running.log
+            assert "Traceback" not in running.log
+
+
+LIGHT = """
+import importlib.abc, json, pkgutil, sys
+
+class NoHeavyLibraries(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "vllm"):
+            raise ImportError(f"the verifier imported {name}")
+
+sys.meta_path.insert(0, NoHeavyLibraries())
+import services.verifier
+for module in pkgutil.walk_packages(services.verifier.__path__, "services.verifier."):
+    if not module.name.endswith("__main__"):
+        __import__(module.name)
+
+from pipelinerl.config.recipe import SCORERS, RewardConfig, TaskConfig
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
+from services.verifier.rewards.registry import make_reward
+from services.verifier.scoring import score_item
+
+answers = {"json_schema": '{"const": 12}'}
+entry = {"question": "", "answer": "12", "metadata": {}}
+for scorer in SCORERS:
+    reference = {"answer": answers.get(scorer, "12"), "dataset": "chain_sum", "entry": entry}
+    item = VerifyItem(completion_text="12", reference_json=json.dumps(reference))
+    result = score_item(make_reward(RewardConfig(scorer=scorer), TaskConfig()), item)
+    assert (result.status, result.reward) == (VERIFY_STATUS_OK, 1.0), (scorer, result)
+print("light")
+"""
+
+
+def test_no_torch_no_transformers_no_vllm() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "light\n"), done.stderr
+
+
+def test_help_is_quick_and_starts_nothing() -> None:
+    code = "import sys; sys.argv = ['x', '--help']; import services.verifier.__main__ as m\ntry: m.main()\n"
+    code += "except SystemExit: print('grpc' in sys.modules, 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("False False\n"), done.stderr
+
+
+# --- the client, against scripted servers
+
+Answer = Callable[[verifier_pb2.VerifyRequest, aio.ServicerContext], Any]
+
+
+def good(request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
+    status = verifier_pb2.VERIFY_STATUS_OK
+    return verifier_pb2.VerifyResponse(
+        results=[verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=status) for item in request.items]
+    )
+
+
+class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
+    """Answers with one status after the other, then well. `calls` counts."""
+
+    def __init__(self, *script: grpc.StatusCode | verifier_pb2.VerifyResponse | float) -> None:
+        self._script = list(script)
+        self.calls = 0
+
+    async def Verify(
+        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+    ) -> verifier_pb2.VerifyResponse:
+        self.calls += 1
+        match self._script.pop(0) if self._script else None:
+            case grpc.StatusCode() as code:
+                await context.abort(code, "as the script says")
+            case verifier_pb2.VerifyResponse() as response:
+                return response
+            case float(seconds):
+                await asyncio.sleep(seconds)
+        return good(request)
+
+
+@asynccontextmanager
+async def scripted(servicer: Scripted, port: int = 0) -> AsyncIterator[int]:
+    def register(server: aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
+
+    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1) as server:
+        yield server.port
+
+
+def client_of(port: int, **options: Any) -> VerifierClient:
+    return VerifierClient(f"127.0.0.1:{port}", backoff=SOON, **options)
+
+
+async def test_verifier_down_at_first_then_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with client_of(port) as client:
+        waiting = asyncio.create_task(client.verify(items(["a", "b"])))
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done
+        async with scripted(Scripted(), port):
+            assert [outcome.sequence_id for outcome in await asyncio.wait_for(waiting, 10)] == ["g.0", "g.1"]
+
+
+async def test_verifier_up_then_down_then_up() -> None:
+    async with scripted(Scripted()) as port:
+        client = client_of(port)
+        await client.__aenter__()
+        assert len(await client.verify(items(["a"]))) == 1
+    try:
+        waiting = asyncio.create_task(client.verify(items(["b", "c"])))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        async with scripted(Scripted(), port):
+            assert len(await asyncio.wait_for(waiting, 10)) == 2
+    finally:
+        await client.__aexit__(None, None, None)
+
+
+async def test_waiting_ends_when_told_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with client_of(port) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.verify(items(["a"])), 0.2)
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED]
+)
+async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers(code: grpc.StatusCode) -> None:
+    servicer = Scripted(*[code] * 6)
+    async with scripted(servicer) as port, client_of(port) as client:
+        assert len(await client.verify(items(["a"]))) == 1
+    assert servicer.calls == 7
+
+
+async def test_each_missed_deadline_doubles_the_next() -> None:
+    servicer = Scripted(0.35, 0.35, 0.35)
+    async with scripted(servicer) as port, client_of(port, deadline_s=0.1) as client:
+        assert len(await client.verify(items(["a"]))) == 1
+    assert servicer.calls == 3  # 0.1 s and 0.2 s are too short, 0.4 s is enough
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 1),
+        (grpc.StatusCode.UNIMPLEMENTED, 1),
+        (grpc.StatusCode.PERMISSION_DENIED, 1),
+        (grpc.StatusCode.INTERNAL, 3),
+    ],
+)
+async def test_a_refusal_is_an_error(code: grpc.StatusCode, calls: int) -> None:
+    servicer = Scripted(*[code] * 5)
+    async with scripted(servicer) as port, client_of(port) as client:
+        with pytest.raises(ServiceError, match=f"127.0.0.1:{port} refused a batch: {code.name}: as the script says"):
+            await client.verify(items(["a"]))
+    assert servicer.calls == calls
+
+
+def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
+    return verifier_pb2.VerifyResponse(
+        results=[
+            verifier_pb2.VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [response(), response(("g.1", 1, 0.0), ("g.0", 1, 0.0)), response(("g.0", 1, 0.0), ("g.1", 0, 0.0))],
+    ids=["too few", "out of order", "no status"],
+)
+async def test_an_answer_that_does_not_fit_is_an_error(answer: verifier_pb2.VerifyResponse) -> None:
+    async with scripted(Scripted(answer)) as port, client_of(port) as client:
+        with pytest.raises(MessageError, match="Verify"):
+            await client.verify(items(["a", "b"]))
+
+
+async def test_a_reward_that_is_not_finite_never_counts() -> None:
+    answer = response(("g.0", verifier_pb2.VERIFY_STATUS_OK, float("nan")))
+    async with scripted(Scripted(answer)) as port, client_of(port) as client:
+        (outcome,) = await client.verify(items(["a"]))
+    assert (outcome.status, outcome.reward, outcome.ok) == (VerifyStatus.BAD_REWARD, 0.0, False)
+
+
+async def test_text_that_is_not_unicode_is_an_error_of_the_item() -> None:
+    async with scripted(Scripted()) as port, client_of(port) as client:
+        with pytest.raises(MessageError, match="VerifyItem"):
+            await client.verify(items(["\ud800"]))
+
+
+async def test_calls_go_round_all_addresses_of_a_name() -> None:
+    first, second = Scripted(), Scripted()
+    async with scripted(first) as one, scripted(second) as two:
+        target = f"ipv4:127.0.0.1:{one},127.0.0.1:{two}"
+        async with VerifierClient(target, backoff=SOON) as client:
+            for _ in range(20):
+                await client.verify(items(["a"]))
+    assert first.calls + second.calls == 20
+    assert min(first.calls, second.calls) >= 5

@@ -1,0 +1,321 @@
+"""Weights swapped into a real vLLM engine in flight, compared with transformers token by token.
+
+One engine process at a time, one per model shape: every property of an update is checked on each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.manifest import build_manifest
+from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from services.actor.weights.staged import StagedWeights
+from services.actor.weights.update import WeightUpdateClient
+from services.trainer.weights.sender import TransferResult, WeightSender
+
+TOLERANCE = 1e-4
+"""Nats, float32."""
+STALL_TIMEOUT_S = 3.0
+PROMPT = list(range(5, 45))
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.08,
+}
+
+
+def random_model(kind: str, tied: bool) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](**SIZES, tie_word_embeddings=tied)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def change_strongly(model: PreTrainedModel, seed: int) -> None:
+    """Another policy: of the order of the weights themselves, so that a part left stale cannot pass."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, tokens: Sequence[int], cache: DynamicCache | None = None) -> list[float]:
+    """log π(tokens[i] | cached, tokens[:i]) for i >= 1."""
+    logits = model(torch.tensor([list(tokens)]), past_key_values=cache).logits[0]
+    logprobs = torch.log_softmax(logits, -1)
+    return [logprobs[i, token].item() for i, token in enumerate(tokens[1:])]
+
+
+@torch.no_grad()
+def stale_cache(model: PreTrainedModel, tokens: Sequence[int]) -> DynamicCache:
+    cache = DynamicCache()
+    model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+@dataclass
+class Sampled:
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[tuple[str, int, int]]
+
+
+class Running:
+    """A trainer (this process) and an actor (vLLM's processes) with one transfer group between them."""
+
+    def __init__(self, llm: Any, model: PreTrainedModel, store: GroupStore) -> None:
+        self.llm, self.model, self.store = llm, model, store
+        self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18))
+        self.client = self.new_client()
+        self.group: WeightGroup | None = None
+        self.epoch = 0
+
+    def new_client(self, **options: Any) -> WeightUpdateClient:
+        return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
+
+    async def connect(self) -> None:
+        await self.client.prepare(self.sender.manifest)
+        self.epoch += 1
+        if self.group is not None:
+            self.group.close()
+        spec = GroupSpec("127.0.0.1", self.store.port, f"epoch-{self.epoch}", 0, 2, "gloo", "127.0.0.1")
+        self.group, _ = await asyncio.gather(
+            asyncio.to_thread(WeightGroup.connect, spec, 20),
+            self.client.join_group(
+                store_address=f"127.0.0.1:{self.store.port}",
+                epoch=self.epoch,
+                first_rank=1,
+                world_size=2,
+                backend="gloo",
+                deadline_s=20,
+            ),
+        )
+
+    async def transfer(self, version: PolicyVersion) -> tuple[TransferResult, StagedWeights]:
+        assert self.group is not None
+        snapshot = self.sender.snapshot(version, self.model.named_parameters())
+        broadcast = self.sender.broadcast(snapshot, self.group, 30)
+        sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast.done), self.client.receive(version, 30))
+        return sent, staged
+
+    async def update(self, version: PolicyVersion) -> float:
+        """Returns the stall, s."""
+        sent, staged = await self.transfer(version)
+        assert (staged.checksum, staged.num_bytes) == (sent.checksum, sent.num_bytes)
+        return await self.client.commit(version)
+
+    async def sample(self, num_tokens: int, begun: asyncio.Event | None = None) -> Sampled:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=1.0,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+        async for output in self.llm.generate(
+            {"prompt_token_ids": PROMPT}, sampling, f"sample-{id(begun)}-{num_tokens}"
+        ):
+            completion = output.outputs[0]
+            if begun is not None and len(completion.token_ids) >= 20:
+                begun.set()
+        logprobs = [entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+        spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
+        return Sampled(list(completion.token_ids), logprobs, spans)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        async for output in self.llm.generate({"prompt_token_ids": list(tokens)}, sampling, f"score-{torch.rand(1)}"):
+            scored = output.prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(tokens[1:], scored[1:], strict=True)]
+
+    async def assert_serves(self, model: PreTrainedModel) -> None:
+        tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+        assert largest_difference(await self.score(tokens), reference(model, tokens)) <= TOLERANCE
+
+
+@asynccontextmanager
+async def running(kind: str, tied: bool, directory: Path) -> AsyncIterator[Running]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model = random_model(kind, tied)
+    model.save_pretrained(directory)
+    arguments = AsyncEngineArgs(
+        model=str(directory),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=2**27,
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        weight_transfer_config={"backend": "pipelinerl"},
+    )
+    llm = AsyncLLM.from_engine_args(arguments)
+    run = Running(llm, model, GroupStore("127.0.0.1"))
+    try:
+        yield run
+    finally:
+        await run.client.close()
+        if run.group is not None:
+            run.group.close()
+        llm.shutdown()
+
+
+async def check_refusals(run: Running, tied: bool) -> None:
+    """Before a byte moves: a manifest that the model cannot take is refused with a reason, decoding goes on."""
+    listed = [(p.name, p.shape, p.dtype) for p in run.sender.manifest.parameters]
+    without_k = [item for item in listed if "layers.2.self_attn.k_proj" not in item[0]]
+    wider = [(name, (257, 128) if name == "model.embed_tokens.weight" else shape, d) for name, shape, d in listed]
+    unknown = [*listed, ("model.layers.9.mlp.up_proj.weight", (256, 128), "float32")]
+    wrong = [without_k, wider, unknown, listed[:-2]]
+    if tied:
+        wrong.append([*listed, ("lm_head.weight", (256, 128), "float32")])
+    for parameters in wrong:
+        with pytest.raises(ManifestMismatch):
+            await run.client.prepare(build_manifest(parameters))
+
+
+async def check_switch(run: Running, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
+    """Tokens before the switch are the old model's, tokens after it the new one's, and vLLM says where it was."""
+    before = random_model_like(run.model)
+    begun = asyncio.Event()
+    sampling = asyncio.create_task(run.sample(700, begun))
+    await begun.wait()
+    change_strongly(run.model, seed=new.number)
+    stall_s = await run.update(new)
+    sampled = await sampling
+
+    assert stall_s < 1.0
+    assert [version for version, _, _ in sampled.spans] == [str(old), str(new)]
+    (_, start, switch), (_, again, end) = sampled.spans
+    assert (start, again, end) == (0, switch, len(sampled.tokens))
+    assert 20 <= switch < 700
+    tokens, at = PROMPT + sampled.tokens, len(PROMPT) + switch
+    expected_old = reference(before, tokens[:at])[len(PROMPT) - 1 :]
+    if recompute:
+        expected_new = reference(run.model, tokens)[at - 1 :]
+    else:  # the last old token has been sampled but not yet been fed
+        expected_new = reference(run.model, tokens[at - 1 :], stale_cache(before, tokens[: at - 1]))
+    assert largest_difference(sampled.logprobs[:switch], expected_old) <= TOLERANCE
+    assert largest_difference(sampled.logprobs[switch:], expected_new) <= TOLERANCE
+    wrong = reference(before, tokens)[at - 1 :]
+    assert largest_difference(sampled.logprobs[switch:], wrong) > 0.1  # the two policies can be told apart
+    await run.assert_serves(run.model)
+
+
+def random_model_like(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with memory of its own."""
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+async def check_uncommitted(run: Running, serving: PolicyVersion, staged: PolicyVersion) -> None:
+    """What is staged but not committed, discarded, or never sent is not served."""
+    before = random_model_like(run.model)
+    change_strongly(run.model, seed=100)
+    await run.transfer(staged)
+    await run.assert_serves(before)
+    with pytest.raises(TransferError):
+        await run.client.commit(PolicyVersion(staged.incarnation, staged.number + 1))
+    await run.client.discard()
+    with pytest.raises(TransferError):
+        await run.client.commit(staged)
+    await run.assert_serves(before)
+    assert (await run.sample(5)).spans == [(str(serving), 0, 5)]
+
+
+async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None:
+    """A trainer that leaves, and one that falls silent: the receive ends, decoding goes on, the next epoch works."""
+    assert run.group is not None
+    receiving = asyncio.create_task(run.client.receive(version, 30))
+    run.group.close()
+    with pytest.raises(TransferError):
+        await receiving
+    assert len((await run.sample(5)).tokens) == 5
+
+    await run.connect()
+    receiving = asyncio.create_task(run.client.receive(version, 30))
+    await asyncio.sleep(0)  # the order is on its way
+    receiving.cancel()
+    async with asyncio.timeout(STALL_TIMEOUT_S + 5):
+        await run.client.discard()
+    await run.connect()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied: bool, tmp_path: Path) -> None:
+    v = [PolicyVersion(1, number) for number in range(9)]
+    async with running(kind, tied, tmp_path) as run:
+        await run.client.label(v[0])
+        await check_refusals(run, tied)
+        await run.assert_serves(run.model)
+
+        await run.connect()
+        assert (run.client.mode, run.client.reason) == ("shadow", "")
+        await check_switch(run, v[0], v[1], recompute=False)
+        await check_switch(run, v[1], v[2], recompute=False)
+        await check_uncommitted(run, v[2], v[3])
+        await check_abandoned_transfer(run, v[4])
+
+        run.client = await replaced(run, recompute_kv=True)
+        await check_switch_after(run, v[2], v[5])
+
+        run.client = await replaced(run, force_paused=True)
+        assert run.client.mode == "paused"
+        await check_switch(run, v[5], v[6], recompute=False)
+
+        run.client = await replaced(run)
+        assert run.client.mode == "shadow"
+        await check_switch(run, v[6], v[7], recompute=False)
+
+
+async def replaced(run: Running, **options: Any) -> WeightUpdateClient:
+    await run.client.close()
+    run.client = run.new_client(**options)
+    await run.connect()
+    return run.client
+
+
+async def check_switch_after(run: Running, served: PolicyVersion, new: PolicyVersion) -> None:
+    """The trainer's weights moved on since `served`; bring both to one version, then switch with recomputation."""
+    level = PolicyVersion(new.incarnation, new.number - 1)
+    await run.update(level)
+    await check_switch(run, level, new, recompute=True)

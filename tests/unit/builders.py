@@ -1,0 +1,68 @@
+"""Hand-made sequences and groups for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.types import PromptGroup, SamplingParams, Sequence, VersionSpan
+
+RUN = "unit"
+
+
+def make_recipe(**sections: object) -> Recipe:
+    """A small valid recipe; a section given as a dict replaces the default one."""
+    base: dict[str, object] = {
+        "name": "unit",
+        "model": {"source": "path", "name": "nowhere", "max_context": 64},
+        "task": {"name": "chain_sum"},
+        "sampling": {"group_size": 2, "max_tokens": 16},
+        "trainer": {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64},
+        "algorithm": {"max_lag": 1},
+    }
+    return Recipe.model_validate(base | sections)
+
+
+def make_group(
+    number: int = 0, *, num_samples: int = 2, prompt: tuple[int, ...] = (1, 2, 3), **changes: object
+) -> PromptGroup:
+    values: dict[str, object] = {
+        "run": RUN,
+        "group_id": f"g{number:08d}",
+        "problem_index": number,
+        "task": "chain_sum",
+        "prompt_token_ids": np.array(prompt, dtype=np.int32),
+        "prompt_text": "1+2",
+        "reference_json": "{}",
+        "num_samples": num_samples,
+        "sampling": SamplingParams(max_tokens=16),
+        "seed": 0,
+        "issued_version": 0,
+    }
+    return PromptGroup(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_sequence(
+    group: PromptGroup,
+    index: int,
+    *,
+    reward: float = 1.0,
+    completion: tuple[int, ...] = (4, 5),
+    version: int = 0,
+    spans: tuple[VersionSpan, ...] | None = None,
+    failure: str = "",
+) -> Sequence:
+    return Sequence(
+        run=group.run,
+        sequence_id=group.sequence_id(index),
+        group_id=group.group_id,
+        sample_index=index,
+        group_size=group.num_samples,
+        task=group.task,
+        prompt_token_ids=group.prompt_token_ids,
+        completion_token_ids=np.array(completion, dtype=np.int32),
+        behaviour_logprobs=np.full(len(completion), -0.5, dtype=np.float32),
+        spans=(VersionSpan(version, 0, len(completion)),) if spans is None else spans,
+        reward=reward,
+        failure=failure,
+    )

@@ -1,0 +1,304 @@
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.errors import (
+    ChunkCorrupt,
+    DeadlineExceeded,
+    GroupFailed,
+    ManifestDiffers,
+    OutOfStep,
+    TransferAborted,
+)
+from pipelinerl_torch.chunks import Unpacker, checksum, chunk_of, describe, pack, version_checksum
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl_torch.header import ChunkHeader
+from services.actor.weights.staging import Receiver
+from services.trainer.weights.sender import WeightSender
+
+VERSION = PolicyVersion(1, 8)
+shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
+
+
+def tensors_of(listed: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(listed))
+    return {f"p{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(listed)}
+
+
+def small_weights() -> dict[str, torch.Tensor]:
+    return tensors_of([(20, 10), (3,), (50,)])
+
+
+class Wire:
+    """Stands in for a group: the sender's tensors are kept and handed to a receiver, who may be lied to."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.closed = False
+
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        self.sent.append(tensor.clone())
+
+    def close(self) -> None:
+        self.closed = True
+
+    def receiving(self) -> "Replay":
+        return Replay(self.sent)
+
+
+class Replay:
+    def __init__(self, sent: list[torch.Tensor]) -> None:
+        self.sent = list(sent)
+
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        tensor.copy_(self.sent.pop(0))
+
+
+def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
+    return Receiver(group, manifest, version, timeout_s=5, stall_timeout_s=5, aborted=aborted or threading.Event())
+
+
+def transmitted() -> tuple[Wire, WeightSender, int]:
+    weights = small_weights()
+    sender, wire = WeightSender(describe(weights.items(), chunk_bytes=256)), Wire()
+    result = sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).done.result(timeout=5)  # type: ignore[arg-type]
+    return wire, sender, result.checksum
+
+
+@settings(deadline=None)
+@given(
+    st.lists(shapes, min_size=1, max_size=6),
+    st.integers(1, 6).map(lambda n: 64 * n),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_unpacked_tensors_equal_packed_ones_bit_for_bit(listed, chunk_bytes, dtype) -> None:
+    weights = tensors_of(listed, dtype)
+    manifest = describe(weights.items(), chunk_bytes=chunk_bytes)
+    stream, unpacker = pack(manifest, weights), Unpacker(manifest)
+
+    received = [item for chunk in manifest.chunks for item in unpacker.add(chunk_of(stream, chunk).clone())]
+
+    assert [name for name, _ in received] == list(weights)
+    assert all(torch.equal(tensor, weights[name]) and tensor.dtype == dtype for name, tensor in received)
+
+
+def test_wire_dtype_rounds_once() -> None:
+    weights = {"w": torch.tensor([1.0, 1.0 + 2**-12, -3.0])}
+    manifest = describe(weights.items(), wire_dtype="bfloat16")
+    [(_, tensor)] = Unpacker(manifest).add(pack(manifest, weights))
+
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.tolist() == [1.0, 1.0, -3.0]
+
+
+def test_padding_does_not_depend_on_memory_contents() -> None:
+    weights = small_weights()
+    manifest = describe(weights.items())
+
+    assert {checksum(pack(manifest, weights)) for _ in range(3)} == {checksum(pack(manifest, weights))}
+
+
+def test_checksum_is_crc32() -> None:
+    assert (
+        checksum(torch.tensor(list(b"123456789"), dtype=torch.uint8)) == 0xCBF43926
+    )  # the CRC's published check value
+
+
+def test_version_checksum_depends_on_order_and_manifest() -> None:
+    assert version_checksum("m", [1, 2]) == version_checksum("m", [1, 2])
+    assert len({version_checksum("m", [1, 2]), version_checksum("m", [2, 1]), version_checksum("n", [1, 2])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda w: w.pop("p1"), "presence"),
+        (lambda w: w.update(p1=torch.zeros(4)), "shape"),
+        (lambda w: w.update(p1=torch.zeros(3, dtype=torch.float16)), "dtype"),
+    ],
+)
+def test_packing_other_parameters_than_described_is_refused(change, field) -> None:
+    weights = small_weights()
+    manifest = describe(weights.items())
+    change(weights)
+
+    with pytest.raises(ManifestDiffers) as caught:
+        pack(manifest, weights)
+    assert (caught.value.parameter, caught.value.field) == ("p1", field)
+
+
+def test_snapshot_is_not_changed_by_the_next_optimizer_step() -> None:
+    weights = small_weights()
+    sender = WeightSender(describe(weights.items()))
+    snapshot = sender.snapshot(VERSION, weights)
+    before = snapshot.stream.clone()
+    weights["p0"].add_(1)
+
+    assert torch.equal(snapshot.stream, before)
+
+
+def test_receiver_gets_the_weights_and_the_senders_checksum() -> None:
+    wire, sender, sent_checksum = transmitted()
+    receiving = receiver(wire.receiving(), sender.manifest)
+
+    received = dict(receiving.tensors())
+
+    assert received.keys() == small_weights().keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in small_weights().items())
+    assert receiving.receipt.checksum == sent_checksum
+    assert len(sender.manifest.chunks) > 2  # so that a chunk boundary was crossed
+
+
+def test_flipped_bit_is_noticed_before_the_tensors_are_handed_out() -> None:
+    wire, sender, _ = transmitted()
+    wire.sent[3][17] ^= 1  # header, chunk 0, header, chunk 1
+    received = []
+
+    with pytest.raises(ChunkCorrupt) as caught:
+        received.extend(receiver(wire.receiving(), sender.manifest).tensors())
+    assert caught.value.chunk == 1
+    assert received == []  # the first tensor ends in chunk 3
+
+
+@pytest.mark.parametrize(
+    ("drop", "version", "field"),
+    [(0, PolicyVersion(1, 9), "version"), (0, PolicyVersion(2, 8), "version"), (2, VERSION, "chunk")],
+)
+def test_chunks_of_another_place_are_refused(drop, version, field) -> None:
+    wire, sender, _ = transmitted()
+    group = wire.receiving()
+    del group.sent[:drop]
+
+    with pytest.raises(OutOfStep) as caught:
+        list(receiver(group, sender.manifest, version).tensors())
+    assert caught.value.field == field
+
+
+def test_header_needs_its_magic() -> None:
+    tensor = ChunkHeader(VERSION, 3, 0xFFFFFFFF, 64).to_tensor()
+    assert ChunkHeader.parse(tensor) == ChunkHeader(VERSION, 3, 0xFFFFFFFF, 64)
+    tensor[0] = 0
+    with pytest.raises(OutOfStep):
+        ChunkHeader.parse(tensor)
+
+
+def test_abort_ends_a_receive_between_chunks() -> None:
+    wire, sender, _ = transmitted()
+    aborted = threading.Event()
+    receiving = receiver(wire.receiving(), sender.manifest, aborted=aborted)
+    tensors = receiving.tensors()
+    next(tensors)
+    aborted.set()
+
+    with pytest.raises(TransferAborted):
+        list(tensors)
+
+
+class Gate(Wire):
+    """Blocks the first broadcast until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        self.entered.set()
+        assert self.release.wait(5)
+        super().broadcast(tensor, timeout_s)
+
+
+def test_aborted_broadcast_fails_and_closes_the_group() -> None:
+    weights = small_weights()
+    sender, group = WeightSender(describe(weights.items())), Gate()
+    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), group, 5)  # type: ignore[arg-type]
+    assert group.entered.wait(5)
+    broadcast.abort()
+    group.release.set()
+
+    with pytest.raises(TransferAborted):
+        broadcast.done.result(timeout=5)
+    assert group.closed
+
+
+# --- real Gloo groups -------------------------------------------------------------------------------------------------
+
+
+def connected(store: GroupStore, name: str, world: int) -> list[WeightGroup]:
+    groups: dict[int, WeightGroup] = {}
+
+    def connect(rank: int) -> None:
+        groups[rank] = WeightGroup.connect(spec(store, name, rank, world), 10)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [groups[rank] for rank in range(world)]
+
+
+def spec(store: GroupStore, name: str, rank: int, world: int) -> GroupSpec:
+    return GroupSpec("127.0.0.1", store.port, name, rank, world, "gloo", "127.0.0.1")
+
+
+def test_weights_reach_two_receivers_over_gloo() -> None:
+    weights, store = small_weights(), GroupStore("127.0.0.1")
+    sender = WeightSender(describe(weights.items(), chunk_bytes=256))
+    groups = connected(store, "epoch-1", 3)
+    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), groups[0], 10)
+    received: dict[int, dict[str, torch.Tensor]] = {}
+
+    def receive(rank: int) -> None:
+        received[rank] = dict(receiver(groups[rank], sender.manifest).tensors())
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+    assert broadcast.done.result(timeout=10).num_bytes == sender.manifest.total_bytes
+    for rank in (1, 2):
+        assert all(torch.equal(received[rank][name], tensor) for name, tensor in weights.items())
+    for group in groups:
+        group.close()
+
+
+def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works() -> None:
+    store = GroupStore("127.0.0.1")
+    trainer, actor = connected(store, "epoch-1", 2)
+    actor.close()
+    with pytest.raises(GroupFailed) as caught:
+        trainer.broadcast(torch.zeros(1 << 24), 10)  # more than the kernel buffers
+    assert not isinstance(caught.value, DeadlineExceeded)
+    trainer.close()
+
+    trainer, actor = connected(store, "epoch-2", 2)
+    thread = threading.Thread(target=trainer.broadcast, args=(torch.arange(4.0), 10))
+    thread.start()
+    tensor = torch.zeros(4)
+    actor.broadcast(tensor, 10)
+    thread.join(10)
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
+    store = GroupStore("127.0.0.1")
+    _trainer, actor = connected(store, "epoch-1", 2)
+    with pytest.raises(DeadlineExceeded):
+        actor.broadcast(torch.zeros(4), 0.2)
+    with pytest.raises(DeadlineExceeded):
+        WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
+
+
+def test_closed_group_says_so() -> None:
+    store = GroupStore("127.0.0.1")
+    [alone] = connected(store, "epoch-1", 1)
+    alone.close()
+    alone.close()
+    with pytest.raises(GroupFailed):
+        alone.broadcast(torch.zeros(1), 1)

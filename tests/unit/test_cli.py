@@ -1,0 +1,107 @@
+"""The command line as a user meets it: real processes, exit codes, what it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "torch",
+    "vllm",
+    "transformers",
+    "pydantic",
+    "grpc",
+    "nats",
+    "rich",
+    "numpy",
+    "reasoning_gym",
+    "asyncio",
+    "yaml",
+)
+REPO = Path(__file__).parents[2]
+
+
+def pipelinerl(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipelinerl.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["validate", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom pipelinerl.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit as end: assert end.code == 0, end.code\n"
+        "print('loaded', *sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stderr.split()
+    assert loaded[0] == "loaded"
+    assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_help_names_the_commands_and_version_the_version() -> None:
+    shown = pipelinerl("--help")
+    assert shown.returncode == 0
+    assert all(command in shown.stdout for command in ("run", "validate", "report"))
+    assert pipelinerl("--version").stdout == "pipelinerl 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["run"], ["run", "a", "--actors", "two"], ["validate", "a", "--fast"]]
+)
+def test_wrong_use_exits_2(arguments: list[str]) -> None:
+    done = pipelinerl(*arguments)
+    assert done.returncode == 2
+    assert "usage: pipelinerl" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["gsm", "recipes/gsm.yaml", "smollm2", "arithmetic"])
+def test_shipped_recipes_validate(recipe: str) -> None:
+    done = pipelinerl("validate", recipe)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"{Path(recipe).stem}: valid"
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    mistakes = ["trainer.batch_size=ten", "model.dtype=fp8", "sampling.temperature=-1"]
+    done = pipelinerl("validate", "gsm", *(part for text in mistakes for part in ("--set", text)))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "recipes/gsm.yaml: 3 problems" in done.stderr
+    assert "trainer.batch_size = 'ten': use an integer, at least 1" in done.stderr
+    assert "model.dtype = 'fp8': use one of float32, bfloat16, float16" in done.stderr
+    assert "sampling.temperature = -1: use a number, above 0 and at most 4" in done.stderr
+
+
+def test_run_refuses_before_anything_starts(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("name: mine\nmodel: {source: path, name: nowhere}\ntask: {}\n")
+    for arguments, said in [
+        (["run", "nope"], "recipe = 'nope': no such file"),
+        (["run", "mine.yaml"], "model.name = 'nowhere': no such folder"),
+        (["run", "mine.yaml", "--actors", "0"], "actor.count = 0"),
+        (["run", "mine.yaml", "--actors", "-1"], "actor.count = -1"),
+        (["run", "mine.yaml", "--set", "trainer.stepz=3"], "did you mean trainer.steps?"),
+    ]:
+        done = pipelinerl(*arguments, cwd=tmp_path)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert said in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_refuses_a_used_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {source: path, name: model}\ntask: {}\n")
+    done = pipelinerl("run", "mine.yaml", "--run-dir", "model", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--run-dir = 'model': holds another run" in done.stderr
+
+
+def test_report_of_what_is_not_a_run_exits_2(tmp_path: Path) -> None:
+    done = pipelinerl("report", str(tmp_path))
+    assert done.returncode == 2
+    assert "has no recipe.yaml" in done.stderr

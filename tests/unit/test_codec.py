@@ -1,0 +1,468 @@
+"""Sequences and prompt groups on the wire: what goes in comes out, and nothing that is wrong passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.codec import (
+    decode_group,
+    decode_sequence,
+    encode_group,
+    encode_sequence,
+    finish_reason_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+from pipelinerl.errors import MessageError
+from pipelinerl.types import FinishReason, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.v1 import sequence_pb2 as pb
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def logs(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def a_sequence(**changes: Any) -> Sequence:
+    """Three completion tokens, the last two of a newer version."""
+    good: dict[str, Any] = {
+        "run": "demo",
+        "sequence_id": "g7.1",
+        "group_id": "g7",
+        "sample_index": 1,
+        "group_size": 4,
+        "task": "chain_sum",
+        "prompt_token_ids": ids(5, 6),
+        "completion_token_ids": ids(7, 8, 2),
+        "behaviour_logprobs": logs(-0.5, -1.25, 0.0),
+        "spans": (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3, incarnation=2)),
+        "reward": 1.0,
+        "reward_components": {"answer": 0.75, "format": 0.25},
+        "finish_reason": FinishReason.STOP,
+        "actor": "actor-0",
+        "completion_text": "3+4=7 ✓",
+        "prompt_text": "3+4=",
+        "reference_json": '{"answer": 7}',
+        "generation_s": 0.125,
+    }
+    return Sequence(**(good | changes))
+
+
+def a_partial(**changes: Any) -> PartialSequence:
+    good: dict[str, Any] = {
+        "sample_index": 2,
+        "completion_token_ids": ids(9, 10),
+        "behaviour_logprobs": logs(-0.25, -2.0),
+        "spans": (VersionSpan(1, 0, 2),),
+    }
+    return PartialSequence(**(good | changes))
+
+
+def a_group(**changes: Any) -> PromptGroup:
+    good: dict[str, Any] = {
+        "run": "demo",
+        "group_id": "g7",
+        "problem_index": 7,
+        "task": "chain_sum",
+        "prompt_token_ids": ids(5, 6),
+        "prompt_text": "3+4=",
+        "reference_json": "{}",
+        "num_samples": 4,
+        "sampling": SamplingParams(temperature=0.7, top_p=0.95, top_k=50, max_tokens=32, stop_token_ids=(2, 0)),
+        "seed": 2**64 - 1,
+        "issued_version": 12,
+        "partials": (a_partial(),),
+        "done_samples": (0, 3),
+    }
+    return PromptGroup(**(good | changes))
+
+
+def assert_same(left: object, right: object) -> None:
+    """Field by field; arrays by dtype and value."""
+    for field in dataclasses.fields(left):  # type: ignore[arg-type]
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype, field.name
+            np.testing.assert_array_equal(a, b)
+        elif field.name == "partials":
+            assert len(a) == len(b)
+            for one, other in zip(a, b, strict=True):
+                assert_same(one, other)
+        else:
+            assert a == b, field.name
+
+
+def raw_sequence(**changes: Any) -> bytes:
+    """Bytes of a good sequence with fields of the wire message replaced: what a broken producer would send."""
+    message = pb.Sequence.FromString(encode_sequence(a_sequence()))
+    for name, value in changes.items():
+        message.ClearField(name)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        elif isinstance(value, dict):
+            getattr(message, name).update(value)
+        else:
+            setattr(message, name, value)
+    return message.SerializeToString()
+
+
+# --- there and back
+
+
+def test_a_sequence_comes_back_unchanged() -> None:
+    assert_same(decode_sequence(encode_sequence(a_sequence())), a_sequence())
+
+
+def test_a_group_comes_back_unchanged() -> None:
+    """Sampling too: 0.7 is not a float32, and must not become 0.699999988."""
+    assert_same(decode_group(encode_group(a_group())), a_group())
+
+
+def test_the_layout_on_the_wire_is_little_endian_and_packed() -> None:
+    message = pb.Sequence.FromString(encode_sequence(a_sequence()))
+    assert message.completion_token_ids == bytes([7, 0, 0, 0, 8, 0, 0, 0, 2, 0, 0, 0])
+    assert message.behaviour_logprobs == bytes([0, 0, 0, 0xBF, 0, 0, 0xA0, 0xBF, 0, 0, 0, 0])  # -0.5, -1.25, 0.0
+
+
+def test_decoded_arrays_are_views_that_nobody_can_change() -> None:
+    decoded = decode_sequence(encode_sequence(a_sequence()))
+    assert not decoded.completion_token_ids.flags.writeable
+    assert not decoded.completion_token_ids.flags.owndata
+
+
+def test_a_failed_sequence_needs_no_tokens() -> None:
+    failed = a_sequence(
+        prompt_token_ids=ids(), completion_token_ids=ids(), behaviour_logprobs=logs(), spans=(), failure="verifier down"
+    )
+    assert_same(decode_sequence(encode_sequence(failed)), failed)
+
+
+def test_a_failed_sequence_needs_no_finish_reason() -> None:
+    data = raw_sequence(failure="aborted", finish_reason=pb.FINISH_REASON_UNSPECIFIED)
+    assert decode_sequence(data).failure == "aborted"
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    unknown = b"\xfa\x7f\x03abc"  # field 2047, length-delimited
+    assert_same(decode_sequence(encode_sequence(a_sequence()) + unknown), a_sequence())
+
+
+@st.composite
+def spans_over(draw: st.DrawFn, num_tokens: int) -> tuple[VersionSpan, ...]:
+    if num_tokens == 0:
+        return ()
+    cuts = draw(st.sets(st.integers(1, max(1, num_tokens - 1)), max_size=4)) if num_tokens > 1 else set()
+    edges = [0, *sorted(cuts), num_tokens]
+    return tuple(
+        VersionSpan(draw(st.integers(0, 2**64 - 1)), start, end, draw(st.integers(1, 2**32 - 1)))
+        for start, end in pairwise(edges)
+    )
+
+
+TOKENS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(-100, 0, width=32)
+TEXT = st.text(max_size=20)
+NAME = st.text(min_size=1, max_size=20)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Sequence:
+    failure = draw(TEXT)
+    shortest = 0 if failure else 1
+    completion = draw(st.lists(TOKENS, min_size=shortest, max_size=20))
+    group_id, group_size = draw(NAME), draw(st.integers(1, 1024))
+    sample_index = draw(st.integers(0, group_size - 1))
+    return Sequence(
+        run=draw(NAME),
+        sequence_id=f"{group_id}.{sample_index}",
+        group_id=group_id,
+        sample_index=sample_index,
+        group_size=group_size,
+        task=draw(NAME),
+        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=shortest, max_size=20))),
+        completion_token_ids=ids(*completion),
+        behaviour_logprobs=logs(*[draw(LOGPROBS) for _ in completion]),
+        spans=draw(spans_over(len(completion))),
+        reward=draw(FINITE),
+        reward_components=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        failure=failure,
+        actor=draw(TEXT),
+        completion_text=draw(TEXT),
+        prompt_text=draw(TEXT),
+        reference_json=draw(TEXT),
+        generation_s=draw(st.floats(0, 1e9)),
+    )
+
+
+@given(sequences())
+def test_any_valid_sequence_comes_back_unchanged(sequence: Sequence) -> None:
+    assert_same(decode_sequence(encode_sequence(sequence)), sequence)
+
+
+@st.composite
+def partials(draw: st.DrawFn, sample_index: int) -> PartialSequence:
+    completion = draw(st.lists(TOKENS, max_size=10))
+    return PartialSequence(
+        sample_index,
+        ids(*completion),
+        logs(*[draw(LOGPROBS) for _ in completion]),
+        draw(spans_over(len(completion))),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> PromptGroup:
+    num_samples = draw(st.integers(1, 8))
+    order = draw(st.permutations(range(num_samples)))
+    num_done = draw(st.integers(0, num_samples))
+    num_partial = draw(st.integers(0, num_samples - num_done))
+    uint64 = st.integers(0, 2**64 - 1)
+    return PromptGroup(
+        run=draw(NAME),
+        group_id=draw(NAME),
+        problem_index=draw(uint64),
+        task=draw(NAME),
+        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=1, max_size=20))),
+        prompt_text=draw(TEXT),
+        reference_json=draw(TEXT),
+        num_samples=num_samples,
+        sampling=SamplingParams(
+            temperature=draw(st.integers(0, 400)) / 100,
+            top_p=draw(st.integers(1, 100)) / 100,
+            top_k=draw(st.integers(0, 2**31 - 1)),
+            max_tokens=draw(st.integers(1, 2**32 - 1)),
+            stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
+        ),
+        seed=draw(uint64),
+        issued_version=draw(uint64),
+        partials=tuple(draw(partials(index)) for index in order[num_done : num_done + num_partial]),
+        done_samples=tuple(order[:num_done]),
+    )
+
+
+@given(groups())
+def test_any_valid_group_comes_back_unchanged(group: PromptGroup) -> None:
+    assert_same(decode_group(encode_group(group)), group)
+
+
+# --- bytes from anywhere
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_a_message_error(data: bytes) -> None:
+    for decode in (decode_sequence, decode_group):
+        with pytest.raises(MessageError):
+            decode(data)
+
+
+@given(sequences(), st.data())
+def test_a_cut_message_is_an_error_or_a_valid_sequence(sequence: Sequence, data: st.DataObject) -> None:
+    """A cut between two fields still parses; what is left must then pass every check by itself."""
+    encoded = encode_sequence(sequence)
+    cut = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    try:
+        survivor = decode_sequence(cut)
+    except MessageError:
+        return
+    encode_sequence(survivor)
+
+
+@given(groups(), st.data())
+def test_a_cut_group_is_an_error_or_a_valid_group(group: PromptGroup, data: st.DataObject) -> None:
+    encoded = encode_group(group)
+    try:
+        survivor = decode_group(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+    except MessageError:
+        return
+    encode_group(survivor)
+
+
+@given(sequences(), st.data())
+def test_a_flipped_byte_is_an_error_or_a_valid_sequence(sequence: Sequence, data: st.DataObject) -> None:
+    broken = bytearray(encode_sequence(sequence))
+    broken[data.draw(st.integers(0, len(broken) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        survivor = decode_sequence(bytes(broken))
+    except MessageError:
+        return
+    encode_sequence(survivor)
+
+
+# --- one mistake at a time
+
+BAD_SEQUENCES = [
+    ("run", {"run": ""}),
+    ("group_id", {"group_id": ""}),
+    ("task", {"task": ""}),
+    ("sequence_id", {"sequence_id": "g7.2"}),
+    ("sequence_id", {"sequence_id": ""}),
+    ("group_size", {"group_size": 0}),
+    ("group_size", {"group_size": 2**20}),
+    ("sample_index", {"sample_index": 4, "sequence_id": "g7.4"}),
+    ("prompt_token_ids", {"prompt_token_ids": b""}),
+    ("prompt_token_ids", {"prompt_token_ids": b"\x01\x00\x00"}),
+    ("prompt_token_ids", {"prompt_token_ids": ids(5, -1).tobytes()}),
+    ("completion_token_ids", {"completion_token_ids": b"", "behaviour_logprobs": b"", "spans": []}),
+    ("completion_token_ids", {"completion_token_ids": bytes(11)}),
+    ("completion_token_ids", {"completion_token_ids": ids(7, -8, 2).tobytes()}),
+    ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, -1.0).tobytes()}),
+    ("behaviour_logprobs", {"behaviour_logprobs": bytes(13)}),
+    ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, np.nan, 0.0).tobytes()}),
+    ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, -np.inf, 0.0).tobytes()}),
+    ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, np.inf, 0.0).tobytes()}),
+    ("behaviour_logprobs", {"behaviour_logprobs": logs(-0.5, 0.002, 0.0).tobytes()}),
+    ("reward", {"reward": float("nan")}),
+    ("reward", {"reward": float("-inf")}),
+    ("reward_components[format]", {"reward_components": {"format": float("inf")}}),
+    ("generation_s", {"generation_s": -1.0}),
+    ("finish_reason", {"finish_reason": 0}),
+    ("finish_reason", {"finish_reason": 3}),
+]
+
+
+@pytest.mark.parametrize(("field", "changes"), BAD_SEQUENCES)
+def test_a_wrong_sequence_names_its_field(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(MessageError) as caught:
+        decode_sequence(raw_sequence(**changes))
+    assert (caught.value.kind, caught.value.field) == ("Sequence", field)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [(0, 2)],  # stops early
+        [(0, 4)],  # beyond the end
+        [(1, 3)],  # starts late
+        [(0, 1), (2, 3)],  # gap
+        [(0, 2), (1, 3)],  # overlap
+        [(1, 3), (0, 1)],  # out of order
+        [(0, 0), (0, 3)],  # empty
+        [(0, 3), (3, 3)],  # empty at the end
+        [(0, 3), (3, 1)],  # backwards
+    ],
+)
+def test_spans_must_cover_the_completion_exactly(spans: list[tuple[int, int]]) -> None:
+    messages = [pb.VersionSpan(version=1, start=start, end=end, incarnation=1) for start, end in spans]
+    with pytest.raises(MessageError) as caught:
+        decode_sequence(raw_sequence(spans=messages))
+    assert caught.value.field == "spans"
+
+
+def test_a_span_without_incarnation_is_refused() -> None:
+    with pytest.raises(MessageError) as caught:
+        decode_sequence(raw_sequence(spans=[pb.VersionSpan(version=1, start=0, end=3)]))
+    assert caught.value.field == "spans.incarnation"
+
+
+def test_a_logprob_may_exceed_zero_by_rounding() -> None:
+    data = raw_sequence(behaviour_logprobs=logs(-0.5, 0.0009, 0.0).tobytes())
+    assert decode_sequence(data).behaviour_logprobs[1] == np.float32(0.0009)
+
+
+def test_the_problem_names_the_first_bad_token() -> None:
+    with pytest.raises(MessageError, match=r"token 1 has nan"):
+        decode_sequence(raw_sequence(behaviour_logprobs=logs(-0.5, np.nan, np.nan).tobytes()))
+
+
+def test_another_runs_message_is_refused() -> None:
+    with pytest.raises(MessageError, match=r"Sequence\.run: 'demo' is not this run, 'other'"):
+        decode_sequence(encode_sequence(a_sequence()), expected_run="other")
+    with pytest.raises(MessageError, match=r"PromptGroup\.run"):
+        decode_group(encode_group(a_group()), expected_run="other")
+    assert decode_sequence(encode_sequence(a_sequence()), expected_run="demo").run == "demo"
+
+
+def test_an_oversized_message_is_refused_before_it_is_parsed() -> None:
+    data = encode_sequence(a_sequence())
+    assert decode_sequence(data, max_bytes=len(data)).run == "demo"
+    with pytest.raises(MessageError, match="exceed the limit"):
+        decode_sequence(data, max_bytes=len(data) - 1)
+    with pytest.raises(MessageError, match="exceed the limit"):
+        decode_group(bytes(100), max_bytes=99)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("behaviour_logprobs", {"behaviour_logprobs": logs(-1.0, np.nan, 0.0)}),
+        ("behaviour_logprobs", {"behaviour_logprobs": np.array([-1.0, -1.0, -1.0])}),  # float64
+        ("completion_token_ids", {"completion_token_ids": np.array([1, 2, 3])}),  # int64
+        ("completion_token_ids", {"completion_token_ids": ids(1, 2, 3).reshape(1, 3)}),
+        ("reward", {"reward": float("inf")}),
+        ("", {"completion_text": "\ud800"}),  # half a surrogate pair is no text
+        ("spans.version", {"spans": (VersionSpan(-1, 0, 3),)}),
+        ("spans.version", {"spans": (VersionSpan(2**64, 0, 3),)}),
+    ],
+)
+def test_encoding_refuses_what_decoding_would(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(MessageError) as caught:
+        encode_sequence(a_sequence(**changes))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("run", {"run": ""}),
+        ("prompt_token_ids", {"prompt_token_ids": ids()}),
+        ("prompt_token_ids", {"prompt_token_ids": ids(-5)}),
+        ("num_samples", {"num_samples": 0, "partials": (), "done_samples": ()}),
+        ("num_samples", {"num_samples": 10**9}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=float("nan"))}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=-1.0)}),
+        ("sampling.top_p", {"sampling": SamplingParams(top_p=0.0)}),
+        ("sampling.top_p", {"sampling": SamplingParams(top_p=1.5)}),
+        ("sampling.top_k", {"sampling": SamplingParams(top_k=-1)}),
+        ("sampling.max_tokens", {"sampling": SamplingParams(max_tokens=0)}),
+        ("sampling.stop_token_ids", {"sampling": SamplingParams(stop_token_ids=(-1,))}),
+        ("seed", {"seed": -1}),
+        ("done_samples", {"done_samples": (4,)}),
+        ("done_samples", {"done_samples": (1, 1)}),
+        ("partials", {"done_samples": (2,)}),
+        ("partials", {"partials": (a_partial(sample_index=4),)}),
+        ("partials.behaviour_logprobs", {"partials": (a_partial(behaviour_logprobs=logs(-1.0)),)}),
+        ("partials.spans", {"partials": (a_partial(spans=(VersionSpan(1, 0, 1),)),)}),
+    ],
+)
+def test_a_wrong_group_names_its_field(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(MessageError) as caught:
+        encode_group(a_group(**changes))
+    assert (caught.value.kind, caught.value.field) == ("PromptGroup", field)
+
+
+def test_a_group_without_sampling_parameters_is_refused() -> None:
+    message = pb.PromptGroup.FromString(encode_group(a_group()))
+    message.ClearField("sampling")
+    with pytest.raises(MessageError) as caught:
+        decode_group(message.SerializeToString())
+    assert caught.value.field == "sampling.top_p"
+
+
+# --- parts that gRPC messages use
+
+
+def test_sampling_parameters_come_back_unchanged() -> None:
+    greedy = SamplingParams(temperature=0.0, top_p=0.3, top_k=1, max_tokens=5, stop_token_ids=(1, 2))
+    assert sampling_from_proto(sampling_to_proto(greedy)) == greedy
+    with pytest.raises(MessageError):
+        sampling_from_proto(pb.SamplingParams())
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    assert finish_reason_from_proto(pb.FINISH_REASON_LENGTH) is FinishReason.LENGTH
+    with pytest.raises(MessageError) as caught:
+        finish_reason_from_proto(99, kind="GenerateResult")
+    assert (caught.value.kind, caught.value.field) == ("GenerateResult", "finish_reason")

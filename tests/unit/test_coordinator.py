@@ -1,0 +1,261 @@
+"""The membership and update state machine: its phases by hand, and its invariants under random schedules."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer import coordinator as c
+
+A, B = c.Member("a", "a-1"), c.Member("b", "b-1")
+CHECKSUM = 77
+
+
+def types(actions: list[c.Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def formed(*members: c.Member) -> c.Coordinator:
+    """A coordinator that is sending version 1 to `members` in epoch 1."""
+    machine = c.Coordinator()
+    for member in members:
+        assert machine.step(c.MemberUp(member)) == []
+    assert machine.step(c.VersionReady(1))[0] == c.FormGroup(1, members)
+    assert machine.step(c.GroupBuilt(1)) == []
+    for member in members[:-1]:
+        assert machine.step(c.MemberJoined(member.actor, 1)) == []
+    assert machine.step(c.MemberJoined(members[-1].actor, 1))[0] == c.SendVersion(1, 1)
+    return machine
+
+
+def committing(*members: c.Member) -> c.Coordinator:
+    machine = formed(*members)
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    for member in members:
+        actions = machine.step(c.MemberStaged(member.actor, 1, 1, CHECKSUM))
+    assert actions[0] == c.SendCommit(1, 1)
+    return machine
+
+
+def test_commit_waits_for_every_member_and_for_the_senders_checksum() -> None:
+    machine = formed(A, B)
+    assert machine.step(c.MemberStaged("a", 1, 1, CHECKSUM)) == []
+    assert machine.step(c.MemberStaged("b", 1, 1, CHECKSUM)) == []
+    assert machine.step(c.BytesSent(1, 1, CHECKSUM))[0] == c.SendCommit(1, 1)
+
+
+def test_served_when_all_serve_and_the_group_is_used_again() -> None:
+    machine = committing(A, B)
+    assert machine.step(c.MemberServing("a", 1, 1)) == []
+    assert machine.step(c.MemberServing("b", 1, 1)) == [c.VersionServed(1, 1, ("a", "b"))]
+    assert machine.step(c.VersionReady(2))[0] == c.SendVersion(1, 2)
+
+
+def test_a_wrong_checksum_evicts_and_the_same_version_is_sent_again() -> None:
+    machine = formed(A, B)
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    actions = machine.step(c.MemberStaged("a", 1, 1, CHECKSUM + 1))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[2] == c.FormGroup(2, (B,))
+    machine.step(c.GroupBuilt(2))
+    assert machine.step(c.MemberJoined("b", 2))[0] == c.SendVersion(2, 1)
+
+
+def test_a_dead_member_while_sending_is_left_out_of_the_next_epoch() -> None:
+    machine = formed(A, B)
+    actions = machine.step(c.MemberDown("b"))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[2] == c.FormGroup(2, (A,))
+
+
+def test_a_dead_member_while_committing_does_not_stop_the_others() -> None:
+    machine = committing(A, B)
+    machine.step(c.MemberServing("a", 1, 1))
+    assert machine.step(c.MemberDown("b")) == [
+        c.Evicted("b", 1, "left, or its heartbeat stopped"),
+        c.VersionServed(1, 1, ("a",)),
+    ]
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A,))
+
+
+def test_the_deadline_evicts_those_who_did_not_answer() -> None:
+    machine = formed(A, B)
+    token = machine._deadline_token
+    machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))
+    actions = machine.step(c.DeadlinePassed(token))
+    assert actions[0] == c.Evicted("b", 1, "deadline passed while sending")
+    assert actions[2] == c.FormGroup(2, (A,))
+    assert machine.step(c.DeadlinePassed(token)) == []
+
+
+def test_an_evicted_member_is_back_at_the_next_version() -> None:
+    machine = formed(A, B)
+    machine.step(c.MemberFailed("b", 1, "disk full"))
+    machine.step(c.GroupBuilt(2))
+    machine.step(c.MemberJoined("a", 2))
+    machine.step(c.BytesSent(2, 1, CHECKSUM))
+    machine.step(c.MemberStaged("a", 2, 1, CHECKSUM))
+    machine.step(c.MemberServing("a", 2, 1))
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(3, (A, B))
+
+
+def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
+    machine = formed(A)
+    actions = machine.step(c.MemberDown("a"))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.WaitingForMembers]
+    assert machine.step(c.MemberUp(B))[0] == c.FormGroup(3, (B,))
+
+
+def test_a_restarted_process_replaces_its_old_self() -> None:
+    machine = formed(A, B)
+    again = c.Member("b", "b-2")
+    actions = machine.step(c.MemberUp(again))
+    assert actions[0] == c.Evicted("b", 1, "restarted as a new process")
+    assert actions[2] == c.FormGroup(2, (A, again))
+
+
+def test_a_joiner_waits_for_the_next_version() -> None:
+    machine = committing(A)
+    assert machine.step(c.MemberUp(B)) == []
+    machine.step(c.MemberServing("a", 1, 1))
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A, B))
+
+
+def test_held_commits_stage_but_do_not_commit_and_outlive_the_deadline() -> None:
+    machine = formed(A)
+    machine.step(c.HoldCommits(0))
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    assert machine.step(c.MemberStaged("a", 1, 1, CHECKSUM)) == []
+    assert types(machine.step(c.DeadlinePassed(machine._deadline_token))) == [c.SetDeadline]
+    assert machine.step(c.HoldCommits(None))[0] == c.SendCommit(1, 1)
+
+
+def test_a_hold_lets_the_measured_version_itself_be_committed() -> None:
+    machine = formed(A)
+    machine.step(c.HoldCommits(1))
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    assert machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))[0] == c.SendCommit(1, 1)
+
+
+def test_messages_of_an_old_epoch_change_nothing() -> None:
+    machine = formed(A, B)
+    machine.step(c.MemberDown("b"))
+    for event in (c.MemberStaged("a", 1, 1, CHECKSUM), c.BytesSent(1, 1, CHECKSUM), c.TransferFailed(1, "late")):
+        assert machine.step(event) == []
+
+
+def test_two_versions_at_once_are_a_bug_of_ours() -> None:
+    machine = formed(A)
+    with pytest.raises(AssertionError, match="version 2 offered while 1"):
+        machine.step(c.VersionReady(2))
+
+
+class World:
+    """Actors that answer, are slow, die and come back, in an order that a seed decides."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.machine = c.Coordinator()
+        self.alive: dict[str, c.Member] = {}
+        self.births = 0
+        self.pending: list[c.Event] = []
+        self.staged: set[tuple[str, int, int]] = set()
+        self.epochs: dict[int, tuple[c.Member, ...]] = {}
+        self.served: list[int] = []
+        self.next_version = 0
+
+    def feed(self, event: c.Event) -> None:
+        if isinstance(event, c.MemberStaged):
+            self.staged.add((event.actor, event.epoch, event.version))
+        for action in self.machine.step(event):
+            self.react(action)
+
+    def react(self, action: c.Action) -> None:
+        match action:
+            case c.FormGroup(epoch, members):
+                assert epoch not in self.epochs, "an epoch's membership never changes"
+                assert not self.epochs or epoch > max(self.epochs)
+                self.epochs[epoch] = members
+                self.pending.append(c.GroupBuilt(epoch))
+                self.pending += [c.MemberJoined(m.actor, epoch) for m in members if self.is_alive(m)]
+            case c.SendVersion(epoch, version):
+                self.pending.append(c.BytesSent(epoch, version, CHECKSUM))
+                for member in self.epochs[epoch]:
+                    if self.is_alive(member):
+                        self.pending.append(c.MemberStaged(member.actor, epoch, version, CHECKSUM))
+            case c.SendCommit(epoch, version):
+                for member in self.epochs[epoch]:
+                    if member.actor in self.machine.members:
+                        assert (member.actor, epoch, version) in self.staged, "commit without staged in this epoch"
+                    if self.is_alive(member):
+                        self.pending.append(c.MemberServing(member.actor, epoch, version))
+            case c.SetDeadline(token):
+                self.pending.append(c.DeadlinePassed(token))
+            case c.VersionServed(version, _, _):
+                assert not self.served or version > self.served[-1], "versions go down"
+                self.served.append(version)
+
+    def is_alive(self, member: c.Member) -> bool:
+        return self.alive.get(member.actor) == member
+
+    def chaos(self) -> None:
+        """One random thing happens."""
+        choice = self.random.random()
+        name = self.random.choice("abc")
+        if choice < 0.1:
+            self.births += 1
+            self.alive[name] = c.Member(name, f"{name}-{self.births}")
+            self.feed(c.MemberUp(self.alive[name]))
+        elif choice < 0.2 and name in self.alive:
+            del self.alive[name]
+            if self.random.random() < 0.5:
+                self.pending.append(c.MemberDown(name))
+        elif choice < 0.25 and name in self.machine.members:
+            self.feed(c.MemberFailed(name, self.machine.epoch, "disk full"))
+        elif choice < 0.3:
+            self.feed(c.TransferFailed(self.machine.epoch, "connection reset"))
+        elif choice < 0.35:
+            self.feed(c.HoldCommits(self.random.choice([None, self.next_version - 1])))
+        elif self.pending:
+            self.feed(self.pending.pop(self.random.randrange(len(self.pending))))
+        elif self.machine.idle:
+            self.offer()
+
+    def offer(self) -> None:
+        self.next_version += 1
+        self.feed(c.VersionReady(self.next_version))
+
+    def settle(self) -> None:
+        """The faults end: one actor is alive, heartbeats arrive, everything pending happens."""
+        self.feed(c.HoldCommits(None))
+        survivor = c.Member("a", "a-last")
+        for name in set(self.machine.present) - {"a"}:
+            self.feed(c.MemberDown(name))
+        self.alive = {"a": survivor}
+        self.feed(c.MemberUp(survivor))
+        for _ in range(200):
+            self.feed(c.MemberUp(survivor))
+            while self.pending:
+                answers = [event for event in self.pending if not isinstance(event, c.DeadlinePassed)]
+                event = (answers or self.pending)[0]
+                self.pending.remove(event)
+                self.feed(event)
+            if self.machine.idle:
+                return
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(0, 200))
+def test_after_any_schedule_one_more_update_reaches_everybody_alive(seed: int, steps: int) -> None:
+    world = World(seed)
+    for _ in range(steps):
+        world.chaos()
+    world.settle()
+    assert world.machine.idle
+    world.offer()
+    world.settle()
+    assert world.served[-1] == world.next_version
+    assert set(world.machine.members) == {"a"}

@@ -1,0 +1,254 @@
+"""What is issued, what comes back, and where it ends: the trainer's books over an in-memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.bus.memory import MemoryBus
+from pipelinerl.codec import decode_group, encode_sequence
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import UserError
+from pipelinerl.types import PromptGroup, VersionSpan
+from services.trainer.books import Books
+from services.trainer.feeder import EncodedProblem, Feeder, group_seed
+from services.trainer.intake import Intake
+from tests.unit.builders import RUN, make_recipe, make_sequence
+
+
+class Desk:
+    """Feeder, intake and books of one recipe on one in-memory bus. `version` is set by the test."""
+
+    def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
+        self.bus, self.recipe, self.version = bus, recipe, 0
+        self.books = Books()
+        self.bound = FeederBound(
+            groups_per_step=recipe.trainer.batch_size // recipe.sampling.group_size,
+            mode=recipe.mode,
+            max_lag=recipe.algorithm.max_lag,
+            conventional_g=recipe.algorithm.conventional_g,
+            total_steps=recipe.trainer.steps,
+        )
+        self.prompt_length = prompt_length
+        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version)
+        self.intake = Intake(bus, recipe, self.books, self.bound, vocab_size=100, on_loss=self.feeder.look_again)
+
+    def problem(self, index: int) -> EncodedProblem:
+        return EncodedProblem("chain_sum", np.full(self.prompt_length, index % 90, np.int32), f"p{index}", "{}")
+
+    async def take_issued(self) -> list[PromptGroup]:
+        """Everything on PROMPTS now, acknowledged."""
+        groups = []
+        while self.feeder.allowance > 0 or (await self.bus.prompts_info()).messages:
+            delivery = await self.bus.next_prompt(timeout_s=1.0)
+            if delivery is not None:
+                groups.append(decode_group(delivery.payload, expected_run=RUN))
+                await delivery.ack()
+        return groups
+
+    async def answer(self, group: PromptGroup, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> None:
+        for index, reward in enumerate(rewards):
+            sequence = make_sequence(group, index, reward=reward, version=version)
+            await self.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+
+
+@asynccontextmanager
+async def desk(recipe: Recipe | None = None, prompt_length: int = 3) -> AsyncIterator[Desk]:
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        one = Desk(bus, recipe or make_recipe(), prompt_length)
+        tasks = [asyncio.create_task(one.feeder.run()), asyncio.create_task(one.intake.run())]
+        try:
+            yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+async def test_issues_what_the_bound_allows_and_more_with_each_version() -> None:
+    async with desk() as one:
+        # B = 4, n = 2, max_lag = 1: (0 + 1 + 1) * 2 = 4 groups at version 0, 2 more at version 1.
+        assert [group.problem_index for group in await one.take_issued()] == [0, 1, 2, 3]
+        one.version = 1
+        one.feeder.look_again()
+        assert [group.problem_index for group in await one.take_issued()] == [4, 5]
+
+
+async def test_a_batch_is_complete_groups_with_their_advantages() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        await one.answer(groups[1], (1.0, 0.0))
+        await one.answer(groups[0], (0.0, 0.0))
+        batch = await one.intake.take_batch(version=0)
+        assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[0].group_id]
+        assert batch[0].advantages.tolist() == [1.0, -1.0]
+        assert batch[1].advantages.tolist() == [0.0, 0.0]
+
+
+async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        one.version = 2
+        for group in groups[:3]:
+            await one.answer(group, version=0 if group is groups[0] else 2)
+        batch = await one.intake.take_batch(version=2)
+        assert len(batch) == 2
+        counts = one.books.ledger.counts
+        assert (counts.dropped_stale, counts.failed) == (2, 0)
+        assert one.books.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 2}
+        assert one.books.lost_groups == 1
+        # (2 + 1 + 1) * 2 = 8 groups and one replacement, of which 4 were issued before.
+        assert len(await one.take_issued()) == 5
+
+
+async def test_one_stale_token_is_enough() -> None:
+    async with desk() as one:
+        group = (await one.take_issued())[0]
+        mixed = make_sequence(group, 0, spans=(VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)))
+        fresh = make_sequence(group, 1, version=2, reward=0.0)
+        one.version = 2
+        for sequence in (mixed, fresh):
+            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+        one.feeder.look_again()
+        for other in (await one.take_issued())[:1]:
+            await one.answer(other, version=2)
+        batch = await one.intake.take_batch(version=2)
+        assert [len(group.sequences) for group in batch] == [1, 2]
+        assert batch[0].sequences[0].sequence_id == fresh.sequence_id
+        assert batch[0].advantages.tolist() == [-1.0]
+
+
+async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train() -> None:
+    recipe = make_recipe(sampling={"group_size": 4, "max_tokens": 16})
+    async with desk(recipe) as one:
+        group = (await one.take_issued())[0]
+        for index in range(3):
+            sequence = make_sequence(group, index, reward=float(index))
+            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+        failed = make_sequence(group, 3, completion=(), spans=(), failure="reward_timeout: 5 s")
+        await one.bus.publish_sequence(encode_sequence(failed), failed.sequence_id)
+        batch = await one.intake.take_batch(version=0)
+        assert [s.sample_index for s in batch[0].sequences] == [0, 1, 2]
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"reward_timeout": 1}
+
+
+async def test_equal_rewards_are_filtered_when_asked_for() -> None:
+    recipe = make_recipe(algorithm={"max_lag": 1, "filter_equal_rewards": True})
+    async with desk(recipe) as one:
+        groups = await one.take_issued()
+        for group in groups:
+            await one.answer(group, (1.0, 1.0) if group is groups[0] else (1.0, 0.0))
+        await one.intake.take_batch(version=0)
+        assert one.books.ledger.counts.dropped_filtered == 2
+        assert len(await one.take_issued()) == 1
+
+
+async def test_what_does_not_parse_is_set_aside_and_the_good_ones_train() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        await one.bus.publish_sequence(b"\xff\x00 not protobuf", "stranger")
+        await one.bus.publish_sequence(b"\xff\x00 not protobuf", groups[0].sequence_id(0))
+        sequence = make_sequence(groups[0], 1)
+        await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+        await one.answer(groups[1])
+        await one.answer(groups[2])
+        batch = await one.intake.take_batch(version=0)
+        assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[2].group_id]
+        assert one.intake.bad_messages == 2
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
+
+
+async def test_a_repeated_sequence_is_trained_once() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        for group in groups[:2]:
+            await one.answer(group)
+            again = make_sequence(group, 0)
+            await one.bus.publish_sequence(encode_sequence(again), f"again-{group.group_id}")
+        batch = await one.intake.take_batch(version=0)
+        assert [len(group.sequences) for group in batch] == [2, 2]
+        assert one.books.ledger.counts.in_flight == 8
+
+
+async def test_tokens_outside_the_vocabulary_fail_with_their_reason() -> None:
+    async with desk() as one:
+        group = (await one.take_issued())[0]
+        bad = make_sequence(group, 0, completion=(4, 100))
+        good = make_sequence(group, 1)
+        for sequence in (bad, good):
+            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+        while one.books.lost_groups == 0:
+            await asyncio.sleep(0)
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"token outside the vocabulary": 1, "group incomplete": 1}
+
+
+async def test_prompts_beyond_the_context_end_the_run_with_a_clear_error() -> None:
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe(), prompt_length=64)
+        with pytest.raises(UserError, match=r"model.max_context = 64: the last 1000 prompts did not fit"):
+            await one.feeder.run()
+        assert one.books.ledger.counts.failed == 2000
+        assert one.books.ledger.counts.in_flight == 0
+
+
+async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None:
+    recipe = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
+    async with desk(recipe) as one:
+        groups = await one.take_issued()
+        assert len(groups) == 4
+        for group in groups:
+            await one.answer(group)
+        first = await one.intake.take_batch(version=0)
+        one.version = 1
+        one.feeder.look_again()
+        second = await one.intake.take_batch(version=1)
+        assert sorted(g.sequences[0].group_id for g in first + second) == [g.group_id for g in groups]
+        assert one.feeder.allowance == 0
+        one.version = 2
+        one.feeder.look_again()
+        assert len(await one.take_issued()) == 4
+
+
+async def conventional_run(seed: int) -> tuple[list[bytes], object]:
+    """All prompts of a conventional run of one actor, as issued, and the feeder's state at its end."""
+    recipe = make_recipe(
+        mode="conventional",
+        seed=seed,
+        algorithm={"max_lag": None, "conventional_g": 2},
+        sampling={"group_size": 2, "max_tokens": 16, "seeded": True},
+    )
+    issued: list[PromptGroup] = []
+    async with desk(recipe) as one:
+        for version in range(recipe.trainer.steps):
+            one.version = version
+            one.feeder.look_again()
+            for group in await one.take_issued():
+                issued.append(group)
+                await one.answer(group, version=version)
+            await one.intake.take_batch(version)
+        return [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())).encode() for group in issued], (
+            one.feeder.state
+        )
+
+
+async def test_the_same_seed_issues_the_same_prompts_in_the_same_order() -> None:
+    assert await conventional_run(seed=7) == await conventional_run(seed=7)
+    assert (await conventional_run(seed=7))[0] != (await conventional_run(seed=8))[0]
+
+
+def test_group_seeds_differ_and_repeat() -> None:
+    seeds = [group_seed(0, number) for number in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert seeds == [group_seed(0, number) for number in range(1000)]
+    assert all(0 < seed < 2**62 for seed in seeds)

@@ -1,0 +1,588 @@
+"""The learner on tiny Llama- and Qwen2-shaped models: packing, padding and micro-batches change nothing; steps do."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from pipelinerl.config.recipe import AlgorithmConfig, ModelConfig, TrainerConfig
+from pipelinerl.errors import FieldError
+from pipelinerl.types import Sequence, VersionSpan
+from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
+from services.trainer.learn.batch import TrainingGroup, build_microbatch, token_row
+from services.trainer.learn.loss import LossInputs, compute_loss
+from services.trainer.learn.model import load_policy, wrap_model
+from services.trainer.learn.normalization import BatchTotals
+from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.policy import Policy
+from services.trainer.learn.schedule import learning_rate
+from services.trainer.learn.step import Learner
+
+VOCABULARY = 23
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-untied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+}
+LENGTHS = [(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)]
+"""(prompt, completion) tokens."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and lose a lot on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    config_class, model_class, own = FAMILIES[family]
+    return build(config_class, model_class, seed, **{**SHAPE, **own, **changes})
+
+
+def build(config_class: type, model_class: type, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+    """A random model whose weights are large enough for its outputs to differ by position and token."""
+    torch.manual_seed(seed)
+    model = model_class(config_class(**arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def sequences_of(
+    lengths: list[tuple[int, int]], seed: int = 0, version: int = 0, behaviour: float = -2.0
+) -> list[Sequence]:
+    generator = np.random.default_rng(seed)
+    return [
+        Sequence(
+            run="r",
+            sequence_id=f"g.{index}",
+            group_id="g",
+            sample_index=index,
+            group_size=len(lengths),
+            task="t",
+            prompt_token_ids=generator.integers(0, VOCABULARY, prompt).astype(np.int32),
+            completion_token_ids=generator.integers(0, VOCABULARY, completion).astype(np.int32),
+            behaviour_logprobs=(behaviour + generator.normal(0, 0.3, completion)).astype(np.float32),
+            spans=(VersionSpan(version, 0, completion),),
+            reward=float(index % 2),
+        )
+        for index, (prompt, completion) in enumerate(lengths)
+    ]
+
+
+def group_of(sequences: list[Sequence], seed: int = 0) -> TrainingGroup:
+    return TrainingGroup(tuple(sequences), np.random.default_rng(seed).normal(size=len(sequences)))
+
+
+def plain_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """log π of the completion tokens, one sequence alone, without this project's code."""
+    ids = torch.from_numpy(np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))).long()[None]
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(sequence.prompt_token_ids) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(sequence.prompt_token_ids) :, None])[:, 0]
+
+
+def plain_gradients(
+    model: PreTrainedModel, group: TrainingGroup, config: AlgorithmConfig, temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Gradients of the loss, sequence by sequence, without packing."""
+    totals = BatchTotals(len(group.sequences), sum(s.num_completion_tokens for s in group.sequences))
+    model.zero_grad()
+    for sequence, advantage in zip(group.sequences, group.advantages, strict=True):
+        tokens = sequence.num_completion_tokens
+        weight = {"token": 1 / totals.num_completion_tokens, "sequence": 1 / (tokens * totals.num_sequences)}
+        inputs = LossInputs(
+            plain_logprobs(model, sequence, temperature),
+            torch.from_numpy(sequence.behaviour_logprobs),
+            torch.full((tokens,), float(advantage)),
+            torch.full((tokens,), weight.get(config.normalization, 1 / totals.num_sequences)),
+        )
+        compute_loss(inputs, config).loss.backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+class GradientsKept(PolicyOptimizer):
+    """Steps nothing, so that a test can read what a step would have used."""
+
+    def step(self, loss: float) -> Any:
+        return None
+
+
+def packed_gradients(
+    policy: Policy, group: TrainingGroup, config: AlgorithmConfig, budget: int = 128, **options: Any
+) -> dict[str, torch.Tensor]:
+    trainer = TrainerConfig(tokens_per_microbatch=budget)
+    learner = Learner(policy, config, trainer, **options)
+    learner.optimizer = GradientsKept(policy.model.parameters(), trainer)
+    policy.model.zero_grad()
+    learner.train_step([group], version=0)
+    return gradients_of(policy.model)
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    assert left.keys() == right.keys()
+    assert max(float(gradient.abs().max()) for gradient in left.values()) > 1e-3, "nothing to compare"
+    for name, gradient in left.items():
+        torch.testing.assert_close(right[name], gradient, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_packed_gradients_are_unpacked_gradients(family: str, attention: str) -> None:
+    model, group = model_of(family), group_of(sequences_of(LENGTHS))
+    config = AlgorithmConfig()
+    expected = plain_gradients(model, group, config, temperature=0.7)
+    assert_same(expected, packed_gradients(wrap_model(model, attention), group, config, temperature=0.7))
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "grpo"])
+def test_every_loss_is_the_same_packed(loss: str) -> None:
+    model, group = model_of("llama-tied"), group_of(sequences_of(LENGTHS))
+    config = AlgorithmConfig(loss=loss)
+    assert_same(plain_gradients(model, group, config), packed_gradients(wrap_model(model), group, config))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=8), st.integers(0, 1000))
+def test_any_lengths_pack_without_changing_gradients(lengths: list[tuple[int, int]], seed: int) -> None:
+    model, group = model_of("qwen2-tied"), group_of(sequences_of(lengths, seed), seed)
+    expected = plain_gradients(model, group, AlgorithmConfig(normalization="token"))
+    actual = packed_gradients(wrap_model(model), group, AlgorithmConfig(normalization="token"), budget=64)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("loss", ["reinforce", "grpo"])
+def test_the_number_of_micro_batches_never_changes_gradients(normalization: str, loss: str) -> None:
+    policy, group = wrap_model(model_of("llama-untied")), group_of(sequences_of(LENGTHS))
+    config = AlgorithmConfig(loss=loss, normalization=normalization)
+    one = packed_gradients(policy, group, config, budget=128)
+    assert_same(one, packed_gradients(policy, group, config, budget=24))
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("multiple", [8, 64, 100])
+def test_padding_never_changes_a_loss(attention: str, multiple: int) -> None:
+    policy, sequences = wrap_model(model_of("llama-tied"), attention), sequences_of(LENGTHS)
+    advantages = np.random.default_rng(1).normal(size=len(sequences))
+    totals = BatchTotals(len(sequences), 40)
+
+    def loss(pad_multiple: int) -> tuple[float, int]:
+        batch = build_microbatch(sequences, advantages, 0, "batch", totals, pad_multiple=pad_multiple)
+        scores = policy.scores(batch.row, batch.predictors, batch.targets)
+        inputs = LossInputs(scores.logprobs, batch.behaviour_logprobs, batch.advantages, batch.weights)
+        return compute_loss(inputs, AlgorithmConfig()).loss.item(), batch.row.input_ids.shape[1]
+
+    bare, padded = loss(1), loss(multiple)
+    assert bare[1] == 61
+    assert padded[1] % multiple == 0
+    assert padded[1] > bare[1]
+    assert padded[0] == pytest.approx(bare[0], abs=1e-5)
+
+
+def test_padding_never_changes_gradients() -> None:
+    policy, group = wrap_model(model_of("qwen2-untied")), group_of(sequences_of(LENGTHS))
+    bare = packed_gradients(policy, group, AlgorithmConfig(), budget=40)
+    assert_same(bare, packed_gradients(policy, group, AlgorithmConfig(), budget=40, pad_multiple=32))
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_changing_one_sequence_never_changes_anothers_logprobs(attention: str) -> None:
+    policy = wrap_model(model_of("llama-tied"), attention)
+    lengths = np.array([12, 9, 5])
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 26)
+    changed = tokens.copy()
+    changed[12:21] = (changed[12:21] + 1) % VOCABULARY
+
+    def logprobs(ids: np.ndarray) -> torch.Tensor:
+        row = token_row(ids, lengths)
+        predictors = torch.tensor([*range(11), *range(12, 20), *range(21, 25)])
+        with torch.no_grad():
+            return policy.scores(row, predictors, torch.zeros(23, dtype=torch.long)).logprobs
+
+    before, after = logprobs(tokens), logprobs(changed)
+    others = [*range(11), *range(19, 23)]
+    assert torch.equal(before[others], after[others])
+    assert (before[11:19] - after[11:19]).abs().max() > 0.1
+
+
+def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
+    model = build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 4})
+    policy, sequence = wrap_model(model), sequences_of([(3, 20)])[0]
+    assert policy.attention == VARLEN
+    expected = plain_logprobs(model, sequence)
+    model.set_attn_implementation(policy.attention)
+    batch = build_microbatch([sequence], np.zeros(1), 0, "batch", BatchTotals(1, 20))
+    torch.testing.assert_close(policy.scores(batch.row, batch.predictors, batch.targets).logprobs, expected)
+
+
+def test_attention_refuses_terms_it_would_drop() -> None:
+    tokens = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(FieldError, match="needs softcap: set eager"):
+        varlen_attention(
+            torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0
+        )
+
+
+def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones() -> None:
+    layout = packed_layout(np.array([40, 21, 19, 3]))
+    assert [(block.num_rows, block.row_tokens) for block in layout.blocks] == [(2, 40), (1, 19), (1, 3)]
+    assert layout.cu_seqlens.tolist() == [0, 40, 61, 80, 83]
+
+
+def test_a_model_that_does_more_to_its_logits_makes_them_itself() -> None:
+    model = build(GraniteConfig, GraniteForCausalLM, **{**SHAPE, "logits_scaling": 3.0})
+    policy, group = wrap_model(model), group_of(sequences_of(LENGTHS))
+    expected = plain_gradients(model, group, AlgorithmConfig())
+    model.set_attn_implementation(policy.attention)
+    assert_same(expected, packed_gradients(policy, group, AlgorithmConfig()))
+
+
+def test_a_model_whose_state_crosses_sequences_is_refused() -> None:
+    model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(FieldError, match="MambaForCausalLM scores packed sequences"):
+        wrap_model(model)
+
+
+def test_dropout_is_off_in_training() -> None:
+    config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    policy = wrap_model(build(GPT2Config, GPT2LMHeadModel, **config))
+    assert policy.model.training
+    tokens = np.arange(10, dtype=np.int32)
+    assert policy.sequence_logprobs(tokens).tolist() == policy.sequence_logprobs(tokens).tolist()
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    group = group_of(sequences_of(LENGTHS))
+    bare = packed_gradients(wrap_model(model_of("llama-tied")), group, AlgorithmConfig())
+    checkpointed = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
+    assert_same(bare, packed_gradients(checkpointed, group, AlgorithmConfig()))
+
+
+# Scores and metrics
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_score_is_the_models_own_logprobs_at_temperature_one(family: str) -> None:
+    model = model_of(family)
+    learner = Learner(wrap_model(model), AlgorithmConfig(), TrainerConfig(), temperature=0.5)
+    sequence = sequences_of([(1, 15)])[0]
+    tokens = np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))
+    scored = learner.score(tokens)
+    assert scored.dtype == np.float32
+    assert scored == pytest.approx(plain_logprobs(model, sequence).detach().numpy(), abs=1e-5)
+
+
+def on_policy(policy: Policy, sequences: list[Sequence], temperature: float = 1.0) -> list[Sequence]:
+    """The same sequences with μ = the policy as it is."""
+    sampled = []
+    for sequence in sequences:
+        with torch.no_grad():
+            logprobs = plain_logprobs(policy.model, sequence, temperature).numpy()
+        sampled.append(replace(sequence, behaviour_logprobs=logprobs))
+    policy.model.set_attn_implementation(policy.attention)
+    return sampled
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.7, 1.0]))
+def test_on_policy_ess_is_one_and_nothing_mismatches(seed: int, temperature: float) -> None:
+    policy = wrap_model(model_of("llama-tied", seed=seed))
+    sequences = on_policy(policy, sequences_of(LENGTHS, seed), temperature)
+    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(), temperature=temperature)
+    metrics = learner.train_step([group_of(sequences)], version=0).metrics
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["log_weight_abs_max"] < 1e-3
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["lag_histogram"] == {0: 40}
+    assert 0 < metrics["entropy"] <= math.log(VOCABULARY)
+
+
+def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
+    """Tokens of lag 0 are on-policy, those of lag 3 have w = 1 and w = 9 in turn."""
+    policy = wrap_model(model_of("llama-tied"))
+    fresh, old = on_policy(policy, sequences_of([(2, 6), (3, 4)]))
+    fresh = replace(fresh, spans=(VersionSpan(5, 0, 6),))
+    behaviour = old.behaviour_logprobs - np.log(np.array([1, 9, 1, 9], dtype=np.float32))
+    old = replace(old, behaviour_logprobs=behaviour, spans=(VersionSpan(2, 0, 4),))
+    metrics = Learner(policy, AlgorithmConfig(clamp=5.0), TrainerConfig()).train_step([group_of([fresh, old])], 5)
+    by_lag = metrics.metrics["by_lag"]
+    assert list(by_lag) == ["0", "3-4"]
+    assert by_lag["0"]["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert by_lag["3-4"]["ess"] == pytest.approx(20**2 / (4 * 164), abs=1e-4)
+    assert (by_lag["0"]["clip_fraction"], by_lag["3-4"]["clip_fraction"]) == (0.0, 0.5)
+    tokens = metrics.tokens
+    assert tokens.ess == pytest.approx(26**2 / (10 * (6 + 164)), abs=1e-4)
+    assert tokens.clip_fraction == pytest.approx(0.2)
+    assert tokens.mismatch_kl == pytest.approx(0.0, abs=1e-6)
+    assert tokens.log_weight_abs_max == pytest.approx(math.log(9), abs=1e-3)
+    assert (tokens.lag_mean, tokens.lag_max, tokens.lag_histogram) == (pytest.approx(1.2), 3, {0: 6, 3: 4})
+    assert (tokens.sequences, tokens.completion_tokens, tokens.tokens) == (2, 10, 15)
+
+
+def test_lags_follow_the_spans_of_a_sequence() -> None:
+    sequence = replace(sequences_of([(2, 5)])[0], spans=(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)))
+    batch = build_microbatch([sequence], np.ones(1), 8, "batch", BatchTotals(1, 5))
+    assert batch.lags.tolist() == [5, 5, 1, 1, 1]
+    assert batch.predictors.tolist() == [1, 2, 3, 4, 5]
+    assert batch.targets.tolist() == sequence.completion_token_ids.tolist()
+
+
+def test_a_token_of_a_later_version_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="version after 2"):
+        build_microbatch(sequences_of([(1, 2)], version=3), np.ones(1), 2, "batch", BatchTotals(1, 2))
+
+
+# Steps
+
+
+def test_steps_raise_the_probability_of_what_was_better() -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    sequences = on_policy(policy, sequences_of([(3, 8), (3, 8)]))
+    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-3))
+
+    def total(sequence: Sequence) -> float:
+        tokens = np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))
+        return float(learner.score(tokens)[2:].sum())
+
+    before = [total(sequence) for sequence in sequences]
+    for version in range(3):
+        outcome = learner.train_step([TrainingGroup(tuple(sequences), np.array([1.0, -1.0]))], version)
+        assert outcome.applied
+    assert total(sequences[0]) > before[0]
+    assert total(sequences[1]) < before[1]
+    assert learner.optimizer.steps_taken == 3
+    json.dumps(outcome.metrics)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_skipped_and_said(bad: float) -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    sequences = tuple(sequences_of(LENGTHS))
+    outcome = learner.train_step([TrainingGroup(sequences, np.array([bad, 1, 1, 1, 1, 1]))], version=0)
+    assert not outcome.applied
+    assert outcome.metrics["skipped"] == "loss not finite"
+    assert all(torch.equal(before[name], value) for name, value in policy.model.state_dict().items())
+    assert learner.optimizer.steps_taken == 0
+    assert learner.train_step([group_of(list(sequences))], version=0).applied
+
+
+def test_a_sequence_beyond_the_budget_is_named() -> None:
+    learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=16))
+    with pytest.raises(FieldError, match="tokens_per_microbatch = 16"):
+        learner.train_step([group_of(sequences_of([(4, 13)]))], version=0)
+
+
+def test_kl_is_to_the_policy_the_learner_began_with() -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    learner = Learner(policy, AlgorithmConfig(kl_coefficient=1e-3), TrainerConfig(learning_rate=1e-3))
+    group = group_of(on_policy(policy, sequences_of(LENGTHS)))
+    divergences = [learner.train_step([group], version).metrics["reference_kl"] for version in range(3)]
+    assert divergences[0] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < divergences[1] < divergences[2]
+
+
+def test_an_entropy_bonus_raises_entropy() -> None:
+    def entropy_after(coefficient: float) -> float:
+        policy = wrap_model(model_of("llama-tied"))
+        config = AlgorithmConfig(entropy_coefficient=coefficient)
+        learner = Learner(policy, config, TrainerConfig(learning_rate=3e-3))
+        group = TrainingGroup(tuple(sequences_of(LENGTHS)), np.zeros(len(LENGTHS)))
+        return [learner.train_step([group], version).metrics["entropy"] for version in range(4)][-1]
+
+    assert entropy_after(1.0) > entropy_after(0.0) + 0.01
+
+
+def test_a_restored_learner_goes_on_as_if_never_stopped() -> None:
+    group = group_of(sequences_of(LENGTHS))
+    trainer = TrainerConfig(learning_rate=1e-3, steps=10, schedule="linear", warmup_steps=2)
+
+    def learner_of(seed: int) -> Learner:
+        return Learner(wrap_model(model_of("qwen2-tied", seed)), AlgorithmConfig(), trainer)
+
+    first = learner_of(0)
+    first.train_step([group], 0)
+    second = learner_of(1)
+    second.load_state_dict(saved_and_loaded(first.state_dict()))
+    for learner in (first, second):
+        learner.train_step([group], 1)
+    assert second.optimizer.steps_taken == 2
+    for name, value in first.policy.model.state_dict().items():
+        assert torch.equal(value, second.policy.model.state_dict()[name]), name
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def test_sixteen_bit_weights_are_the_rounding_of_their_masters() -> None:
+    """Norm weights start at 1, where bfloat16 steps by 1/128 up and 1/256 down: 5 steps of about 1e-4 do not show in
+    them and 60 do."""
+    policy = wrap_model(model_of("llama-tied").to(torch.bfloat16))
+    live = list(policy.model.parameters())
+    norms = [index for index, parameter in enumerate(live) if parameter.ndim == 1]
+    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-4))
+    group = group_of(sequences_of(LENGTHS))
+
+    def largest_moves(steps: int) -> tuple[float, float]:
+        """Of a norm's master and of a norm, after that many steps more."""
+        assert all(learner.train_step([group], 0).applied for _ in range(steps))
+        masters = learner.state_dict()["optimizer"]["masters"]
+        assert all(torch.equal(m.bfloat16(), parameter) for m, parameter in zip(masters, live, strict=True))
+        of_masters = max(float((masters[index] - 1).abs().max()) for index in norms)
+        return of_masters, max(float((live[index].detach() - 1).abs().max()) for index in norms)
+
+    few, many = largest_moves(5), largest_moves(55)
+    assert few[0] > 3e-4
+    assert few[1] == 0.0
+    assert many[1] > 0.0
+
+
+# The learning rate
+
+
+def test_learning_rate_by_hand() -> None:
+    def rates(schedule: str, steps: list[int]) -> list[float]:
+        config = TrainerConfig(learning_rate=1.0, steps=12, warmup_steps=2, schedule=schedule)
+        return [learning_rate(step, config) for step in steps]
+
+    assert rates("constant", [0, 1, 2, 11, 50]) == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates("linear", [1, 2, 7, 12, 50]) == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])
+    assert rates("cosine", [2, 7, 12]) == pytest.approx([1.0, 0.5, 0.0])
+    assert learning_rate(0, TrainerConfig(learning_rate=0.25)) == 0.25
+
+
+# Loading
+
+
+def model_config(folder: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(**{"source": "path", "name": str(folder), "max_context": 128, **changes})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_loads_as_it_was(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), model_config(tmp_path))
+    tokens = np.arange(12, dtype=np.int32)
+    assert policy.sequence_logprobs(tokens) == pytest.approx(wrap_model(model).sequence_logprobs(tokens), abs=1e-6)
+    assert (policy.attention, policy.vocab_size) == (VARLEN, VOCABULARY)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"model\.name = .*there is no such folder"):
+        load_policy(str(tmp_path / "none"), model_config(tmp_path / "none"))
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"no config\.json"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
+    with pytest.raises(FieldError, match="configuration does not load"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+
+
+def test_a_model_without_weights_or_with_broken_ones(tmp_path: Path) -> None:
+    model = model_of("llama-untied")
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FieldError, match="no causal language model loads"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+    weights.unlink()
+    with pytest.raises(FieldError, match="no causal language model loads"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    model = model_of("llama-untied")
+    state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(FieldError, match=r"weights are missing.*layers\.1\.mlp"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+
+
+def test_a_context_longer_than_the_models(tmp_path: Path) -> None:
+    model_of("llama-tied").save_pretrained(tmp_path)
+    with pytest.raises(FieldError, match=r"model\.max_context = 129: the model's context is 128"):
+        load_policy(str(tmp_path), model_config(tmp_path, max_context=129))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be there")
+def test_an_attention_that_is_not_available(tmp_path: Path) -> None:
+    model_of("llama-tied").save_pretrained(tmp_path)
+    with pytest.raises(FieldError, match=r"model\.attention = 'flash_attention_2': not available here"):
+        load_policy(str(tmp_path), model_config(tmp_path, attention="flash_attention_2"))
+
+
+@pytest.mark.gpu
+def test_the_flash_kernel_agrees_with_padded_rows() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.manual_seed(0)
+    lengths = np.array([300, 120, 77, 5])
+    shapes = [(1, heads, int(lengths.sum()), 64) for heads in (8, 2, 2)]
+    query, key, value = (torch.randn(shape, device="cuda") for shape in shapes)
+    layout = packed_layout(lengths, "cuda")
+    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=layout)
+    half = (x.bfloat16() for x in (query, key, value))
+    flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
+    torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)

@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.errors import FieldError, ManifestMismatch
+from pipelinerl.weights.errors import ManifestDiffers
+from pipelinerl.weights.manifest import Manifest, build_manifest
+
+TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
+
+shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
+parameters = st.lists(st.tuples(shapes, st.sampled_from(["float32", "bfloat16"])), min_size=1, max_size=8).map(
+    lambda listed: [(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(listed)]
+)
+chunk_sizes = st.integers(1, 8).map(lambda n: 64 * n)
+
+
+def test_layout_by_hand() -> None:
+    manifest = build_manifest(TWO, chunk_bytes=64)
+
+    assert manifest.sizes == (60, 8)  # 15 float32, 4 bfloat16
+    assert manifest.offsets == (0, 64)
+    assert manifest.total_bytes == 128
+    assert [(c.offset, c.num_bytes, len(c.pieces)) for c in manifest.chunks] == [(0, 64, 1), (64, 64, 1)]
+
+
+def test_wire_dtype_decides_the_size() -> None:
+    assert build_manifest(TWO, wire_dtype="bfloat16").sizes == (30, 8)
+
+
+def test_tensor_larger_than_a_chunk_spans_chunks() -> None:
+    manifest = build_manifest([("w", (40,), "float32")], chunk_bytes=64)  # 160 bytes
+
+    pieces = [(p.tensor_offset, p.chunk_offset, p.num_bytes) for c in manifest.chunks for p in c.pieces]
+    assert pieces == [(0, 0, 64), (64, 0, 64), (128, 0, 32)]
+    assert [c.num_bytes for c in manifest.chunks] == [64, 64, 64]  # padded to the alignment
+
+
+@given(parameters, chunk_sizes)
+def test_pieces_tile_every_parameter_once_and_stay_inside_their_chunk(listed, chunk_bytes) -> None:
+    manifest = build_manifest(listed, chunk_bytes=chunk_bytes)
+
+    covered = [0] * len(manifest.parameters)
+    for chunk in manifest.chunks:
+        end = 0
+        for piece in chunk.pieces:
+            assert piece.chunk_offset >= end  # no overlap
+            end = piece.chunk_offset + piece.num_bytes
+            assert piece.tensor_offset == covered[piece.parameter]  # in order, without gaps
+            covered[piece.parameter] += piece.num_bytes
+            start = manifest.offsets[piece.parameter] + piece.tensor_offset
+            assert start == chunk.offset + piece.chunk_offset
+        assert end <= chunk.num_bytes <= chunk_bytes
+    assert tuple(covered) == manifest.sizes
+    assert sum(chunk.num_bytes for chunk in manifest.chunks) == manifest.total_bytes
+
+
+@given(parameters, chunk_sizes, st.sampled_from(["", "float16"]))
+def test_json_round_trip_keeps_the_id(listed, chunk_bytes, wire_dtype) -> None:
+    manifest = build_manifest(listed, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype)
+    again = Manifest.from_json(manifest.to_json())
+
+    assert again == manifest
+    assert again.manifest_id == manifest.manifest_id
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (build_manifest([("x", (3, 5), "float32"), TWO[1]]), "name"),
+        (build_manifest([("a", (5, 3), "float32"), TWO[1]]), "shape"),
+        (build_manifest([("a", (3, 5), "float16"), TWO[1]]), "dtype"),
+        (build_manifest(TWO[:1]), "number of parameters"),
+        (build_manifest(TWO, chunk_bytes=128), "chunk_bytes"),
+        (build_manifest(TWO, wire_dtype="float16"), "wire_dtype"),
+    ],
+)
+def test_difference_is_named_and_changes_the_id(other, field) -> None:
+    manifest = build_manifest(TWO)
+
+    with pytest.raises(ManifestDiffers) as caught:
+        manifest.check_same(other)
+    assert caught.value.field == field
+    assert manifest.manifest_id != other.manifest_id
+
+
+def test_equal_manifests_agree() -> None:
+    build_manifest(TWO).check_same(build_manifest(TWO))
+
+
+@pytest.mark.parametrize(
+    ("listed", "options", "field"),
+    [
+        (TWO, {"chunk_bytes": 100}, "chunk_bytes"),
+        (TWO, {"chunk_bytes": 0}, "chunk_bytes"),
+        (TWO, {"wire_dtype": "int8"}, "wire_dtype"),
+        ([], {}, "parameters"),
+        ([TWO[0], TWO[0]], {}, "parameters"),
+        ([("a", (0,), "float32")], {}, "parameters[a].shape"),
+        ([("a", (1,), "int64")], {}, "parameters[a].dtype"),
+    ],
+)
+def test_impossible_values_name_the_field(listed, options, field) -> None:
+    with pytest.raises(FieldError) as caught:
+        build_manifest(listed, **options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"format":9}', build_manifest(TWO).to_json().replace('"format":1', '"format":2')],
+)
+def test_text_that_is_no_manifest_is_refused(text) -> None:
+    with pytest.raises(ManifestMismatch):
+        Manifest.from_json(text)

@@ -1,0 +1,59 @@
+"""Packing by hand, its fill on realistic lengths, and what any packing must keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.algorithms.packing import balance, fill, pack, plan_microbatches
+from pipelinerl.errors import FieldError
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
+
+
+def test_best_fit_decreasing_by_hand() -> None:
+    # 7 | 6 | 4 into the bin of 6 | 3 into the bin of 7 | 2 opens a third
+    assert pack([4, 7, 2, 6, 3], budget=10) == [[1, 4], [3, 0], [2]]
+
+
+def test_balance_by_hand() -> None:
+    assert balance([5, 4, 3, 2], num_bins=2) == [[0, 3], [1, 2]]
+
+
+def test_as_few_as_packing_but_even() -> None:
+    bins = plan_microbatches([6, 4, 5, 2], budget=10)
+    assert sorted(sum([6, 4, 5, 2][index] for index in members) for members in bins) == [8, 9]
+
+
+def test_an_even_split_that_bursts_the_budget_is_not_taken() -> None:
+    # LPT puts 3, 3, 2 in one bin (3 | 3, then 2 and 2 level, then the last 2): 3 + 2 + 2 = 7 > 6.
+    lengths = [3, 3, 2, 2, 2]
+    assert max(sum(lengths[index] for index in members) for members in balance(lengths, 2)) == 7
+    assert plan_microbatches(lengths, budget=6) == [[0, 1], [2, 3, 4]]
+
+
+def test_a_sequence_beyond_the_budget_is_named() -> None:
+    with pytest.raises(FieldError, match=r"tokens_per_microbatch = 16: a sequence of 17 tokens"):
+        pack([4, 17], budget=16)
+
+
+@pytest.mark.parametrize("budget", [2048, 4096, 8192])
+@pytest.mark.parametrize("seed", range(5))
+def test_fill_on_realistic_lengths(budget: int, seed: int) -> None:
+    """All bins but the last are full, and evened out, micro-batches of one step differ by a hair."""
+    lengths = np.random.default_rng(seed).integers(20, 61, size=1024).tolist()
+    packed = pack(lengths, budget)
+    assert fill(lengths, packed[:-1], capacity=budget) > 0.99
+    assert fill(lengths, plan_microbatches(lengths, budget)) > 0.95
+
+
+@given(LENGTHS, st.integers(60, 200))
+def test_every_sequence_once_within_budget_and_the_same_again(lengths: list[int], budget: int) -> None:
+    for bins in (pack(lengths, budget), plan_microbatches(lengths, budget)):
+        assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in members) <= budget for members in bins)
+        # Any two bins together exceed the budget, so more than half of the room is used.
+        assert len(bins) <= max(1, 2 * sum(lengths) / budget)
+    assert plan_microbatches(lengths, budget) == plan_microbatches(list(lengths), budget)

@@ -1,0 +1,193 @@
+"""What a person sees of a run: the view's rows and lines from metrics, and how the two displays show them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipelinerl.local.progress import LiveDisplay, PlainDisplay, open_display
+from pipelinerl.local.progress_view import ActorView, RunState, fraction_done, plain_line, rows, seconds_left
+from pipelinerl.local.text import duration, number, percent, sparkline
+
+
+def metrics(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "policy_version": step,
+        "time_s": 2.0 * step,
+        "reward_mean": 0.5,
+        "lag": {"mean": 1.25, "p95": 3, "max": 5},
+        "ess": 0.9612,
+        "tokens_generated_per_s": 3120.4,
+        "tokens_trained_per_s": 2950.6,
+        "weight_update": {"version": step - 1, "stall_s": 0.0723},
+        "sequences": {"issued": 512, "trained": 384, "dropped_stale": 8, "dropped_filtered": 0, "failed": 0, "in_flight": 120},
+        **more,
+    }  # fmt: skip
+
+
+def state(*steps: dict[str, Any], total: int = 100) -> RunState:
+    """A run whose steps were heard of 10, 12, 14, ... seconds after the start."""
+    run = RunState("tiny-run", total)
+    for index, record in enumerate(steps):
+        run.on_step(record, 10.0 + 2.0 * index)
+    return run
+
+
+def row(run: RunState, label: str, elapsed_s: float = 20.0) -> str:
+    return dict(rows(run, elapsed_s))[label]
+
+
+# The view
+
+
+def test_rows_of_a_running_run() -> None:
+    run = state(
+        metrics(1, heldout_accuracy=0.4, heldout_version=0),
+        metrics(2),
+        metrics(3, heldout_accuracy=0.55, heldout_version=2),
+    )
+    run.on_phase("training")
+    run.on_actors([ActorView("actor-0", "serving", 3, 64), ActorView("actor-1", "starting")])
+    run.on_restart("actor-1")
+    shown = dict(rows(run, 14.0))
+    assert shown["step"] == "3 of 100 (3.0%), 14s passed, 3m 14s left"
+    assert shown["policy version"] == "3"
+    assert shown["train reward"].startswith("0.500  ")
+    assert shown["held-out accuracy"] == "55.0% (version 2), from 40.0% (version 0), best 55.0%"
+    assert shown["token lag"] == "mean 1.25, p95 3, max 5"
+    assert shown["ESS"] == "0.961"
+    assert shown["tokens/s"] == "3 120 generated, 2 951 trained"
+    assert shown["actor stall"] == "72 ms (version 2)"
+    assert shown["sequences"] == "512 issued, 384 trained, 120 in flight, 8 dropped stale"
+    assert shown["actors"] == "actor-0 serving v3, 64 in progress; actor-1 starting, restarted 1x"
+    assert shown["now"] == "training"
+
+
+def test_rows_before_the_first_step_have_the_same_labels() -> None:
+    before, after = rows(RunState("r", 10), 1.0), rows(state(metrics(1)), 20.0)
+    assert [label for label, _ in before] == [label for label, _ in after]
+    shown = dict(before)
+    assert shown["step"] == "0 of 10 (0.0%), 1s passed"
+    assert {shown[label] for label in ("policy version", "held-out accuracy", "ESS", "actor stall", "sequences")} == {
+        "-"
+    }
+    assert shown["now"] == "starting"
+
+
+def test_stall_and_accuracy_stay_until_there_are_newer_ones() -> None:
+    run = state(metrics(1, heldout_accuracy=0.4, heldout_version=0), metrics(2, weight_update=None, stall_s=None))
+    assert row(run, "held-out accuracy") == "40.0% (version 0)"
+    assert row(run, "actor stall") == "72 ms (version 0)"
+
+
+def test_time_left_is_the_pace_of_the_newest_steps_less_what_has_passed() -> None:
+    run = state(metrics(1), metrics(2), metrics(3), total=10)  # 2 s a step, the last one heard of at 14 s
+    assert seconds_left(run, 14.0) == 14.0
+    assert seconds_left(run, 17.5) == 10.5
+    assert seconds_left(run, 1000.0) == 0.0
+    assert seconds_left(state(metrics(1), total=10), 14.0) is None
+    assert seconds_left(RunState("r", 10), 14.0) is None
+
+
+def test_time_left_forgets_a_slow_start() -> None:
+    run = RunState("r", 200)
+    run.on_step(metrics(1), 100.0)
+    for step in range(2, 60):
+        run.on_step(metrics(step), 1000.0 + step)
+    assert seconds_left(run, 1059.0) == pytest.approx(200 - 59)
+
+
+def test_sequences_come_from_the_steps_and_in_between_from_the_status() -> None:
+    run = state(metrics(1))
+    run.on_sequences({"issued": 600, "trained": 384, "failed": 1, "in_flight": 215})
+    assert row(run, "sequences") == "600 issued, 384 trained, 215 in flight, 1 failed"
+
+
+def test_fraction_done_is_bounded() -> None:
+    assert fraction_done(state(metrics(25))) == 0.25
+    assert fraction_done(state(metrics(120))) == 1.0
+
+
+KEYS = [*metrics(1), "heldout_accuracy", "heldout_version", "stall_s"]
+
+
+@given(st.sets(st.sampled_from(KEYS)), st.sets(st.sampled_from(KEYS)))
+def test_any_metric_may_be_missing_or_null(missing: set[str], null: set[str]) -> None:
+    record = metrics(1, heldout_accuracy=0.5, heldout_version=0, stall_s=0.1)
+    record |= dict.fromkeys(null)
+    run = state({key: value for key, value in record.items() if key not in missing})
+    assert len(rows(run, 20.0)) == 11
+    assert plain_line(run, 20.0).startswith(f"step {0 if 'step' in missing | null else 1}/100 | ")
+
+
+# Text
+
+
+def test_numbers_for_people() -> None:
+    assert [number(None), number(12345.6), number(0.12345, 3)] == ["-", "12 346", "0.123"]
+    assert [percent(None), percent(0.4142)] == ["-", "41.4%"]
+    assert [duration(s) for s in (None, 0, 59.4, 59.6, 185, 7620)] == ["-", "0s", "59s", "1m 00s", "3m 05s", "2h 07m"]
+
+
+def test_sparkline_goes_from_lowest_to_highest() -> None:
+    assert sparkline([], 8) == sparkline([1.0], 8) == ""
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
+    assert sparkline([3.0, 3.0, 3.0], 8) == "▁▁▁"
+
+
+# Rendering
+
+
+def test_plain_lines_come_at_their_pace_the_last_step_always() -> None:
+    out = io.StringIO()
+    display, run = PlainDisplay(out, every_s=5.0), RunState("r", 6)
+    with display:
+        display.note("hello")
+        display.show(run, 0.0)
+        run.on_phase("waiting for actors")
+        display.show(run, 1.0)
+        display.show(run, 2.0)
+        for step, at_s in [(1, 10.0), (2, 12.0), (3, 15.5), (5, 16.0), (6, 17.0)]:
+            run.on_step(metrics(step), at_s)
+            display.show(run, at_s)
+            display.show(run, at_s + 0.1)
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["hello", "starting", "waiting for actors"]
+    assert [line.split(" | ")[0] for line in lines[3:]] == ["step 1/6", "step 3/6", "step 6/6"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_plain_line_has_everything_on_one_line() -> None:
+    line = plain_line(state(metrics(1), metrics(2, heldout_accuracy=0.5, heldout_version=1)), 12.0)
+    assert line == (
+        "step 2/100 | version 2 | reward 0.500 | heldout 50.0% | lag mean 1.25, p95 3, max 5 | ess 0.961 | "
+        "tokens/s 3 120 generated, 2 951 trained | stall 72 ms (version 1) | "
+        "sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale | 12s passed, 3m 16s left"
+    )
+
+
+def test_the_live_display_shows_every_row_and_keeps_notes() -> None:
+    out = io.StringIO()
+    run = state(metrics(1), metrics(2))
+    run.on_phase("[red]not markup[/red]")
+    with LiveDisplay(Console(file=out, force_terminal=True, width=110)) as display:
+        display.show(run, 12.0)
+        display.note("actor-0 [0] is started again")
+        display.show(run, 13.0)
+    shown = out.getvalue()
+    assert "actor-0 [0] is started again" in shown
+    assert "[red]not markup[/red]" in shown
+    for label, _ in rows(run, 13.0):
+        assert label in shown
+    assert shown.rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    assert isinstance(open_display(io.StringIO()), PlainDisplay)

@@ -1,0 +1,293 @@
+"""Recipes: reading, overriding, every wrong field named, the way back to YAML, and what a machine must have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.config.fields import dotted_paths
+from pipelinerl.config.load import find_recipe, load_recipe, recipe_from_data, recipe_yaml
+from pipelinerl.config.overrides import apply_overrides, parse_override
+from pipelinerl.config.preflight import check_environment
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.recipe_errors import MissingField, RecipeError, RuleError
+from pipelinerl.config.yaml_text import YamlError, parse_yaml
+from pipelinerl.errors import FieldError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def minimal(**sections: Any) -> dict[str, Any]:
+    return {"name": "tiny", "model": {"source": "hub", "name": "org/model"}, "task": {}, **sections}
+
+
+def problems(data: dict[str, Any], *overrides: str) -> dict[str, str]:
+    """Text of each problem by its field; fails when the recipe is good."""
+    with pytest.raises(RecipeError) as info:
+        recipe_from_data(data, "tiny.yaml", overrides)
+    assert str(info.value).startswith(f"tiny.yaml: {len(info.value.problems)} problem")
+    return {problem.field: str(problem) for problem in info.value.problems}
+
+
+# Reading
+
+
+def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
+    data = parse_yaml("a: 1e-6\nb: -2E+3\nc: .5e1\nd: 1e-6x\ne: 'null'\nf: null\ng: 7", "x")
+    assert data == {"a": 1e-6, "b": -2000.0, "c": 5.0, "d": "1e-6x", "e": "null", "f": None, "g": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", 3, "key 'a' is written twice (first on line 1)"),
+        ("s:\n  x: 1\n  x: 1\n", 3, "key 'x' is written twice (first on line 2)"),
+        ("a: {b: 1\n", 2, "expected ',' or '}'"),
+        ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
+        ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
+        ("a: \x00\n", 0, "not a text file"),
+    ],
+)
+def test_yaml_mistakes_are_named_by_line(text: str, line: int, said: str) -> None:
+    with pytest.raises(YamlError) as info:
+        parse_yaml(text, "mine.yaml")
+    assert info.value.line == line
+    assert said in str(info.value)
+    assert str(info.value).startswith(f"mine.yaml:{line}: " if line else "mine.yaml: ")
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    for content, said in [(b"- a\n", "is a mapping"), (b"", "is a mapping"), (b"\xff\xfe\x00", "not a UTF-8")]:
+        file.write_bytes(content)
+        with pytest.raises(YamlError, match=said):
+            load_recipe(file)
+
+
+def test_names_are_looked_up_in_order_and_the_known_ones_listed(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "mine.yaml").write_text("")
+    (second / "other.yaml").write_text("")
+    assert find_recipe("mine", [first, second]) == first / "mine.yaml"
+    assert find_recipe("other", [first, second]) == second / "other.yaml"
+    assert find_recipe(second / "mine.yaml", []) == second / "mine.yaml"
+    with pytest.raises(FieldError, match=r"recipe = 'othr': no such file; give a path or one of: mine, other"):
+        find_recipe("othr", [first, second])
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "smollm2", "gsm"])
+def test_shipped_recipes_survive_the_way_to_yaml_and_back(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    assert recipe.name == name
+    assert recipe.description
+    resolved = tmp_path / "recipe.yaml"
+    resolved.write_text(recipe_yaml(recipe))
+    assert load_recipe(resolved) == recipe
+
+
+def test_the_resolved_recipe_writes_out_every_field() -> None:
+    written = yaml.safe_load(recipe_yaml(recipe_from_data(minimal(), "x")))
+    for path in dotted_paths(Recipe):
+        if path.startswith("model.warmstart."):
+            continue  # null here: this model is not warm-started
+        value: Any = written
+        for name in path.split("."):
+            assert name in value, path
+            value = value[name]
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("trainer.steps=5", ("trainer", "steps"), 5),
+        ("trainer.learning_rate=1e-4", ("trainer", "learning_rate"), 1e-4),
+        ("algorithm.max_lag=null", ("algorithm", "max_lag"), None),
+        ("task.name=chain_sum", ("task", "name"), "chain_sum"),
+        ("reward.binary=false", ("reward", "binary"), False),
+        ("task.config={min_terms: 2}", ("task", "config"), {"min_terms": 2}),
+        ("reward.answer_pattern='a=(b)'", ("reward", "answer_pattern"), "a=(b)"),
+    ],
+)
+def test_override_values_are_yaml(text: str, path: tuple[str, ...], value: object) -> None:
+    override = parse_override(text)
+    assert (override.path, override.value) == (path, value)
+
+
+@pytest.mark.parametrize("text", ["trainer.steps", "=5", "trainer..steps=5", "trainer.steps={a"])
+def test_unreadable_overrides_name_themselves(text: str) -> None:
+    with pytest.raises(FieldError, match=r"^--set = "):
+        parse_override(text)
+
+
+def test_later_overrides_win_and_the_recipes_data_is_untouched() -> None:
+    data = minimal()
+    changed = apply_overrides(
+        data, map(parse_override, ["trainer.steps=5", "trainer.steps=6", "actor.engine.threads=2"])
+    )
+    assert (changed["trainer"], changed["actor"]) == ({"steps": 6}, {"engine": {"threads": 2}})
+    assert data == minimal()
+
+
+def test_overrides_reach_into_null_sections_and_free_form_mappings() -> None:
+    recipe = recipe_from_data(minimal(trainer=None), "x", ["trainer.steps=7", "task.config.min_terms=2"])
+    assert recipe.trainer.steps == 7
+    assert recipe.task.config == {"min_terms": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.stepz=1", "no such field; did you mean trainer.steps?"),
+        ("learning_rate=1", "no such field; did you mean trainer.learning_rate?"),
+        ("trainr.steps=1", "did you mean trainer.steps?"),
+        ("seed.high=1", "no such field; seed holds one value"),
+        ("zzz=1", "allowed here: name, description, mode"),
+        ("trainer.qqqqqq=1", "allowed here: steps, batch_size"),
+    ],
+)
+def test_unknown_override_paths_get_near_matches(override: str, said: str) -> None:
+    found = problems(minimal(), override)
+    path, _, value = override.partition("=")
+    assert found[f"--set {path}"].startswith(f"--set {path} = {value}: ")
+    assert said in found[f"--set {path}"]
+
+
+def test_all_wrong_overrides_are_listed() -> None:
+    assert list(problems(minimal(), "a.b=1", "c", "trainer.steps=1", "d=2")) == ["--set a.b", "--set", "--set d"]
+
+
+# Wrong fields
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "said"),
+    [
+        ("trainer", "steps", 0, "use an integer, at least 1 and at most 10000000"),
+        ("trainer", "steps", 1.5, "use an integer"),
+        ("trainer", "learning_rate", "fast", "use a number, above 0 and at most 1"),
+        ("trainer", "gradient_checkpointing", "maybe", "use true or false"),
+        ("model", "dtype", "fp8", "use one of float32, bfloat16, float16"),
+        ("algorithm", "max_lag", -1, "use an integer or null, at least 0"),
+        ("algorithm", "clip_low", 1.0, "below 1"),
+        ("task", "config", [1], "use a mapping"),
+        ("task", "name", 5, "use text"),
+        ("weights", "deadline_s", float("inf"), "use a number, above 0"),
+        ("evaluation", "temperature", float("nan"), "use a number, at least 0 and at most 4"),
+        ("reward", "answer_pattern", "(", "not a regular expression"),
+        ("actor", "engine", 3, "use a section with kv_cache_gib"),
+        ("trainer", "lerning_rate", 1, "no such field; did you mean trainer.learning_rate?"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(
+    section: str, field: str, value: object, said: str
+) -> None:
+    data = minimal()
+    data[section] = {**data.get(section, {}), field: value}
+    found = problems(data)
+    assert list(found) == [f"{section}.{field}"]
+    assert found[f"{section}.{field}"].startswith(f"{section}.{field} = {value!r}: ")
+    assert said in found[f"{section}.{field}"]
+
+
+def test_every_wrong_field_is_listed() -> None:
+    data = {"nam": "x", "model": {"source": "ftp"}, "task": {"heldout_problems": 0}, "trainer": 3}
+    assert set(problems(data)) == {"nam", "name", "model.source", "task.heldout_problems", "trainer"}
+
+
+def test_a_missing_field_says_what_to_give() -> None:
+    with pytest.raises(RecipeError) as info:
+        recipe_from_data({"name": "x", "task": {}}, "x")
+    assert [type(problem) for problem in info.value.problems] == [MissingField]
+    assert "model is missing: give a section with source, name" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.batch_size=12", "trainer.batch_size = 12 is not a multiple of sampling.group_size = 8"),
+        ("sampling.max_tokens=2048", "leaves no room for a prompt"),
+        ("trainer.tokens_per_microbatch=100", "cannot hold one sequence"),
+        ("sampling.group_size=1", "needs sampling.group_size >= 2"),
+        ("task.source=jsonl", "task.path is empty"),
+        ("model={source: path}", "model: name is empty: source 'path' needs"),
+        ("model={source: warmstart}", "model: warmstart is missing"),
+    ],
+)
+def test_fields_that_contradict_each_other(override: str, said: str) -> None:
+    with pytest.raises(RecipeError, match="1 problem") as info:
+        recipe_from_data(minimal(), "x", [override])
+    assert [type(problem) for problem in info.value.problems] == [RuleError]
+    assert said in str(info.value)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*dotted_paths(Recipe), "no.such", "trainer.x"]),
+        st.none()
+        | st.integers()
+        | st.floats()
+        | st.text()
+        | st.lists(st.integers())
+        | st.dictionaries(st.text(), st.none()),
+        max_size=6,
+    )
+)
+def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, Any]) -> None:
+    data = minimal()
+    for path, value in fields.items():
+        section = data
+        *names, last = path.split(".")
+        for name in names:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[last] = value
+    try:
+        recipe = recipe_from_data(data, "x")
+    except RecipeError as error:
+        found = error.problems
+    else:
+        found = None
+        assert recipe_from_data(yaml.safe_load(recipe_yaml(recipe)), "again") == recipe
+    assert found is None or (found and all(problem.field or isinstance(problem, RuleError) for problem in found))
+
+
+# What the machine must have
+
+
+def missing(recipe: Recipe) -> dict[str, str]:
+    with pytest.raises(RecipeError) as info:
+        check_environment(recipe)
+    return {problem.field: str(problem) for problem in info.value.problems}
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    recipe = recipe_from_data(minimal(model={"source": "path", "name": str(tmp_path / "m")}), "x")
+    assert "no such folder" in missing(recipe)["model.name"]
+    (tmp_path / "m").mkdir()
+    assert "has no config.json" in missing(recipe)["model.name"]
+    (tmp_path / "m" / "config.json").write_text("{}")
+    check_environment(recipe)
+
+
+def test_problem_file_and_reward_code(tmp_path: Path) -> None:
+    task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
+    recipe = recipe_from_data(minimal(task=task, reward={"scorer": "no_such_package_here.rewards:score"}), "x")
+    assert set(missing(recipe)) == {"task.path", "reward.scorer"}
+    assert "no package 'no_such_package_here'" in missing(recipe)["reward.scorer"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    check_environment(recipe_from_data(minimal(task=task, reward={"scorer": "json.tool:main"}), "x"))
+
+
+def test_a_local_run_needs_an_actor() -> None:
+    assert "needs at least 1" in missing(recipe_from_data(minimal(actor={"count": 0}), "x"))["actor.count"]

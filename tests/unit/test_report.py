@@ -1,0 +1,202 @@
+"""report.html: what goes into it, that model output stays text, and that a browser, where there is one, draws it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.load import recipe_from_data, recipe_yaml
+from pipelinerl.errors import FieldError
+from pipelinerl.local.report import report_html, script_json, write_report
+from pipelinerl.local.report_data import early_and_late, heldout_points, mean_by_bucket, report_data, thinned
+from pipelinerl.page import asset
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "time_s": 2.0 * step, "reward_mean": 0.1 * step, "ess": 0.9, "ess_by_lag": {"0": 1.0, "2-3": 0.5},
+        "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "1": 30}, "loss": 1.0, **more,
+    }  # fmt: skip
+
+
+def sample(step: int, index: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "version": step, "prompt": f"p{index}", "completion": f"c{step}.{index}", "reward": 1.0,
+        "spans": [[step, 0, 4], [step + 1, 4, 9]], "heldout": False, **more,
+    }  # fmt: skip
+
+
+def data(records: list[dict[str, Any]], samples: list[dict[str, Any]], **summary: Any) -> dict[str, Any]:
+    return report_data("tiny-run", "a run", summary, records, samples, "name: tiny\n")
+
+
+def embedded(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attributes)))
+
+
+# The data
+
+
+def test_data_holds_what_the_page_draws() -> None:
+    shown = data([record(1), record(2)], [sample(0), sample(2)], steps=2)
+    assert shown["lag_totals"] == {"0": 20, "1": 60}
+    assert shown["ess_by_lag"] == {"0": 1.0, "2-3": 0.5}
+    assert shown["records"][1]["reward_mean"] == 0.2
+    assert "loss" not in shown["records"][0]
+    assert [one["completion"] for one in shown["samples"]["early"]] == ["c0.0"]
+    assert [one["completion"] for one in shown["samples"]["late"]] == ["c2.0"]
+
+
+def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
+    steps = [
+        record(1, heldout_accuracy=0.4, heldout_version=0),
+        record(2),
+        record(3, heldout_accuracy=0.6, heldout_version=2),
+    ]
+    assert heldout_points({}, steps) == [
+        {"step": 0, "time_s": 0.0, "accuracy": 0.4},
+        {"step": 2, "time_s": 4.0, "accuracy": 0.6},
+    ]
+    summary = {"heldout": [{"version": 0, "accuracy": 0.4}, {"version": 3, "accuracy": 0.9}]}
+    assert heldout_points(summary, steps)[-1] == {"step": 3, "time_s": 6.0, "accuracy": 0.9}
+
+
+def test_buckets_are_averaged_over_the_steps_that_have_them_and_sorted_by_lag() -> None:
+    buckets = [{"10+": 0.2, "0": 1.0}, {"0": 0.5, "2-3": None}, {"2-3": 0.3, "10+": 0.4}]
+    assert list(mean_by_bucket(buckets).items()) == [("0", 0.75), ("2-3", 0.3), ("10+", pytest.approx(0.3))]
+
+
+def test_long_runs_are_thinned_evenly_with_both_ends() -> None:
+    steps = [record(step) for step in range(1, 1001)]
+    kept = [one["step"] for one in thinned(steps, limit=100)]
+    assert (kept[0], kept[1], kept[-1]) == (1, 11, 1000)
+    assert len(kept) == 101
+    assert thinned(steps[:100], limit=100) == steps[:100]
+    assert thinned([]) == []
+
+
+def test_early_and_late_prefer_the_first_and_last_step_and_held_out() -> None:
+    many = [sample(step, index, heldout=index > 5) for step in (0, 50, 100) for index in range(10)]
+    early, late = early_and_late(many, count=8)
+    assert {one["step"] for one in early} == {0}
+    assert {one["step"] for one in late} == {100}
+    assert [one["heldout"] for one in early] == [True] * 4 + [False] * 4
+
+
+def test_few_samples_are_shown_once() -> None:
+    assert early_and_late([]) == ([], [])
+    assert early_and_late([sample(1)]) == ([sample(1)], [])
+    early, late = early_and_late([sample(step) for step in (3, 1, 2, 4, 5)], count=8)
+    assert ([one["step"] for one in early], [one["step"] for one in late]) == ([1, 2], [4, 5])
+
+
+def test_very_long_completions_are_clipped_with_their_length() -> None:
+    shown = data([], [sample(1, completion="x" * 5000)])["samples"]["early"][0]["completion"]
+    assert shown.endswith("… (1000 more characters)")
+    assert len(shown) < 4100
+
+
+# The page
+
+
+def test_model_output_cannot_leave_its_json_block() -> None:
+    page = report_html(data([record(1, completion=EVIL)], [sample(1, prompt=EVIL, completion=EVIL)], error=EVIL))
+    page.encode("utf-8")
+    tags = Tags()
+    tags.feed(page)
+    assert [name for name, _ in tags.seen].count("script") == 2
+    assert "img" not in [name for name, _ in tags.seen]
+    assert embedded(page)["samples"]["early"][0]["completion"] == EVIL
+
+
+def test_the_title_is_escaped_and_dollars_survive() -> None:
+    page = report_html({**data([], []), "run": "<b>$title"})
+    assert "<title>&lt;b&gt;$title - PipelineRL</title>" in page
+    assert embedded(page)["run"] == "<b>$title"
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    page = report_html(data([record(1)], [sample(1)]))
+    tags = Tags()
+    tags.feed(page)
+    outside = [attributes.get(key) for _, attributes in tags.seen for key in ("src", "href") if attributes.get(key)]
+    assert outside == ["data:,"]
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|\bimport\(", page)
+
+
+def test_scripts_never_set_html() -> None:
+    for name in ("charts.js", "views.js"):
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", asset(name)), name
+
+
+def test_script_json_refuses_what_is_no_json() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        script_json({"loss": float("nan")})
+
+
+def run_folder(folder: Path) -> Path:
+    recipe = recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
+    (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
+    steps = [record(step, heldout_accuracy=0.1 * step if step % 2 else None) for step in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    samples = [sample(step, completion=EVIL) for step in range(1, 6)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    return folder
+
+
+def test_a_report_of_a_run_that_still_goes_on(tmp_path: Path) -> None:
+    page = write_report(run_folder(tmp_path)).read_text()
+    shown = embedded(page)
+    assert (shown["run"], shown["summary"]["steps"]) == (tmp_path.name, 5)
+    assert shown["recipe"] == (tmp_path / "recipe.yaml").read_text()
+
+
+def test_a_run_without_a_single_step_has_a_report(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "samples.jsonl").unlink()
+    assert embedded(write_report(tmp_path).read_text())["records"] == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"RUN_DIR = .* has no recipe\.yaml"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
+def test_a_real_browser_draws_it(tmp_path: Path) -> None:
+    report = write_report(run_folder(tmp_path))
+    command = [
+        "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2000", "--dump-dom", report.as_uri(),
+    ]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    body = dom[dom.index("<main") : dom.index('<script type="application/json"')]
+    tags = Tags()
+    tags.feed(body)
+    names = [name for name, _ in tags.seen]
+    assert (names.count("figure"), names.count("img"), names.count("script")) == (14, 0, 0)
+    assert names.count("svg") == 8, "those that have data"
+    assert names.count("path") >= 7
+    assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 4

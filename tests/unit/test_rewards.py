@@ -1,0 +1,406 @@
+"""Each reward on hand-made completions, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipelinerl.config.recipe import OverlongConfig, RewardConfig, TaskConfig
+from pipelinerl.errors import FieldError
+from pipelinerl.v1 import sequence_pb2, verifier_pb2
+from services.verifier.rewards.answer import AnswerPattern
+from services.verifier.rewards.compose import ComposedReward, Reward
+from services.verifier.rewards.exact import exact, regex
+from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score
+from services.verifier.rewards.json_schema import json_schema_scorer
+from services.verifier.rewards.math import math_scorer
+from services.verifier.rewards.overlong import overlong_penalty
+from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
+from services.verifier.rewards.registry import make_reward
+from services.verifier.rewards.user import user_scorer
+from services.verifier.scoring import score_item
+
+
+def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any) -> RewardInput:
+    """An item whose completion is its answer; a text `reference` is the reference answer."""
+    known = {"answer": reference} if isinstance(reference, str) else reference
+    return RewardInput(prompt="", completion=answer or "", answer=answer, reference=known, **fields)
+
+
+def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
+    """What the task package sends for one problem, after its way through JSON."""
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset(family, size=1, seed=seed, **config)[0]
+    return json.loads(json.dumps({"answer": entry["answer"], "dataset": family, "entry": entry}))
+
+
+# --- finding the answer
+
+
+def test_last_match_is_the_answer() -> None:
+    assert AnswerPattern(r"= *(-?\d+)").last_answer("3 + 4 = 7, 7 - 9 = -2") == "-2"
+
+
+def test_no_match_is_no_answer() -> None:
+    assert AnswerPattern(r"answer: (\d+)").last_answer("I do not know") is None
+
+
+def test_last_match_without_its_group_is_no_answer() -> None:
+    assert AnswerPattern(r"x(\d)?").last_answer("x1 x") is None
+
+
+def test_without_a_pattern_the_whole_completion_is_the_answer() -> None:
+    assert AnswerPattern("").last_answer("  42\n") == "42"
+
+
+# --- exact and regex
+
+
+@pytest.mark.parametrize(("answer", "value"), [("Paris", 1.0), ("paris", 0.0), ("Paris.", 0.0), ("", 0.0), (None, 0.0)])
+def test_exact(answer: str | None, value: float) -> None:
+    assert exact(item(answer, "  Paris ")).value == value
+
+
+@pytest.mark.parametrize(("answer", "value"), [("colour", 1.0), ("color", 1.0), ("colours", 0.0), (None, 0.0)])
+def test_regex_matches_the_whole_answer(answer: str | None, value: float) -> None:
+    assert regex(item(answer, "colou?r")).value == value
+
+
+def test_regex_reference_that_does_not_compile() -> None:
+    with pytest.raises(BadReference, match=r"answer.*not a regular expression"):
+        regex(item("x", "("))
+
+
+@pytest.mark.parametrize("reference", [{}, {"answer": ""}, {"answer": None}, {"answer": 7}])
+def test_missing_reference_answer_is_not_a_wrong_answer(reference: dict[str, Any]) -> None:
+    with pytest.raises(BadReference, match="answer"):
+        exact(item(None, reference))
+
+
+# --- math
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "value"),
+    [
+        ("1/2", "0.5", 1.0),
+        (r"\frac{1}{2}", r"so it is $\frac{2}{4}$", 1.0),
+        ("3", r"\boxed{3}", 1.0),
+        (r"\sqrt{2}", r"$\sqrt{8}/2$", 1.0),
+        ("(1,2)", "(1,2)", 1.0),
+        ("1,234", "1234", 1.0),
+        ("3", "4", 0.0),
+        ("3", "no idea at all", 0.0),
+        ("3", "", 0.0),
+        ("3", None, 0.0),
+    ],
+)
+def test_math(reference: str, answer: str | None, value: float) -> None:
+    assert math_scorer(8.0)(item(answer, reference)).value == value
+
+
+def test_math_reference_without_an_expression() -> None:
+    with pytest.raises(BadReference, match="not a mathematical expression"):
+        math_scorer(8.0)(item("3", "$$"))
+
+
+# --- JSON Schema
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [('{"x": 1}', 1.0), ('{"x": 1.5}', 0.0), ('{"x": 1, "y": 2}', 0.0), ("{}", 0.0), ("{x: 1}", 0.0), (None, 0.0)],
+)
+def test_json_schema_of_the_recipe(answer: str | None, value: float) -> None:
+    assert json_schema_scorer(POINT)(item(answer)).value == value
+
+
+def test_json_schema_of_the_problem() -> None:
+    scorer = json_schema_scorer({})
+    assert scorer(item("[1, 2]", '{"type": "array", "maxItems": 2}')).value == 1.0
+    assert scorer(item("[1, 2, 3]", '{"type": "array", "maxItems": 2}')).value == 0.0
+
+
+def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
+    assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
+
+
+def test_deeply_nested_json_is_a_wrong_answer() -> None:
+    assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
+
+
+@pytest.mark.parametrize("schema", ["not json", "[]", '{"type": "objekt"}', '{"$ref": "https://example.org/schema"}'])
+def test_bad_schema_of_a_problem(schema: str) -> None:
+    with pytest.raises(BadReference):
+        json_schema_scorer({})(item("{}", schema))
+
+
+def test_bad_schema_of_the_recipe_is_found_at_the_start() -> None:
+    with pytest.raises(FieldError, match=r"reward\.json_schema.*objekt"):
+        json_schema_scorer({"type": "objekt"})
+
+
+# --- reasoning-gym
+
+
+@pytest.mark.parametrize("family", ["chain_sum", "gsm_symbolic", "prime_factorization", "countdown", "rearc"])
+def test_reasoning_gym_accepts_its_own_answer_after_json(family: str) -> None:
+    reference = gym_reference(family)
+    assert reasoning_gym_scorer(family)(item(reference["entry"]["answer"], reference)).value == 1.0
+
+
+def test_reasoning_gym_credit_for_a_wrong_answer_is_passed_on() -> None:
+    reference = gym_reference("chain_sum")
+    reference["entry"]["answer"] = "214"
+    assert reasoning_gym_scorer("chain_sum")(item("2141", reference)).value == 0.75  # three of four characters
+
+
+def test_reasoning_gym_scorer_that_raises_on_an_answer_means_a_wrong_answer() -> None:
+    score = reasoning_gym_scorer("prime_factorization")(item("a word", gym_reference("prime_factorization")))
+    assert score == Score(0.0, "not an answer of this family's form (ValueError)")
+
+
+def test_reasoning_gym_entry_that_lacks_what_the_scorer_needs() -> None:
+    reference = gym_reference("chain_sum")
+    reference["entry"]["answer"] = 214
+    with pytest.raises(BadReference, match="entry: its own answer cannot be scored"):
+        reasoning_gym_scorer("chain_sum")(item("214", reference))
+
+
+@pytest.mark.parametrize("broken", [{"dataset": None}, {"dataset": "chain_summ"}, {"entry": None}, {"entry": {}}])
+def test_reasoning_gym_reference_with_a_broken_field(broken: dict[str, Any]) -> None:
+    with pytest.raises(BadReference, match=next(iter(broken))):
+        reasoning_gym_scorer("chain_sum")(item("1", gym_reference("chain_sum") | broken))
+
+
+def test_no_answer_gets_no_credit() -> None:
+    assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
+
+
+def test_unknown_family_names_near_ones() -> None:
+    with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum"):
+        reasoning_gym_scorer("chain_summ")
+
+
+# --- overlong
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (95, -0.75), (100, -1.0), (130, -1.0)]
+)
+def test_overlong_penalty_is_equation_13(tokens: int, expected: float) -> None:
+    assert overlong_penalty(tokens, max_tokens=100, buffer_tokens=20, penalty=1.0) == pytest.approx(expected)
+
+
+def test_overlong_penalty_scales() -> None:
+    assert overlong_penalty(90, max_tokens=100, buffer_tokens=20, penalty=0.4) == pytest.approx(-0.2)
+
+
+# --- a user's function
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "house_rewards.py").write_text(
+        "def half(item): return 0.5 if item.answer == item.reference['answer'] else 0\n"
+        "def parts(item): return {'style': 0.25, 'length': len(item.completion) / 10}\n"
+        "def word(item): return 'good'\n"
+        "def nothing(item): pass\n"
+        "def two(a, b): return 1\n"
+        "async def later(item): return 1\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "house_rewards"
+    for name in ("house_rewards", "broken_rewards"):
+        sys.modules.pop(name, None)
+
+
+def test_user_function(user_module: str) -> None:
+    scorer = user_scorer("house_rewards:half")
+    assert (scorer(item("a", "a")).value, scorer(item("b", "a")).value) == (0.5, 0.0)
+
+
+def test_user_mapping_adds_up(user_module: str) -> None:
+    score = user_scorer("house_rewards:parts")(item("12345"))
+    assert (score.value, score.parts) == (0.75, {"style": 0.25, "length": 0.5})
+
+
+@pytest.mark.parametrize("name", ["word", "nothing"])
+def test_user_function_that_returns_no_number(user_module: str, name: str) -> None:
+    with pytest.raises(BadReward, match="not a number"):
+        user_scorer(f"house_rewards:{name}")(item("x"))
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("house_rewards:haff", "has no function haff; did you mean half"),
+        ("house_rewards:two", "must take one argument"),
+        ("house_rewards:later", "async"),
+        ("no_such_module:score", "cannot import no_such_module"),
+        ("broken_rewards:score", "no_such_library"),
+    ],
+)
+def test_user_function_that_cannot_be_used(user_module: str, path: str, problem: str) -> None:
+    with pytest.raises(FieldError, match=rf"reward\.scorer = '{path}'.*{problem}"):
+        user_scorer(path)
+
+
+# --- the whole reward
+
+
+def compose(score: Score, *, graded: bool = False, **config: Any) -> ComposedReward:
+    return ComposedReward(RewardConfig(**config), lambda _: score, graded=graded)
+
+
+@pytest.mark.parametrize(("value", "reward"), [(1.0, 2.0), (1.0 - 1e-12, 2.0), (0.99, 0.0), (0.01, 0.0), (0.0, 0.0)])
+def test_binary_keeps_full_answers_only(value: float, reward: float) -> None:
+    assert compose(Score(value), correct=2.0)(item("x")).value == reward
+
+
+def test_partial_credit_scales() -> None:
+    assert compose(Score(0.25), correct=2.0, binary=False)(item("x")).terms == {"answer": 0.5}
+
+
+def test_a_users_number_counts_as_it_is() -> None:
+    assert compose(Score(0.25), graded=True)(item("x")).value == 0.25
+    assert compose(Score(-3.0), graded=True)(item("x")).value == -3.0
+
+
+def test_terms_add_up() -> None:
+    reward = compose(
+        Score(1.0),
+        correct=2.0,
+        format_pattern="<a>.*</a>",
+        format_weight=0.5,
+        overlong=OverlongConfig(buffer_tokens=20, penalty=0.4),
+    )
+    full = reward(item("<a>7</a>\n", completion_tokens=90, max_tokens=100))
+    assert full.terms == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
+    assert full.value == pytest.approx(2.3)
+    unformatted = reward(item("7", completion_tokens=100, max_tokens=100))
+    assert unformatted == Reward(
+        pytest.approx(1.6),
+        pytest.approx({"answer": 2.0, "format": 0.0, "overlong": -0.4}),
+        "the completion does not match reward.format_pattern",
+    )
+
+
+def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
+    score = Score(0.75, parts={"format": 0.25, "style": 0.5})
+    reward = compose(score, graded=True, correct=2.0, format_pattern="x", format_weight=1.0)(item("x"))
+    assert reward.terms == {"answer.format": 0.5, "answer.style": 1.0, "format": 1.0}
+    assert reward.value == 2.5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite(value: float) -> None:
+    with pytest.raises(BadReward):
+        compose(Score(value), graded=True)(item("x"))
+
+
+def test_nan_is_not_made_a_wrong_answer_by_binary() -> None:
+    with pytest.raises(BadReward):
+        compose(Score(math.nan))(item("x"))
+
+
+def test_overlong_needs_the_limit() -> None:
+    with pytest.raises(BadReference, match="max_tokens"):
+        compose(Score(1.0), overlong=OverlongConfig(buffer_tokens=4))(item("x", completion_tokens=3))
+
+
+# --- from recipe to result
+
+
+def wire_item(completion: str, reference: dict[str, Any] | str, **fields: Any) -> verifier_pb2.VerifyItem:
+    text = reference if isinstance(reference, str) else json.dumps(reference)
+    return verifier_pb2.VerifyItem(sequence_id="s", completion_text=completion, reference_json=text, **fields)
+
+
+def test_task_scorer_of_a_reasoning_gym_recipe() -> None:
+    reward = make_reward(RewardConfig(answer_pattern=r"= (-?\d+)"), TaskConfig(name="chain_sum"))
+    reference = gym_reference("chain_sum")
+    right = score_item(reward, wire_item(f"1 + 1 = 2 ... = {reference['answer']}", reference))
+    assert (right.status, right.reward, dict(right.components)) == (verifier_pb2.VERIFY_STATUS_OK, 1.0, {"answer": 1.0})
+    silent = score_item(reward, wire_item("I give up", reference))
+    assert (silent.status, silent.reward) == (verifier_pb2.VERIFY_STATUS_OK, 0.0)
+    assert silent.message == "reward.answer_pattern found no answer"
+
+
+def test_task_scorer_of_a_files_recipe_is_exact() -> None:
+    reward = make_reward(RewardConfig(), TaskConfig(source="jsonl", name="capitals", path="capitals.jsonl"))
+    assert score_item(reward, wire_item(" Paris", {"answer": "Paris"})).reward == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000])
+def test_reference_that_is_not_a_json_object(text: str) -> None:
+    reward = make_reward(RewardConfig(scorer="exact"), TaskConfig())
+    assert score_item(reward, wire_item("x", text)).status == verifier_pb2.VERIFY_STATUS_BAD_REFERENCE
+
+
+def test_finish_reason_and_lengths_reach_the_function() -> None:
+    seen: list[RewardInput] = []
+    reward = ComposedReward(RewardConfig(), lambda got: seen.append(got) or Score(1.0))
+    score_item(
+        reward,
+        wire_item(
+            "x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"
+        ),
+    )
+    assert seen == [
+        RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")
+    ]
+
+
+def raiser(error: BaseException) -> ComposedReward:
+    def score(_: RewardInput) -> Score:
+        raise error
+
+    return ComposedReward(RewardConfig(), score)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (BadReference("entry", "none"), verifier_pb2.VERIFY_STATUS_BAD_REFERENCE),
+        (BadReward("nan"), verifier_pb2.VERIFY_STATUS_BAD_REWARD),
+        (MemoryError(), verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY),
+        (RuntimeError("boom"), verifier_pb2.VERIFY_STATUS_CRASHED),
+        (RecursionError(), verifier_pb2.VERIFY_STATUS_CRASHED),
+        (SystemExit(0), verifier_pb2.VERIFY_STATUS_CRASHED),
+        (KeyboardInterrupt(), verifier_pb2.VERIFY_STATUS_CRASHED),
+    ],
+)
+def test_what_a_reward_raises_is_its_items_status(error: BaseException, status: int) -> None:
+    result = score_item(raiser(error), wire_item("x", {}))
+    assert (result.status, result.sequence_id, result.reward) == (status, "s", 0.0)
+    assert result.message
+
+
+# --- the recipe's section
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("scorer", "maths", "did you mean math"),
+        ("scorer", "my_pkg.rewards", "pkg.module:function"),
+        ("answer_pattern", "(", "not a regular expression"),
+        ("answer_pattern", r"\d+", r"in a group"),
+        ("format_pattern", "[", "not a regular expression"),
+        ("timeout_s", 0, "greater than 0"),
+    ],
+)
+def test_wrong_reward_section_is_found_before_anything_starts(field: str, value: object, problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        RewardConfig.model_validate({field: value})

@@ -1,0 +1,454 @@
+"""Logs, health over HTTP and gRPC, the address file, settings and signals: what every service's process relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fastapi import FastAPI
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry, Counter
+from pydantic import Field
+
+from pipelinerl.config.settings import ServiceSettings
+from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.service.address import ServiceAddress, read_address, write_address
+from pipelinerl.service.environment import read_settings
+from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
+from pipelinerl.service.health_app import health_app
+from pipelinerl.service.http import serve_http
+from pipelinerl.service.lifecycle import exit_code, stop_event
+from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter
+from pipelinerl.service.loop_watch import LoopWatch, watch_loop
+from pipelinerl.service.readiness import Readiness
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+
+HOST = "127.0.0.1"
+
+# --- logs
+
+
+def record(message: str = "swapped", **extra: Any) -> logging.LogRecord:
+    return logging.getLogger("actor.swap").makeRecord(
+        "actor.swap", logging.INFO, __file__, 1, message, (), None, extra=extra
+    )
+
+
+def test_json_line_says_who_and_what() -> None:
+    context = LogContext("arithmetic", "actor", "actor-0")
+    line = json.loads(JsonFormatter(context).format(record(stall_s=0.25, ess=float("nan"), path=Path("a"))))
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "logger": "actor.swap",
+        "message": "swapped",
+        "run": "arithmetic",
+        "service": "actor",
+        "instance": "actor-0",
+        "stall_s": 0.25,
+        "ess": "nan",
+        "path": "a",
+    }
+
+
+def test_json_line_carries_the_version_from_when_it_is_bound() -> None:
+    context = LogContext("arithmetic", "actor", "actor-0")
+    formatter = JsonFormatter(context)
+    assert "policy_version" not in json.loads(formatter.format(record()))
+    context.policy_version = 0
+    assert json.loads(formatter.format(record()))["policy_version"] == 0
+
+
+def test_an_extra_cannot_pretend_to_be_another_run() -> None:
+    line = json.loads(JsonFormatter(LogContext("a", "actor", "actor-0")).format(record(run="b")))
+    assert line["run"] == "a"
+
+
+def test_json_traceback_is_one_line() -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        failed = record()
+        failed.exc_info = sys.exc_info()
+    text = JsonFormatter(LogContext("a", "actor", "actor-0")).format(failed)
+    assert "\n" not in text
+    assert "ValueError: first\nsecond" in json.loads(text)["exception"]
+
+
+def test_text_line() -> None:
+    line = TextFormatter(LogContext("arithmetic", "actor", "actor-0", 8)).format(record(stall_s=0.25))
+    assert line.endswith(" INFO arithmetic actor/actor-0 v8 actor.swap: swapped stall_s=0.25")
+
+
+# --- HTTP
+
+
+def get(port: int, path: str, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{HOST}:{port}{path}", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def fetch(port: int, path: str, **headers: str) -> tuple[int, str]:
+    return await asyncio.to_thread(get, port, path, **headers)
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_health_readiness_and_metrics(own_thread: bool) -> None:
+    registry, readiness = CollectorRegistry(), Readiness("loading the model")
+    Counter("pipelinerl_test_steps", "Steps.", registry=registry).inc(3)
+    async with serve_http(health_app(readiness, registry), HOST, 0, own_thread=own_thread) as port:
+        assert await fetch(port, "/healthz") == (200, "ok\n")
+        assert await fetch(port, "/readyz") == (503, "loading the model\n")
+        readiness.set_ready()
+        assert await fetch(port, "/readyz") == (200, "ready\n")
+        readiness.set_not_ready("draining")
+        assert await fetch(port, "/readyz") == (503, "draining\n")
+        status, text = await fetch(port, "/metrics")
+        assert status == 200
+        assert "pipelinerl_test_steps_total 3.0" in text
+        assert "process_" not in text  # nothing of the global registry
+        openmetrics = await fetch(port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+        assert openmetrics[1].endswith("# EOF\n")
+    with socket.create_server((HOST, port)):
+        pass  # given back
+
+
+async def test_blocked_loop_is_visible_from_another_thread() -> None:
+    async with watch_loop() as watch:
+        app = health_app(Readiness(), CollectorRegistry(), loop_watch=watch, blocked_after_s=0.4)
+        async with serve_http(app, HOST, 0, own_thread=True) as port:
+            assert (await fetch(port, "/healthz"))[0] == 200
+            answers: list[tuple[int, str]] = []
+            asked = threading.Timer(0.7, lambda: answers.append(get(port, "/healthz")))
+            asked.start()
+            asked.join()  # blocks this loop: that is what the test is about
+            assert answers[0][0] == 503
+            assert answers[0][1].startswith("event loop blocked for 0.")
+
+
+def test_loop_watch_measures_silence() -> None:
+    watch = LoopWatch()
+    time.sleep(0.02)
+    assert watch.silent_s() >= 0.02
+    watch.beat()
+    assert watch.silent_s() < 0.02
+
+
+async def test_signal_handlers_are_left_alone() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    async with serve_http(FastAPI(), HOST, 0):
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_http_port_in_use_is_named(own_thread: bool) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServiceError, match=f"http_port = {port}: cannot listen"):
+            async with serve_http(FastAPI(), HOST, port, own_thread=own_thread):
+                pass
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_application_that_does_not_start(own_thread: bool) -> None:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("no disk")
+        yield
+
+    with pytest.raises(ServiceError, match="did not start"):
+        async with serve_http(FastAPI(lifespan=asynccontextmanager(lifespan)), HOST, 0, own_thread=own_thread):
+            pass
+
+
+# --- gRPC
+
+
+class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
+    """Does to each call what its first item's sequence_id says."""
+
+    async def Verify(
+        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+    ) -> verifier_pb2.VerifyResponse:
+        match request.items[0].sequence_id:
+            case "bug":
+                raise ZeroDivisionError("the secret of the bug")
+            case "user":
+                raise FieldError("items.0.task", "x", "use y")
+            case "abort":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        return verifier_pb2.VerifyResponse(
+            results=[verifier_pb2.VerifyResult(reward=len(item.completion_text)) for item in request.items]
+        )
+
+
+def register(server: aio.Server) -> None:
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Scripted(), server)
+
+
+NAME = "pipelinerl.v1.VerifierService"
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[GrpcServer, aio.Channel]]:
+    async with (
+        serve_grpc(register, [NAME], HOST, 0) as server,
+        aio.insecure_channel(f"{HOST}:{server.port}") as channel,
+    ):
+        yield server, channel
+
+
+async def verify(port: int, sequence_id: str, text: str = "") -> verifier_pb2.VerifyResponse:
+    limits = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with aio.insecure_channel(f"{HOST}:{port}", options=limits) as channel:
+        item = verifier_pb2.VerifyItem(sequence_id=sequence_id, completion_text=text)
+        return await verifier_pb2_grpc.VerifierServiceStub(channel).Verify(verifier_pb2.VerifyRequest(items=[item]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "details"),
+    [
+        ("bug", grpc.StatusCode.INTERNAL, "ZeroDivisionError: the secret of the bug"),
+        ("user", grpc.StatusCode.INVALID_ARGUMENT, "items.0.task = 'x': use y"),
+        ("abort", grpc.StatusCode.RESOURCE_EXHAUSTED, "full"),
+    ],
+)
+async def test_error_in_a_handler_becomes_a_status(
+    kind: str, code: grpc.StatusCode, details: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve_grpc(register, [NAME], HOST, 0) as server:
+        with pytest.raises(aio.AioRpcError) as raised:
+            await verify(server.port, kind)
+        assert (raised.value.code(), raised.value.details()) == (code, details)
+        assert (await verify(server.port, "fine")).results  # the server goes on
+    logged = [entry for entry in caplog.records if entry.name == "pipelinerl.service.grpc_errors"]
+    assert [bool(entry.exc_info) for entry in logged] == ([True] if kind == "bug" else [])
+
+
+async def test_messages_of_64_mib_pass() -> None:
+    async with serve_grpc(register, [NAME], HOST, 0) as server:
+        size = 64 * 1024**2
+        assert (await verify(server.port, "fine", "x" * size)).results[0].reward == size
+
+
+async def test_health_follows_set_serving() -> None:
+    async with serving() as (server, channel):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for is_serving, expected in ((None, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
+            if is_serving is not None:
+                await server.set_serving(is_serving)
+            for name in ("", NAME):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+                assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == expected
+        watched = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
+        first = await watched.read()
+        assert first.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        second = await watched.read()
+        assert second.status == health_pb2.HealthCheckResponse.SERVING
+        watched.cancel()
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with serving() as (_, channel):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        await call.done_writing()
+        names = {service.name for service in answer.list_services_response.service}
+    assert names == {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_grpc_port_in_use_is_named() -> None:
+    async with serve_grpc(register, [NAME], HOST, 0) as first:
+        with pytest.raises(ServiceError, match=f"grpc_port = {first.port}: cannot listen"):
+            async with serve_grpc(register, [NAME], HOST, first.port):
+                pass
+
+
+# --- address file and settings
+
+
+def test_address_file_round_trip_leaves_nothing_else(tmp_path: Path) -> None:
+    address = ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3)
+    write_address(tmp_path / "verifier.json", address)
+    assert read_address(tmp_path / "verifier.json") == address
+    assert [path.name for path in tmp_path.iterdir()] == ["verifier.json"]
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'])
+def test_address_file_that_is_none(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "verifier.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ServiceError, match=r"verifier\.json"):
+        read_address(path)
+
+
+class SmallSettings(ServiceSettings):
+    workers: int = Field(2, ge=1)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for name in [name for name in os.environ if name.startswith("PIPELINERL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIPELINERL_RUN", "arithmetic")
+    monkeypatch.setenv("PIPELINERL_INSTANCE", "verifier-0")
+    return monkeypatch
+
+
+def test_settings_come_from_the_environment(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
+    environment.setenv("PIPELINERL_DIE_WITH_PARENT", "1")
+    settings = read_settings(SmallSettings)
+    assert (settings.run, settings.workers, settings.die_with_parent) == ("arithmetic", 2, True)
+
+
+def test_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("PIPELINERL_WORKERS", "0")
+    with pytest.raises(UserError) as raised:
+        read_settings(SmallSettings)
+    assert "PIPELINERL_RECIPE is not set" in str(raised.value)
+    assert "PIPELINERL_WORKERS = '0': Input should be greater than or equal to 1" in str(raised.value)
+
+
+# --- lifecycle
+
+
+def raising(error: BaseException) -> int:
+    def run() -> None:
+        raise error
+
+    return exit_code(run)
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert exit_code(lambda: None) == 0
+    assert raising(ExceptionGroup("tasks", [FieldError("a.b", 1, "use 2")])) == 2
+    assert capsys.readouterr().err == "error: a.b = 1: use 2\n"
+    assert not caplog.records
+    assert raising(ServiceError("port 1 in use")) == 1
+    assert raising(RuntimeError("defect")) == 1
+    assert raising(ExceptionGroup("tasks", [FieldError("a.b", 1, "use 2"), RuntimeError("defect")])) == 1
+    assert [bool(entry.exc_info) for entry in caplog.records] == [False, True, True]
+
+
+async def test_signal_sets_the_event() -> None:
+    told: list[str] = []
+    with stop_event(lambda: told.append("stopping")) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), 5)
+    assert told == ["stopping"]
+
+
+async def test_second_signal_cancels() -> None:
+    async def stubborn() -> None:
+        with stop_event() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            await stop.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.create_task(stubborn()), 5)
+
+
+SERVICE = """
+    import asyncio, sys, time
+    from pipelinerl.config.settings import ServiceSettings
+    from pipelinerl.errors import UserError
+    from pipelinerl.service.lifecycle import run_service
+
+    async def main(settings, stop, context):
+        print("up", flush=True)
+        {body}
+
+    sys.exit(run_service(ServiceSettings, "test", main, stop_within_s=0.3))
+"""
+
+
+def service(body: str, **environment: str) -> subprocess.Popen[str]:
+    """A service process whose `main` is `body`, with its three required settings."""
+    required = {"PIPELINERL_RUN": "r", "PIPELINERL_RECIPE": "recipe.yaml", "PIPELINERL_INSTANCE": "test-0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVICE).format(body=body)],
+        env={**os.environ, **required, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("await stop.wait()", 0, "stopping on SIGTERM"),
+        ("await stop.wait(); raise UserError('recipe.x = 1: use 2')", 2, "error: recipe.x = 1: use 2"),
+        ("await stop.wait(); raise KeyError('defect')", 1, "Traceback"),
+        ("await stop.wait(); await asyncio.Event().wait()", 1, "not ended 0.3 s after the signal"),
+        ("await stop.wait(); time.sleep(60)", 1, "not ended 0.3 s after the signal"),
+    ],
+)
+def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> None:
+    with service(body) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=10)
+    assert (process.returncode, said in errors) == (code, True), errors
+    assert ("Traceback" in errors) == (said == "Traceback")
+
+
+def test_service_without_settings_is_the_users_mistake() -> None:
+    with service("pass", PIPELINERL_GRPC_PORT="many") as process:
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert errors.startswith(
+        "error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_service_dies_with_its_parent() -> None:
+    child = textwrap.dedent(SERVICE).format(body="await stop.wait()")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
+        env={
+            **os.environ,
+            "PIPELINERL_RUN": "r",
+            "PIPELINERL_RECIPE": "recipe.yaml",
+            "PIPELINERL_INSTANCE": "test-0",
+            "PIPELINERL_DIE_WITH_PARENT": "1",
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+        assert parent.stdout.read() == ""  # returns when the orphan, too, has closed its end

@@ -1,0 +1,139 @@
+"""The summary out of metrics.jsonl, what the runner adds, and the closing lines, by hand-computed numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.load import recipe_from_data, recipe_yaml
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import ServiceError
+from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.local.summary import lag_summary, lag_totals, read_jsonl, summary_from_metrics
+
+REQUIRED = (
+    "recipe", "mode", "steps", "policy_version", "wall_s", "heldout_accuracy_first", "heldout_accuracy_last",
+    "tokens_generated", "tokens_trained", "sequences", "lag", "ess", "sequences_multi_version_fraction",
+    "weight_updates", "logprob_mismatch_max", "mismatch_kl_mean", "actor_busy_fraction", "trainer_busy_fraction",
+)  # fmt: skip
+
+
+def recipe() -> Recipe:
+    return recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
+
+
+def records() -> list[dict[str, Any]]:
+    common = {"sequences": {"issued": 20, "trained": 16, "in_flight": 4}, "mismatch_kl": 0.25}
+    return [
+        {**common, "step": 1, "policy_version": 1, "heldout_accuracy": 0.25, "tokens_generated": 150, "tokens_trained": 100,
+         "lag_histogram": {"0": 90, "1": 10}, "ess": 0.9, "weight_update": {"version": 0, "bytes": 10, "transfer_s": 1.0, "stall_s": 0.1},
+         "multi_version_fraction": 0.5, "logprob_mismatch": 2e-6},
+        {**common, "step": 2, "policy_version": 2, "heldout_accuracy": None, "tokens_generated": 250, "tokens_trained": 100,
+         "lag_histogram": {"1": 95, "10": 5}, "ess": 0.7, "weight_update": {"version": 1, "bytes": 10, "transfer_s": 3.0, "stall_s": 0.3},
+         "multi_version_fraction": 0.7, "logprob_mismatch": None},
+        {**common, "step": 3, "policy_version": 3, "heldout_accuracy": 0.75, "tokens_generated": 390, "tokens_trained": 50,
+         "lag_histogram": {"2": 50}, "ess": None, "weight_update": None, "multi_version_fraction": 0.6,
+         "actor_busy_fraction": 0.875, "trainer_busy_fraction": 0.5},
+    ]  # fmt: skip
+
+
+def test_everything_that_the_steps_tell() -> None:
+    summary = summary_from_metrics(recipe(), records())
+    assert (summary["recipe"], summary["mode"], summary["steps"], summary["policy_version"]) == (
+        "tiny",
+        "pipeline",
+        3,
+        3,
+    )
+    assert (summary["heldout_accuracy_first"], summary["heldout_accuracy_last"]) == (0.25, 0.75)
+    assert (summary["tokens_generated"], summary["tokens_trained"]) == (390, 250)
+    assert summary["sequences"] == {
+        "issued": 20, "trained": 16, "dropped_stale": 0, "dropped_filtered": 0, "failed": 0, "in_flight": 4,
+    }  # fmt: skip
+    # 250 tokens: 90 of lag 0, 105 of 1, 50 of 2, 5 of 10; mean (105 + 100 + 50) / 250; 245 >= 0.95 * 250 = 237.5 at lag 2
+    assert summary["lag"] == {"mean": 1.02, "p95": 2.0, "max": 10.0}
+    assert summary["ess"] == {"mean": 0.8, "min": 0.7}
+    assert summary["weight_updates"] == {
+        "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,
+    }  # fmt: skip
+    assert summary["logprob_mismatch_max"] == 2e-6
+    assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"], summary["trainer_busy_fraction"]) == (
+        0.25,
+        0.875,
+        0.5,
+    )
+
+
+def test_no_steps_at_all() -> None:
+    summary = summary_from_metrics(recipe(), [])
+    assert summary["steps"] == 0
+    assert summary["lag"] == {"mean": None, "p95": None, "max": None}
+    assert summary["weight_updates"]["stall_s_p50"] is None
+
+
+def test_lag_percentile_is_the_smallest_lag_that_95_percent_do_not_exceed() -> None:
+    assert lag_summary({0: 95, 7: 5})["p95"] == 0
+    assert lag_summary({0: 94, 7: 6})["p95"] == 7
+    assert lag_totals(
+        [{"lag_histogram": {"10": 1, "9": 1}}, {"lag_histogram": None}, {}, {"lag_histogram": {"9": 2}}]
+    ) == {
+        9: 3,
+        10: 1,
+    }
+
+
+def test_a_line_cut_short_and_numbers_that_are_no_json(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": NaN}\n[1]\n\n{"step": 2}\n{"step": 3, "lo')
+    assert read_jsonl(file) == [{"step": 1, "loss": None}, {"step": 2}]
+    assert read_jsonl(tmp_path / "absent") == []
+
+
+def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
+    run = RunDir(tmp_path, "tiny-run")
+    run.recipe.write_text(recipe_yaml(recipe()))
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
+    if summary is not None:
+        run.summary.write_text(json.dumps(summary))
+    return run
+
+
+def test_the_trainers_summary_is_kept_and_completed(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, {"steps": 7, "wall_s": 1.0, "interrupted": True})
+    summary = complete_summary(recipe(), run, Ending(12.3456, {"actor-0": 2}))
+    assert summary == {"steps": 7, "wall_s": 12.346, "interrupted": True, "restarts": {"actor-0": 2}}
+
+
+def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, None)
+    ending = Ending(3.0, error=ServiceError("trainer died"))
+    out, err = io.StringIO(), io.StringIO()
+    assert finish(recipe(), run, ending, out, err) == 1
+    summary = json.loads(run.summary.read_text())
+    assert set(REQUIRED) <= set(summary)
+    assert (summary["steps"], summary["error"], summary["interrupted"]) == (3, "trainer died", False)
+    assert run.report.is_file()
+    assert err.getvalue() == "pipelinerl: the run failed: trainer died\n"
+
+
+def test_exit_codes() -> None:
+    assert Ending(1.0).exit_code == 0
+    assert Ending(1.0, error=ServiceError("x")).exit_code == 1
+    assert Ending(1.0, interrupted=True).exit_code == 130
+    assert Ending(1.0, interrupted=True, error=ServiceError("x")).exit_code == 130
+
+
+def test_closing_lines(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    run = RunDir(tmp_path, "tiny-run")
+    lines = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0))
+    text = "\n".join(lines)
+    assert "done after 1m 15s: 3 optimizer steps" in text
+    assert "held-out accuracy  25.0% -> 75.0%" in text
+    assert "mean 1.02, p95 2, max 10; 60.0% of the sequences span several policy versions" in text
+    assert f"report             {tmp_path}/report.html" in text
+    assert f"checkpoint         {tmp_path}/checkpoint" in text
+    assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")

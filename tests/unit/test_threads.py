@@ -1,0 +1,59 @@
+"""How trainer and actors share the cores, by hand-counted cases."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.local.threads import ThreadPlan, _cgroup_cores, available_cores, plan_threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "actors", "plan"),
+    [
+        (1, 1, ThreadPlan(trainer=1, engine=1)),
+        (2, 1, ThreadPlan(trainer=1, engine=1)),
+        (2, 2, ThreadPlan(trainer=1, engine=1)),
+        (4, 1, ThreadPlan(trainer=2, engine=2)),
+        (8, 2, ThreadPlan(trainer=4, engine=2)),
+        (9, 3, ThreadPlan(trainer=4, engine=1)),
+        (16, 0, ThreadPlan(trainer=8, engine=8)),
+    ],
+)
+def test_half_of_the_cores_train_and_the_rest_is_shared(cores: int, actors: int, plan: ThreadPlan) -> None:
+    assert plan_threads(cores, actors) == plan
+
+
+def test_the_recipes_own_numbers_are_taken_and_the_rest_follows() -> None:
+    assert plan_threads(8, 1, trainer_threads=6) == ThreadPlan(trainer=6, engine=2)
+    assert plan_threads(8, 2, engine_threads=3) == ThreadPlan(trainer=2, engine=3)
+    assert plan_threads(2, 1, trainer_threads=4, engine_threads=4) == ThreadPlan(trainer=4, engine=4)
+
+
+@given(cores=st.integers(2, 256), actors=st.integers(1, 300))
+def test_nobody_goes_without_and_cores_are_not_oversubscribed_needlessly(cores: int, actors: int) -> None:
+    plan = plan_threads(cores, actors)
+    assert plan.trainer >= 1
+    assert plan.engine >= 1
+    assert plan.trainer + actors * plan.engine <= max(cores, plan.trainer + actors)
+
+
+def test_environment_of_each_process() -> None:
+    plan = ThreadPlan(trainer=3, engine=2)
+    assert plan.trainer_env()["OMP_NUM_THREADS"] == "3"
+    assert plan.actor_env()["OMP_NUM_THREADS"] == "2"
+    assert plan.actor_env()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert plan.light_env()["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores"),
+    [("max 100000\n", 0), ("200000 100000\n", 2), ("150000 100000\n", 2), ("5000 100000\n", 1), ("100000", 1)],
+)
+def test_cgroup_quota_rounds_up(cpu_max: str, cores: int) -> None:
+    assert _cgroup_cores(cpu_max) == cores
+
+
+def test_this_machine_has_a_core() -> None:
+    assert available_cores() >= 1

@@ -1,0 +1,77 @@
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from pipelinerl.errors import TransferError
+from pipelinerl.types import PolicyVersion
+from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.group import GroupSpec, WeightGroup
+from services.actor.weights.staging import Receiver
+from services.trainer.weights.port import CollectivePort
+from services.trainer.weights.sender import WeightSender
+
+WEIGHTS = {"w": torch.arange(5000.0)}
+VERSION = PolicyVersion(1, 3)
+
+
+def port_and_snapshot(stall_timeout_s: float = 10.0):
+    sender = WeightSender(describe(WEIGHTS.items(), chunk_bytes=4096), stall_timeout_s=stall_timeout_s)
+    return CollectivePort(sender, host="127.0.0.1"), sender.snapshot(VERSION, WEIGHTS)
+
+
+async def actor_joins(port: CollectivePort, epoch: int) -> WeightGroup:
+    address = await port.open_group(epoch, 2, 10)
+    host, _, number = address.rpartition(":")
+    spec = GroupSpec(host, int(number), f"epoch-{epoch}", 1, 2, "gloo", "127.0.0.1")
+    actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), port.group_built())
+    return actor
+
+
+def receive(group: WeightGroup, port: CollectivePort) -> Receiver:
+    receiver = Receiver(group, port.manifest, VERSION, timeout_s=10, stall_timeout_s=10, aborted=threading.Event())
+    received = dict(receiver.tensors())
+    assert torch.equal(received["w"], WEIGHTS["w"])
+    return receiver
+
+
+async def test_version_arrives_with_the_checksum_that_the_port_reports() -> None:
+    port, snapshot = port_and_snapshot()
+    actor = await actor_joins(port, 1)
+    sent, receiver = await asyncio.gather(port.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+
+    assert sent.checksum == receiver.receipt.checksum
+    assert sent.num_bytes == port.manifest.total_bytes
+    await port.abandon_group()
+
+
+async def test_abandoning_does_not_wait_for_a_silent_actor_and_the_next_epoch_works() -> None:
+    port, snapshot = port_and_snapshot(stall_timeout_s=2)
+    silent = await actor_joins(port, 1)
+    sending = asyncio.create_task(port.broadcast(snapshot, 10))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(1):
+        await port.abandon_group()
+
+    actor = await actor_joins(port, 2)
+    await asyncio.gather(port.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+    silent.close()
+    with pytest.raises(TransferError):
+        await sending
+    await port.abandon_group()
+
+
+async def test_missing_actor_ends_the_building_at_the_deadline() -> None:
+    port, _ = port_and_snapshot()
+    await port.open_group(1, 2, 0.5)
+
+    with pytest.raises(TransferError):
+        await port.group_built()
+    await port.abandon_group()
+
+
+async def test_nothing_is_sent_without_a_group() -> None:
+    port, snapshot = port_and_snapshot()
+    with pytest.raises(TransferError):
+        await port.broadcast(snapshot, 1)
