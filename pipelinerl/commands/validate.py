@@ -27,10 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with every wrong field otherwise."""
     from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import check_environment
+    from pipelinerl.config.preflight import check_environment, check_task
     from pipelinerl.config.recipe_errors import RecipeError
 
     recipe = load_recipe(args.recipe, args.overrides)
+    check_task(recipe)
     print(f"{recipe.name}: valid")
     width = max(len(name) for name, _ in outline(recipe))
     for name, value in outline(recipe):

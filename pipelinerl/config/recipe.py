@@ -35,7 +35,7 @@ class ModelConfig(Section):
     )
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Prompt plus completion tokens at most.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
-        "auto", description="Attention implementation of the trainer; `auto` = sdpa on CPU, the fastest varlen on GPU."
+        "auto", description="Attention of the trainer; `auto` = this project's own for packed rows, else eager."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
@@ -193,16 +193,16 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1)
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the mean of gradients.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
 
 
@@ -222,7 +222,7 @@ class EvaluationConfig(Section):
         20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
     )
     temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0, description="An evaluation ends then, with what has been answered.")
 
 
 class CheckpointConfig(Section):
@@ -271,6 +271,11 @@ class Recipe(Section):
             raise ValueError(
                 f"trainer.tokens_per_microbatch = {self.trainer.tokens_per_microbatch} cannot hold one sequence of "
                 f"model.max_context = {self.model.max_context} tokens"
+            )
+        if self.reward.overlong.buffer_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens = {self.reward.overlong.buffer_tokens} is wider than "
+                f"sampling.max_tokens = {self.sampling.max_tokens}"
             )
         if self.algorithm.advantage == "leave_one_out" and self.sampling.group_size < 2:
             raise ValueError("algorithm.advantage = 'leave_one_out' needs sampling.group_size >= 2")

@@ -97,12 +97,14 @@ def _renderable(state: RunState, elapsed_s: float) -> Group:
     from rich.table import Table
     from rich.text import Text
 
+    bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
+    bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows(state, elapsed_s):
         table.add_row(label, Text(text))
-    return Group(Text(state.run, style="bold cyan"), ProgressBar(total=1.0, completed=fraction_done(state)), table)
+    return Group(Text(state.run, style="bold cyan"), bar, table)
 
 
 def open_display(stream: TextIO = sys.stdout) -> Display:

@@ -98,7 +98,17 @@ class GenerationLoop:
         if not samples:
             await self._held.published(group, -1)
             return None
+        if delivery.num_deliveries > self._bus.limits.max_deliveries:
+            await self._give_up(group, samples, delivery.num_deliveries)
+            return None
         return group, samples
+
+    async def _give_up(self, group: PromptGroup, samples: list[int], num_deliveries: int) -> None:
+        """A group that took several actors down with it ends as failed sequences."""
+        log.error("group %s was delivered %d times and is given up", group.group_id, num_deliveries)
+        for sample_index in samples:
+            failed = failed_sequence(group, sample_index, self._instance, "redelivered_too_often")
+            await self._finisher.put(FinishedSample(group, failed))
 
     async def _sample(self, group: PromptGroup, sample_index: int) -> None:
         try:

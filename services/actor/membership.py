@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.control import Registration
+from pipelinerl.control import Phase, Registration
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError
 from services.actor.gate import ServingGate
@@ -43,7 +43,7 @@ class Heartbeat:
 
     def registration(self) -> Registration:
         served = self._gate.served
-        phase = "draining" if self._gate.draining else "joining" if served is None else "serving"
+        phase: Phase = "draining" if self._gate.draining else "joining" if served is None else "serving"
         return Registration(
             actor=self._actor,
             process=self._process,

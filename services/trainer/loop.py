@@ -104,8 +104,8 @@ class OptimizerLoop:
 
     @property
     def feeder_version(self) -> int:
-        """What the staleness bound counts from. A conventional phase begins when every actor serves its policy."""
-        return self._updater.served_version if self._recipe.mode == "conventional" else self.version
+        """What the staleness bound counts from: the version that every actor serves, which new tokens are sampled by."""
+        return max(0, self._updater.served_version)
 
     async def run(self) -> None:
         """From the first version sent to the last one evaluated."""
@@ -137,8 +137,9 @@ class OptimizerLoop:
         with timer.measure("compute"):
             figures = await self._in_compute(functools.partial(self._trainer.train_step, batch, self.version))
         self.compute_s += timer.seconds["compute"]
+        outcome, reason = (Outcome.FAILED, "step skipped") if figures["skipped"] else (Outcome.TRAINED, "")
         for group in batch:
-            self._books.close(group.sequences, Outcome.TRAINED)
+            self._books.close(group.sequences, outcome, reason)
         self.version += 1
         self._feeder.look_again()
         if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:

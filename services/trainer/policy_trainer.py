@@ -16,6 +16,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
+from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.chunks import describe
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
@@ -88,7 +89,7 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolic
     )
     learner = Learner(policy, recipe.algorithm, recipe.trainer, temperature=recipe.sampling.temperature)
     wire_dtype = "" if recipe.weights.wire_dtype == "model" else recipe.weights.wire_dtype
-    chunk_bytes = int(recipe.weights.chunk_mib * 1024**2)
+    chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
     manifest = describe(policy.model.named_parameters(), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S)
     backend = recipe.weights.backend

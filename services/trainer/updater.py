@@ -18,6 +18,7 @@ from typing import Protocol
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.control import (
     Abort,
+    Backend,
     Announce,
     Commit,
     EpochJoined,
@@ -50,7 +51,7 @@ class TransferPort(Protocol):
     """The trainer's end of the collective; `services.trainer.weights.port` implements it over torch."""
 
     manifest: Manifest
-    backend: str
+    backend: Backend
 
     async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> str:
         """Opens the store of this epoch's group and starts building it; returns the store's host:port."""
@@ -200,7 +201,7 @@ class WeightUpdater:
         async with self._bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    decoded = decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    decoded: object = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.fields import dotted_paths
 from pipelinerl.config.load import find_recipe, load_recipe, recipe_from_data, recipe_yaml
 from pipelinerl.config.overrides import apply_overrides, parse_override
-from pipelinerl.config.preflight import check_environment
+from pipelinerl.config.preflight import check_environment, check_task
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.recipe_errors import MissingField, RecipeError, RuleError
 from pipelinerl.config.yaml_text import YamlError, parse_yaml
@@ -284,9 +284,37 @@ def test_problem_file_and_reward_code(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
     recipe = recipe_from_data(minimal(task=task, reward={"scorer": "no_such_package_here.rewards:score"}), "x")
     assert set(missing(recipe)) == {"task.path", "reward.scorer"}
+    check_task(recipe)  # the file may be where the recipe is to run
     assert "no package 'no_such_package_here'" in missing(recipe)["reward.scorer"]
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    problems = (f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9))
+    (tmp_path / "p.jsonl").write_text("".join(problems))
+    task["heldout_problems"] = 4
     check_environment(recipe_from_data(minimal(task=task, reward={"scorer": "json.tool:main"}), "x"))
+    task["heldout_problems"] = 9
+    assert "9 distinct problems" in missing(recipe_from_data(minimal(task=task), "x"))["task.heldout_problems"]
+    (tmp_path / "p.jsonl").write_text("{")
+    assert "p.jsonl" in missing(recipe_from_data(minimal(task=task), "x"))["task"]
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "said"),
+    [
+        ({"name": "chain_sm"}, "task.name", "did you mean chain_sum, "),
+        ({"config": {"min_trms": 2}}, "task.config", "chain_sum refuses it"),
+        ({"config": {"min_terms": 3, "max_terms": 2}}, "task.config", "chain_sum refuses it"),
+        (
+            {"heldout_problems": 500, "config": {"max_digits": 1, "max_terms": 2}},
+            "task.heldout_problems",
+            "too few",
+        ),
+        ({"name": "gcd", "prompt_style": "compact"}, "task.prompt_style", "only chain_sum"),
+    ],
+)
+def test_a_task_that_cannot_be_is_named(task: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(RecipeError) as info:
+        check_task(recipe_from_data(minimal(task=task), "x"))
+    assert [problem.field for problem in info.value.problems] == [field]
+    assert said in str(info.value)
 
 
 def test_a_local_run_needs_an_actor() -> None:

@@ -25,18 +25,24 @@ def recipe() -> Recipe:
     return recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
 
 
+def update(version: int, transfer_s: float, stall_s: float) -> dict[str, Any]:
+    return {"version": version, "bytes": 10, "transfer_s": transfer_s, "stall_s": stall_s}
+
+
+def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
+    sequences = {"issued": 20, "trained": 16, "in_flight": 4}
+    common = {"step": number, "policy_version": number, "lag_histogram": lags, "sequences": sequences}
+    return {**common, "tokens_trained": sum(lags.values()), "mismatch_kl": 0.25, **more}
+
+
 def records() -> list[dict[str, Any]]:
-    common = {"sequences": {"issued": 20, "trained": 16, "in_flight": 4}, "mismatch_kl": 0.25}
     return [
-        {**common, "step": 1, "policy_version": 1, "heldout_accuracy": 0.25, "tokens_generated": 150, "tokens_trained": 100,
-         "lag_histogram": {"0": 90, "1": 10}, "ess": 0.9, "weight_update": {"version": 0, "bytes": 10, "transfer_s": 1.0, "stall_s": 0.1},
-         "multi_version_fraction": 0.5, "logprob_mismatch": 2e-6},
-        {**common, "step": 2, "policy_version": 2, "heldout_accuracy": None, "tokens_generated": 250, "tokens_trained": 100,
-         "lag_histogram": {"1": 95, "10": 5}, "ess": 0.7, "weight_update": {"version": 1, "bytes": 10, "transfer_s": 3.0, "stall_s": 0.3},
-         "multi_version_fraction": 0.7, "logprob_mismatch": None},
-        {**common, "step": 3, "policy_version": 3, "heldout_accuracy": 0.75, "tokens_generated": 390, "tokens_trained": 50,
-         "lag_histogram": {"2": 50}, "ess": None, "weight_update": None, "multi_version_fraction": 0.6,
-         "actor_busy_fraction": 0.875, "trainer_busy_fraction": 0.5},
+        step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
+             weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
+        step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
+             weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
+        step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
+             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5),
     ]  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class RowBlock:
     sources: Tensor
     """int64[num_rows * row_tokens]: the block's token for each slot; any token where the slot is padding."""
 
+    @property
+    def tokens(self) -> slice:
+        """The block's part of the packed row."""
+        return slice(self.first_token, self.end_token)
+
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
@@ -94,32 +99,40 @@ def _row_block(
 
 
 class _ToRows(torch.autograd.Function):
-    """x [tokens, heads, dim] → [slots, heads, dim]. The gradient of a padding slot is 0, so backward is a gather too."""
+    """x [T, heads, dim] → one [slots, heads, dim] per block. Padding has no gradient, so backward is a gather too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: RowBlock) -> Tensor:
-        ctx.block = block
-        return x.index_select(0, block.sources)
+    def forward(ctx: Any, x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        return tuple(x[block.tokens].index_select(0, block.sources) for block in layout.blocks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.block.slots), None
+        parts = [grad.index_select(0, block.slots) for grad, block in zip(grads, ctx.layout.blocks, strict=True)]
+        return _joined(parts), None
 
 
 class _FromRows(torch.autograd.Function):
-    """y [slots, heads, dim] → [tokens, heads, dim], dropping the padding."""
+    """One y [slots, heads, dim] per block → [T, heads, dim], dropping the padding."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, block: RowBlock) -> Tensor:
-        ctx.block = block
-        return y.index_select(0, block.slots)
+    def forward(ctx: Any, layout: PackedLayout, *ys: Tensor) -> Tensor:
+        ctx.layout = layout
+        return _joined([y.index_select(0, block.slots) for y, block in zip(ys, layout.blocks, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), block = grads, ctx.block
-        rows = grad.new_zeros((block.num_rows * block.row_tokens, *grad.shape[1:]))
-        rows[block.slots] = grad
-        return rows, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(_spread(grads[0][block.tokens], block) for block in ctx.layout.blocks))
+
+
+def _spread(grad: Tensor, block: RowBlock) -> Tensor:
+    """grad [tokens of the block, heads, dim] at the block's slots, 0 at padding."""
+    rows = grad.new_zeros((block.num_rows * block.row_tokens, *grad.shape[1:]))
+    return rows.index_copy_(0, block.slots, grad)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
@@ -131,16 +144,21 @@ def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.devi
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float | None, sliding_window: int | None
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attention of one block: query, key, value [tokens of the block, heads, dim] → [tokens, query heads, dim]."""
-    rows = (block.num_rows, block.row_tokens)
-    q, k, v = (_ToRows.apply(x, block).unflatten(0, rows).transpose(1, 2) for x in (query, key, value))
-    mask = _window_mask(block.row_tokens, sliding_window, query.device)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return _FromRows.apply(out.transpose(1, 2).flatten(0, 1), block)
+    """Attention as padded batches: query, key, value [T, heads, dim] → [T, query heads, dim]."""
+    queries, keys, values = (_ToRows.apply(x, layout) for x in (query, key, value))
+    outputs = []
+    for q, k, v, block in zip(queries, keys, values, layout.blocks, strict=True):
+        rows = (block.num_rows, block.row_tokens)
+        mask = _window_mask(block.row_tokens, sliding_window, query.device)
+        batched = [x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v)]
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            batched[0], batched[1], batched[2], attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _FromRows.apply(layout, *outputs)
 
 
 def _attend_flash(
@@ -189,11 +207,7 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return _attend_flash(q, k, v, packed, scaling, sliding_window)[None], None
-    blocks = []
-    for block in packed.blocks:
-        of_block = slice(block.first_token, block.end_token)
-        blocks.append(_attend_rows(q[of_block], k[of_block], v[of_block], block, scaling, sliding_window))
-    return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[None], None
+    return _attend_rows(q, k, v, packed, scaling, sliding_window)[None], None
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ class CollectivePort:
 
     def __init__(self, sender: WeightSender, *, host: str, port: int = 0, backend: Backend = "gloo") -> None:
         self.manifest: Manifest = sender.manifest
-        self.backend: str = backend
+        self.backend: Backend = backend
         self._sender, self._host, self._backend = sender, host, backend
         self._store = GroupStore(port=port)
         self._meeting: asyncio.Task[WeightGroup] | None = None

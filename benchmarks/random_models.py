@@ -1,0 +1,55 @@
+"""Llama folders with random weights: the same cost per token as trained ones, and nothing to download.
+
+Their tokenizers have no end-of-sequence token: a random model would end anywhere, so lengths are the caller's to set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789+-*/=;#.,()<> "
+
+
+def build_tiny(folder: Path) -> None:
+    """The default recipe's kind of model: 0.8M parameters, one token per character."""
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    _save(config, list(CHARACTERS), folder)
+
+
+def build_smollm2_shape(folder: Path) -> None:
+    """SmolLM2-135M's shape and vocabulary size; the words are made up."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    words = [*CHARACTERS, *(f"w{number}" for number in range(config.vocab_size - len(CHARACTERS)))]
+    _save(config, words, folder)
+
+
+def _save(config: LlamaConfig, words: list[str], folder: Path) -> None:
+    torch.manual_seed(0)
+    config.bos_token_id = config.eos_token_id = None
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

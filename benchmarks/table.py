@@ -1,0 +1,97 @@
+"""The results in benchmarks/README.md, generated from results/*.json so that text and figures cannot differ.
+
+    python -m benchmarks.table
+
+For each benchmark the README has a line `<!-- result: NAME -->` and, after it, `<!-- end -->`; what stands between them is
+replaced. A result file holds its measurements as `rows` (a list of objects) or `cases` (an object of objects); numbers
+and texts in them become columns, `COLUMNS` says which. It measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+README = FOLDER / "README.md"
+_BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CONDITIONS = ("machine", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),
+    "trainer_overhead": (
+        "case",
+        "learner_tokens_per_s",
+        "bare_tokens_per_s",
+        "ratio",
+        "ratio_best",
+        "ratio_cpu_time",
+        "goal",
+        "packing_fill",
+    ),
+}
+"""Columns shown; a benchmark that is not here shows all its numbers and texts."""
+
+
+def filled(text: str, folder: Path = FOLDER / "results") -> str:
+    """`text` with the result of every benchmark that it has a block for."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{result(block[2], folder)}\n\n{block[3]}", text)
+
+
+def result(name: str, folder: Path) -> str:
+    """Markdown of one benchmark's last result."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return f"Not run yet: there is no `results/{name}.json`."
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows = measurements(data)
+    parts = [table(rows, COLUMNS.get(name) or scalar_columns(rows)), conditions(data)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def measurements(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a result; what the result says once for all of them (`goal`) is repeated in each."""
+    shared = {"goal": data["goal"]} if "goal" in data else {}
+    if "rows" in data:
+        return [{**shared, **row} for row in data["rows"]]
+    return [{"case": name, **shared, **case} for name, case in data.get("cases", {}).items()]
+
+
+def scalar_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return tuple(key for key in keys if all(not isinstance(row.get(key), list | dict) for row in rows))
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows])
+
+
+def cell(value: Any) -> str:
+    """Three digits behind the point for ratios, none for large numbers, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def conditions(data: Mapping[str, Any]) -> str:
+    """Where it was measured, as far as the result says."""
+    found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
+    return (
+        "Measured with " + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.items()) + "."
+        if found
+        else ""
+    )
+
+
+def main() -> None:
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Makes the folder of an initial policy: weights as safetensors, configuration, tokenizer.
+
+A folder counts as built when it has `config.json`, which is put there last: whoever is killed on the way leaves no folder
+that looks complete. Keeping built models for the next run is the caller's business (`pipelinerl/local/initial_model.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from pipelinerl.config.recipe import ModelConfig, TaskConfig
+from pipelinerl.config.warmstart import WarmStartConfig
+from pipelinerl.errors import FieldError
+from pipelinerl.tasks.registry import make_source
+from pipelinerl.tasks.source import Split
+from services.trainer.warmstart.smollm2 import load_smollm2
+from services.trainer.warmstart.supervised import OnStep, train
+from services.trainer.warmstart.tokenizer import character_tokenizer
+
+COMPLETE = "config.json"
+_UNFINISHED = ".unfinished"
+_SAY_EVERY_S = 1.0
+
+Say = Callable[[str], None]
+
+
+def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
+    """Builds what `model.source` (`warmstart` or `smollm2`) names in `out`, unless that is complete already.
+
+    `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
+    """
+    if (out / COMPLETE).is_file():
+        say(f"{out} holds a model already")
+        return
+    if model.source == "warmstart":
+        save(*warm_start(model, task, say), out)
+    elif model.source == "smollm2":
+        say("unpacking SmolLM2-135M-Instruct")
+        save(*load_smollm2(), out)
+    else:
+        raise FieldError("model.source", model.source, "only warmstart and smollm2 models are built")
+    say("saved")
+
+
+def warm_start(model: ModelConfig, task: TaskConfig, say: Say) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The small Llama of `model.warmstart`, trained on demonstrations of `task`. Raises `FieldError`."""
+    config = model.warmstart
+    if config is None:
+        raise FieldError("model.warmstart", None, "source 'warmstart' needs this section")
+    tokenizer = character_tokenizer(model.max_context)
+    llama = make_llama(config, tokenizer, model.max_context)
+    train(llama, tokenizer, config, demonstration_questions(config, task), _progress(config, say))
+    return llama, tokenizer
+
+
+def make_llama(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast, max_context: int) -> LlamaForCausalLM:
+    """Random weights by `config.seed`. Leaves torch's global random state as it was."""
+    llama_config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.initializer_std,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return LlamaForCausalLM(llama_config)
+
+
+def demonstration_questions(config: WarmStartConfig, task: TaskConfig) -> Iterator[str]:
+    """Training questions without end, none of them in the held-out split of `task`.
+
+    Raises `FieldError` for a task that the demonstrations cannot work out.
+    """
+    if task.source != "reasoning_gym" or task.name != "chain_sum":
+        raise FieldError("task.name", task.name, "a warm-started model has demonstrations of chain_sum only")
+    if task.prompt_style != "compact":
+        raise FieldError("task.prompt_style", task.prompt_style, "a warm-started model reads compact prompts only")
+    asked = make_source(task, config.seed)
+    heldout = {asked.problem(Split.HELDOUT, index).question for index in range(task.heldout_problems)}
+    lessons = task.model_copy(update={"config": {**task.config, **config.task_config}, "heldout_problems": 1})
+    source = make_source(lessons, config.seed)
+    questions = (source.problem(Split.TRAIN, index).question for index in itertools.count())
+    return (question for question in questions if question not in heldout)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Writes both to folder `out`, `config.json` last."""
+    unfinished = out / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    for file in sorted(unfinished.iterdir(), key=lambda file: file.name == COMPLETE):
+        file.rename(out / file.name)
+    unfinished.rmdir()
+
+
+def _progress(config: WarmStartConfig, say: Say) -> OnStep:
+    started = said = time.monotonic()
+
+    def on_step(steps: int, loss: float) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said < _SAY_EVERY_S and steps < config.steps:
+            return
+        said = now
+        left_s = (now - started) / steps * (config.steps - steps)
+        say(f"warm-start {steps} of {config.steps} steps, loss {loss:.3f}, {left_s:.0f} s left")
+
+    return on_step

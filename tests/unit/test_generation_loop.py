@@ -1,0 +1,345 @@
+"""The actor's loop over an in-memory bus, with an engine and a verifier made for the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.bus.memory import MemoryBus, MemoryServer
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.codec import decode_sequence, encode_group
+from pipelinerl.errors import ServiceError
+from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
+from pipelinerl.types import Sequence as TrainedSequence
+from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
+from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.finishing import Finisher
+from services.actor.gate import ServingGate
+from services.actor.generation import GenerationLoop, defect_of
+from services.actor.held_groups import HeldGroups
+from services.actor.metrics import ActorMetrics
+from tests.unit.builders import RUN, make_group
+
+GOOD = Generation(
+    np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 0, 2),), FinishReason.STOP
+)
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with `answer(request)`, once `gate` is open; counts how many requests are under way."""
+
+    answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    alive: bool = True
+    running: int = 0
+    most_running: int = 0
+    started: list[str] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.started.append(request.request_id)
+        try:
+            await self.open.wait()
+            return self.answer(request)
+        finally:
+            self.running -= 1
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(str(int(token)) for token in token_ids)
+
+    async def check_health(self) -> None:
+        if not self.alive:
+            raise EngineError("the engine process died")
+
+    async def score(self, token_ids: object) -> object:
+        raise AssertionError("not asked for here")
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass
+class ScriptedVerifier:
+    """Answers with `judge(item)` once `up`; a ServiceError is raised as the client would."""
+
+    judge: Callable[[VerifyItem], VerifyOutcome] = lambda item: VerifyOutcome(item.sequence_id, VerifyStatus.OK, 1.0)
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    refuses: bool = False
+
+    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
+        await self.up.wait()
+        if self.refuses:
+            raise ServiceError("refused a batch")
+        return [self.judge(item) for item in items]
+
+
+@dataclass
+class Stage:
+    bus: MemoryBus
+    server: MemoryServer
+    engine: ScriptedEngine
+    verifier: ScriptedVerifier
+    loop: GenerationLoop
+    gate: ServingGate
+    held: HeldGroups
+    running: asyncio.Task[None]
+
+    async def issue(self, *numbers: int, **changes: object) -> None:
+        for number in numbers:
+            group = make_group(number, **changes)  # type: ignore[arg-type]
+            await self.bus.publish_prompt(encode_group(group), group.group_id)
+
+    async def published(self, count: int) -> list[TrainedSequence]:
+        """The first `count` sequences of the log, waiting for them."""
+        found = []
+        async with asyncio.timeout(10), self.bus.read_sequences(1) as entries:
+            async for entry in entries:
+                found.append(decode_sequence(entry.payload, expected_run=RUN))
+                if len(found) == count:
+                    return found
+        raise AssertionError("the log ended")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def stage(
+    *, in_progress: int = 4, buffer_size: int = 8, max_payload_bytes: int = 1024**2, serve: bool = True
+) -> AsyncIterator[Stage]:
+    server = MemoryServer(max_payload_bytes=max_payload_bytes)
+    async with MemoryBus(RUN, server=server, limits=StreamLimits()) as bus:
+        await bus.create_streams()
+        engine, verifier = ScriptedEngine(), ScriptedVerifier()
+        engine.open.set()
+        verifier.up.set()
+        metrics, held, gate = ActorMetrics(CollectorRegistry()), HeldGroups(), ServingGate(max_lag=1)
+        finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
+        loop = GenerationLoop(
+            bus, engine, finisher, held, gate, metrics, instance="a", sequences_in_progress=in_progress, max_context=64
+        )
+        if serve:
+            gate.serve(PolicyVersion(1, 0))
+
+        async def run() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(finisher.run())
+                tasks.create_task(loop.run())
+
+        running = asyncio.create_task(run())
+        try:
+            yield Stage(bus, server, engine, verifier, loop, gate, held, running)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError, ExceptionGroup):
+                await running
+
+
+async def test_every_sample_is_published_and_the_group_acknowledged() -> None:
+    async with stage() as one:
+        await one.issue(0, 1)
+        sequences = await one.published(4)
+        assert sorted(s.sequence_id for s in sequences) == [f"g0000000{g}.{i}" for g in (0, 1) for i in (0, 1)]
+        assert {s.reward for s in sequences} == {1.0}
+        assert sequences[0].completion_text == "7 2"
+        await one.until(lambda: len(one.held) == 0)
+        assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_keeps_h_sequences_in_progress_and_not_more() -> None:
+    async with stage(in_progress=3) as one:
+        one.engine.open.clear()
+        await one.issue(0, 1, 2)
+        await one.until(lambda: one.engine.running == 3)
+        assert one.loop.num_in_progress == 3
+        assert one.engine.started == ["g00000000.0", "g00000000.1", "g00000001.0"]
+        one.engine.open.set()
+        await one.published(6)
+        assert one.engine.most_running == 3
+
+
+async def test_takes_nothing_before_a_version_is_served() -> None:
+    async with stage(serve=False) as one:
+        await one.issue(0)
+        await asyncio.sleep(0)
+        assert one.engine.started == []
+        assert one.gate.reason == "no policy version served yet"
+        one.gate.serve(PolicyVersion(1, 0))
+        assert len(await one.published(2)) == 2
+
+
+async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> None:
+    async with stage(in_progress=2, buffer_size=2) as one:
+        one.verifier.up.clear()
+        await one.issue(*range(10))
+        # 4 workers each hold a batch at most; the buffer holds 2; 2 wait in their slots: then generation stands still.
+        await one.until(lambda: one.loop.num_in_progress == 2 and one.engine.running == 0)
+        assert len(one.engine.started) < 20
+        one.verifier.up.set()
+        assert len({s.sequence_id for s in await one.published(20)}) == 20
+
+
+async def test_an_unreachable_stream_is_waited_for() -> None:
+    async with stage() as one:
+        one.verifier.up.clear()
+        await one.issue(0)
+        await one.until(lambda: len(one.engine.started) == 2)
+        one.server.set_reachable(False)
+        one.verifier.up.set()
+        await one.until(lambda: one.loop.num_in_progress == 0)
+        one.server.set_reachable(True)
+        assert len(await one.published(2)) == 2
+        assert not one.running.done()
+
+
+@pytest.mark.parametrize(
+    ("status", "failure"),
+    [(VerifyStatus.TIMEOUT, "reward_timeout: slow"), (VerifyStatus.BAD_REWARD, "reward_bad_reward: slow")],
+)
+async def test_a_reward_that_fails_costs_that_sequence(status: VerifyStatus, failure: str) -> None:
+    async with stage() as one:
+        one.verifier.judge = lambda item: (
+            VerifyOutcome(item.sequence_id, status, 0.0, message="slow")
+            if item.sequence_id.endswith(".1")
+            else VerifyOutcome(item.sequence_id, VerifyStatus.OK, 0.5)
+        )
+        await one.issue(0)
+        by_index = {s.sample_index: s for s in await one.published(2)}
+        assert (by_index[0].failure, by_index[0].reward) == ("", 0.5)
+        assert by_index[1].failure == failure
+
+
+async def test_a_verifier_that_refuses_ends_as_failed_sequences() -> None:
+    async with stage() as one:
+        one.verifier.refuses = True
+        await one.issue(0)
+        assert {s.failure for s in await one.published(2)} == {"verifier_refused: refused a batch"}
+
+
+async def test_an_engine_that_refuses_a_request_costs_that_sequence() -> None:
+    async with stage() as one:
+
+        def answer(request: GenerationRequest) -> Generation:
+            if request.request_id.endswith(".0"):
+                raise EngineError("bad request")
+            return GOOD
+
+        one.engine.answer = answer
+        await one.issue(0)
+        by_index = {s.sample_index: s for s in await one.published(2)}
+        assert by_index[0].failure == "engine: bad request"
+        assert by_index[1].failure == ""
+
+
+async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() -> None:
+    async with stage() as one:
+
+        def answer(request: GenerationRequest) -> Generation:
+            one.engine.alive = False
+            raise EngineError("lost")
+
+        one.engine.answer = answer
+        await one.issue(0)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(10):
+                await one.running
+        assert raised.group_contains(EngineError, match="the engine process died")
+        assert (await one.bus.prompts_info()).messages == 1
+
+
+@pytest.mark.parametrize(
+    ("generation", "failure"),
+    [
+        (Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP), "empty_completion"),
+        (
+            Generation(np.array([7], np.int32), np.array([np.nan], np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP),
+            "non_finite_logprobs",
+        ),
+        (
+            Generation(np.array([7, 2], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP),
+            "version_spans: cover 1 of 2 tokens",
+        ),
+    ],
+)
+async def test_completions_that_cannot_be_trained_on_are_published_as_failed(generation: Generation, failure: str) -> None:
+    assert defect_of(generation) == failure
+    async with stage() as one:
+        one.engine.answer = lambda request: generation
+        await one.issue(0)
+        sequences = await one.published(2)
+        assert {s.failure for s in sequences} == {failure}
+        assert all(len(s.completion_token_ids) == 0 for s in sequences)
+
+
+async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> None:
+    async with stage() as one:
+        await one.issue(0, prompt=tuple(range(64)))
+        assert {s.failure for s in await one.published(2)} == {"prompt_too_long: 64 tokens, context 64"}
+        assert one.engine.started == []
+
+
+async def test_a_completion_beyond_max_payload_is_accounted_for() -> None:
+    async with stage(max_payload_bytes=2000) as one:
+        long = Generation(
+            np.full(1000, 7, np.int32), np.zeros(1000, np.float32), (VersionSpan(0, 0, 1000),), FinishReason.LENGTH
+        )
+        one.engine.answer = lambda request: long if request.request_id.endswith(".0") else GOOD
+        await one.issue(0)
+        by_index = {s.sample_index: s for s in await one.published(2)}
+        assert by_index[0].failure.startswith("too_large: ")
+        assert "exceeds max_payload" in by_index[0].failure
+        assert by_index[1].failure == ""
+
+
+async def test_a_prompt_group_that_does_not_parse_is_set_aside() -> None:
+    async with stage() as one:
+        await one.bus.publish_prompt(b"\xff\xff", "nonsense")
+        await one.issue(0)
+        assert len(await one.published(2)) == 2
+        await one.until(lambda: len(one.held) == 0)
+        assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_samples_already_published_are_not_generated_again() -> None:
+    async with stage() as one:
+        await one.issue(0, num_samples=3, done_samples=(0, 2))
+        assert [s.sample_index for s in await one.published(1)] == [1]
+        await one.until(lambda: len(one.held) == 0)
+
+
+async def test_a_group_that_was_delivered_too_often_ends_as_failed_sequences() -> None:
+    async with stage(serve=False) as one:
+        await one.issue(0)
+        for _ in range(one.bus.limits.max_deliveries):
+            delivery = await one.bus.next_prompt(1.0)
+            assert delivery is not None
+            await delivery.give_back()
+        one.gate.serve(PolicyVersion(1, 0))
+        assert {s.failure for s in await one.published(2)} == {"redelivered_too_often"}
+        await one.until(lambda: len(one.held) == 0)
+        assert one.engine.started == []
+
+
+def test_the_gate_closes_beyond_max_lag_and_while_draining() -> None:
+    gate = ServingGate(max_lag=1)
+    gate.serve(PolicyVersion(1, 3))
+    gate.announce(PolicyVersion(1, 5))
+    assert gate.is_open
+    gate.announce(PolicyVersion(1, 6))
+    assert gate.reason == "serves 1:3, more than max_lag = 1 behind 1:6"
+    gate.announce(PolicyVersion(2, 3))
+    assert not gate.is_open
+    gate.serve(PolicyVersion(2, 3))
+    assert gate.is_open
+    gate.drain()
+    assert gate.reason == "draining"

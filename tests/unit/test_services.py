@@ -1,0 +1,131 @@
+"""How services of a local run are started: every variable that is set is a setting, every required setting is set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.load import recipe_from_data
+from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from pipelinerl.local.initial_model import build_config, cache_folder, cache_key
+from pipelinerl.local.process import Launch
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.local.services import ServiceCommands, ServiceLaunches
+from pipelinerl.local.stop_budget import StopBudget
+from pipelinerl.local.supervisor import RestartPolicy
+from pipelinerl.local.threads import ThreadPlan
+from pipelinerl.service.address import ServiceAddress
+
+NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
+
+
+def launches(tmp_path: Path, **sections: object) -> ServiceLaunches:
+    data = {"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}, "actor": {"count": 3}, **sections}
+    recipe, run = recipe_from_data(data, "tiny"), RunDir(tmp_path, "tiny-run")
+    return ServiceLaunches(recipe, run, ThreadPlan(4, 2), {"PATH": "/bin"}, ServiceCommands(), nats_url=NATS)
+
+
+def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    for name, value in launch.environment.items():
+        monkeypatch.setenv(name, value)
+    return kind()  # type: ignore[call-arg]
+
+
+def test_every_variable_is_a_setting(tmp_path: Path) -> None:
+    made = launches(tmp_path)
+    for launch, kind in [
+        (made.verifier(), VerifierSettings),
+        (made.trainer(VERIFIER, "/model"), TrainerSettings),
+        (made.actor(1, VERIFIER, "/model"), ActorSettings),
+    ]:
+        own = {name for name in launch.environment if name.startswith("PIPELINERL_")}
+        assert own <= {f"PIPELINERL_{name.upper()}" for name in kind.model_fields}, launch.name
+        assert launch.environment["PATH"] == "/bin"
+
+
+def test_settings_of_each_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = launches(tmp_path)
+    trainer = settings_of(made.trainer(VERIFIER, "/model"), TrainerSettings, monkeypatch)
+    assert isinstance(trainer, TrainerSettings)
+    assert (trainer.run, trainer.instance, trainer.nats_url) == ("tiny-run", "trainer", NATS)
+    assert (trainer.verifier, trainer.model_dir, trainer.expected_actors) == (VERIFIER, "/model", 3)
+    assert (trainer.run_dir, trainer.recipe) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
+    assert (trainer.die_with_parent, trainer.grpc_port, trainer.http_port) == (True, 0, 0)
+    actor = settings_of(made.actor(2, VERIFIER, "/model"), ActorSettings, monkeypatch)
+    assert (actor.instance, actor.address_file) == ("actor-2", tmp_path.resolve() / "addresses" / "actor-2.json")
+
+
+def test_threads_reach_the_processes(tmp_path: Path) -> None:
+    made = launches(tmp_path)
+    assert made.trainer(VERIFIER, "").environment["OMP_NUM_THREADS"] == "4"
+    assert made.actor(0, VERIFIER, "").environment["OMP_NUM_THREADS"] == "2"
+    assert made.verifier().environment["OMP_NUM_THREADS"] == "1"
+    assert made.initial_model((), all_cores=8).environment["OMP_NUM_THREADS"] == "8"
+
+
+def test_a_restarted_verifier_keeps_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launches(tmp_path).verifier(again=ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1))
+    settings = settings_of(launch, VerifierSettings, monkeypatch)
+    assert (settings.grpc_port, settings.http_port) == (5000, 5001)
+
+
+# Restarts
+
+
+def test_restarts_wait_longer_each_time_and_end() -> None:
+    policy = RestartPolicy(limit=3, first_delay_s=1.0, factor=2.0)
+    assert [policy.delay_s(n, exit_code=1, served=True) for n in range(5)] == [1.0, 2.0, 4.0, None, None]
+
+
+def test_a_service_that_never_served_gets_one_more_chance_a_users_mistake_none() -> None:
+    policy = RestartPolicy()
+    assert [policy.delay_s(n, exit_code=-9, served=False) for n in range(3)] == [1.0, None, None]
+    assert policy.delay_s(0, exit_code=2, served=True) is None
+    assert policy.delay_s(0, exit_code=0, served=True) == 1.0
+
+
+# Stopping
+
+
+def test_the_time_to_stop_is_shared_and_runs_from_the_first_stop() -> None:
+    now = 100.0
+    budget = StopBudget(lambda: now, within_s=12.0)
+    assert not budget.started
+    assert budget.grace_s("trainer") == 7.0
+    assert budget.started
+    now = 107.0
+    assert budget.grace_s("actor") == 2.5
+    now = 109.5
+    assert budget.grace_s("verifier") == 1.5
+    now = 111.0
+    assert budget.grace_s("nats") == 1.0
+    now = 200.0
+    assert budget.grace_s("nats") == 0.2
+
+
+def test_a_quick_service_leaves_its_time_to_the_next() -> None:
+    now = 0.0
+    budget = StopBudget(lambda: now, within_s=12.0)
+    budget.start()
+    now = 1.0
+    assert budget.grace_s("actor") == 8.5
+
+
+# The cache of initial models
+
+
+def test_the_key_is_of_what_the_model_depends_on(tmp_path: Path) -> None:
+    def key(**sections: object) -> str:
+        return cache_key(build_config(launches(tmp_path, **sections).recipe))
+
+    same = key()
+    assert key(trainer={"steps": 7}, seed=3, actor={"count": 1}) == same
+    assert key(task={"config": {"min_terms": 2}}) != same
+    assert key(model={"source": "hub", "name": "a/c"}) != same
+
+
+def test_where_the_cache_is() -> None:
+    assert cache_folder({"PIPELINERL_CACHE": "/somewhere"}) == Path("/somewhere")
+    assert cache_folder({"XDG_CACHE_HOME": "/xdg"}) == Path("/xdg/pipelinerl")
+    assert cache_folder({}) == Path.home() / ".cache" / "pipelinerl"
