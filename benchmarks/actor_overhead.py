@@ -1,6 +1,6 @@
 """What the actor costs over bare vLLM: completion tokens per second of both, on one engine, in one run.
 
-    python -m benchmarks.actor_overhead [--pairs 5] [--threads 0] [--only tiny|smollm2] [--output FILE]
+    python -m benchmarks.actor_overhead [--pairs 5] [--threads 0] [--random-weights] [--only tiny|smollm2] [--output FILE]
 
 `actor` is the service's own generation loop and finisher: prompts from a real nats-server, rewards from a real verifier
 process, every sequence published and every group acknowledged. `bare` is `AsyncLLM.generate` in a plain loop with the
@@ -8,8 +8,8 @@ same engine, prompts, sampling and number of sequences in progress; it asks for 
 them. `bare_without_logprobs` is there for information. The sides take turns, so that whatever else the machine does hits
 both; `ratio` is the median over pairs of neighbouring rounds, `ratio_best` compares the fastest round of each.
 
-The models are those of the recipes `arithmetic` and `smollm2`; where a recipe's model cannot be had, one of the same
-shape with random weights takes its place (`weights` says which). Not measured here: weight updates.
+The models are those of the recipes `arithmetic` and `smollm2`; `--random-weights`, or a 135M model whose package is not
+installed, puts one of the same shape and with lengths drawn beforehand in its place. Not measured here: weight updates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.actor_cases import CASES, Case
-from benchmarks.generation_rounds import Round, actor_round, bare_round, renamed
+from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round, renamed
 from pipelinerl.bus import jetstream
 from pipelinerl.config.load import recipe_yaml
 from pipelinerl.local.initial_model import initial_model
@@ -77,6 +76,7 @@ async def stage(case: Case, threads: ThreadPlan) -> AsyncIterator[Stage]:
         started = await stack.enter_async_context(process("verifier", launches.verifier()))
         address = await started.ready(START_S)
         engine = await stack.enter_async_context(start_engine(case.recipe, model_dir))
+        await engine.llm.update_weight_version(str(VERSION))
         bus = await stack.enter_async_context(streams(run_dir))
         verifier = await stack.enter_async_context(VerifierClient(address.grpc))
         yield Stage(case, case.groups(run_dir.name, model_dir), engine, bus, verifier)
@@ -117,9 +117,7 @@ async def run_case(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, Any
 
 def result(case: Case, threads: ThreadPlan, rounds: Mapping[str, list[Round]], plain: Round) -> dict[str, Any]:
     rates = {side: [done.tokens_per_s for done in rounds[side]] for side in SIDES}
-    front = {
-        side: statistics.median(1e6 * done.front_cpu_s / done.tokens for done in rounds[side]) for side in SIDES
-    }
+    front = {side: statistics.median(1e6 * done.front_cpu_s / done.tokens for done in rounds[side]) for side in SIDES}
     return {
         "goal": case.goal,
         "ratio": round(statistics.median(a / b for a, b in zip(rates["actor"], rates["bare"], strict=True)), 3),
@@ -144,6 +142,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="rounds of each side that are counted")
     parser.add_argument("--threads", type=int, default=0, help="of vLLM's engine; 0 = as a local run sets them")
     parser.add_argument("--only", choices=sorted(CASES), help="one model instead of both")
+    parser.add_argument("--random-weights", action="store_true", help="build no recipe's model")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     cores = available_cores()
@@ -152,7 +151,7 @@ def main() -> None:
     os.environ.update(threads.actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
     cases = {}
     for name in [arguments.only] if arguments.only else CASES:
-        cases[name] = asyncio.run(run_case(CASES[name](), threads, arguments.pairs))
+        cases[name] = asyncio.run(run_case(CASES[name](arguments.random_weights), threads, arguments.pairs))
         print(name, json.dumps(cases[name], indent=2), flush=True)
     machine = {"cores": cores, "load_average_after": round(os.getloadavg()[0], 2)}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

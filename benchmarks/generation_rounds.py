@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.codec import encode_group
+from pipelinerl.codec import decode_sequence, encode_group
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
 from pipelinerl.types import PolicyVersion, PromptGroup
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
 
 KEEP_ALIVE_S = 10.0
+VERSION = PolicyVersion(1, 0)
+"""What the engine's weights are labelled, as after a trainer's first update."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,7 @@ async def timed(generate: Callable[[], Awaitable[int]]) -> Round:
     return Round(tokens, time.perf_counter() - began_s, time.process_time() - began_cpu_s)
 
 
-async def bare_round(
-    engine: VllmEngine, groups: Sequence[PromptGroup], in_progress: int, *, logprobs: bool
-) -> Round:
+async def bare_round(engine: VllmEngine, groups: Sequence[PromptGroup], in_progress: int, *, logprobs: bool) -> Round:
     """`AsyncLLM.generate` under a semaphore; final outputs only, and nothing is done with them."""
     slots = asyncio.Semaphore(in_progress)
 
@@ -99,65 +98,81 @@ def bare_sampling(group: PromptGroup, logprobs: bool) -> VllmSamplingParams:
 
 
 async def actor_round(
-    engine: VllmEngine,
-    groups: Sequence[PromptGroup],
-    recipe: Recipe,
-    bus: Bus,
-    verifier: VerifierClient,
-    watched: AbstractContextManager[object] | None = None,
+    engine: VllmEngine, groups: Sequence[PromptGroup], recipe: Recipe, bus: Bus, verifier: VerifierClient
 ) -> Round:
     """From the first prompt fetched to the last sequence stored and the last group acknowledged.
 
-    The groups are on PROMPTS before the clock starts. Raises `ServiceError` when a sequence failed.
+    The groups are on PROMPTS before the clock starts, and what was stored is read back after it has stopped: tokens are
+    counted there. Raises `ServiceError` when a sequence failed or a group is still held.
     """
+    position = (await bus.sequences_info()).last_position + 1
+    num_sequences = sum(group.num_samples for group in groups)
     for group in groups:
         await bus.publish_prompt(encode_group(group), group.group_id)
-    metrics, held, gate = ActorMetrics(CollectorRegistry()), HeldGroups(), ServingGate(recipe.algorithm.max_lag)
-    left, stored = sum(group.num_samples for group in groups), asyncio.Event()
+    actor = Actor(engine, recipe, bus, verifier, num_sequences)
+    done = await timed(actor.run)
+    if len(actor.held):
+        raise ServiceError(f"{len(actor.held)} groups are not acknowledged")
+    return replace(done, tokens=await stored_tokens(bus, position, num_sequences))
 
-    async def on_published(group: PromptGroup, sample_index: int) -> None:
-        nonlocal left
-        await held.published(group, sample_index)
-        left -= 1
-        if left == 0:
-            stored.set()
 
-    finisher = Finisher(
-        bus,
-        verifier,
-        metrics,
-        on_published,
-        buffer_size=recipe.actor.publish_buffer,
-        batch_size=recipe.actor.verify_batch,
-    )
-    generation = GenerationLoop(
-        bus,
-        engine,
-        finisher,
-        held,
-        gate,
-        metrics,
-        instance="actor-0",
-        sequences_in_progress=recipe.actor.sequences_in_progress,
-        max_context=recipe.model.max_context,
-    )
-    gate.serve(PolicyVersion(1, 0))
+class Actor:
+    """The service's own parts, wired as it wires them, for `num_sequences` sequences."""
 
-    async def generate() -> int:
+    def __init__(
+        self, engine: VllmEngine, recipe: Recipe, bus: Bus, verifier: VerifierClient, num_sequences: int
+    ) -> None:
+        metrics, gate = ActorMetrics(CollectorRegistry()), ServingGate(recipe.algorithm.max_lag)
+        gate.serve(VERSION)
+        self.held = HeldGroups()
+        self._left, self._stored = num_sequences, asyncio.Event()
+        self._finisher = Finisher(
+            bus,
+            verifier,
+            metrics,
+            self._published,
+            buffer_size=recipe.actor.publish_buffer,
+            batch_size=recipe.actor.verify_batch,
+        )
+        self._generation = GenerationLoop(
+            bus,
+            engine,
+            self._finisher,
+            self.held,
+            gate,
+            metrics,
+            instance="actor-0",
+            sequences_in_progress=recipe.actor.sequences_in_progress,
+            max_context=recipe.model.max_context,
+        )
+
+    async def run(self) -> int:
+        """Until everything is stored. Returns 0: tokens are counted where they are stored."""
         async with asyncio.TaskGroup() as tasks:
-            parts = (finisher.run(), generation.run(), held.keep_alive(KEEP_ALIVE_S))
+            parts = (self._finisher.run(), self._generation.run(), self.held.keep_alive(KEEP_ALIVE_S))
             running = [tasks.create_task(part) for part in parts]
-            await stored.wait()
+            await self._stored.wait()
             for task in running:
                 task.cancel()
-        return metrics.tokens_total
+        return 0
 
-    with watched or nullcontext():
-        round_ = await timed(generate)
-    failures = [sample.labels for metric in metrics.failed.collect() for sample in metric.samples if sample.value]
-    if failures or len(held):
-        raise ServiceError(f"the round is not clean: failures {failures}, groups still held {len(held)}")
-    return round_
+    async def _published(self, group: PromptGroup, sample_index: int) -> None:
+        await self.held.published(group, sample_index)
+        self._left -= 1
+        if self._left == 0:
+            self._stored.set()
+
+
+async def stored_tokens(bus: Bus, position: int, num_sequences: int) -> int:
+    """Completion tokens of the `num_sequences` sequences from `position` on. Raises `ServiceError` for a failed one."""
+    tokens = 0
+    async with bus.read_sequences(position) as entries:
+        for _ in range(num_sequences):
+            sequence = decode_sequence((await anext(entries)).payload, expected_run=bus.run)
+            if sequence.failure:
+                raise ServiceError(f"sequence {sequence.sequence_id} failed: {sequence.failure}")
+            tokens += sequence.num_completion_tokens
+    return tokens
 
 
 def renamed(groups: Sequence[PromptGroup], prefix: str) -> list[PromptGroup]:

@@ -11,25 +11,29 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipelinerl.config.recipe import Recipe
+
 CHARACTERS = "0123456789+-*/=;#.,()<> "
 
 
-def build_tiny(folder: Path) -> None:
-    """The default recipe's kind of model: 0.8M parameters, one token per character."""
+def build_tiny(recipe: Recipe, folder: Path) -> None:
+    """The model that the recipe's warm-start would train; one token per character."""
+    warmstart = recipe.model.warmstart
+    assert warmstart is not None
     config = LlamaConfig(
         vocab_size=len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
+        hidden_size=warmstart.hidden_size,
+        intermediate_size=warmstart.intermediate_size,
+        num_hidden_layers=warmstart.num_layers,
+        num_attention_heads=warmstart.num_heads,
+        num_key_value_heads=warmstart.num_heads,
+        head_dim=warmstart.head_dim,
+        max_position_embeddings=recipe.model.max_context,
     )
     _save(config, list(CHARACTERS), folder)
 
 
-def build_smollm2_shape(folder: Path) -> None:
+def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:
     """SmolLM2-135M's shape and vocabulary size; the words are made up."""
     config = LlamaConfig(
         vocab_size=49152,

@@ -32,6 +32,16 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "goal",
         "packing_fill",
     ),
+    "actor_overhead": (
+        "case",
+        "weights",
+        "actor_tokens_per_s",
+        "bare_tokens_per_s",
+        "bare_without_logprobs_tokens_per_s",
+        "ratio",
+        "ratio_best",
+        "goal",
+    ),
 }
 """Columns shown; a benchmark that is not here shows all its numbers and texts."""
 

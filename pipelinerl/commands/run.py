@@ -26,7 +26,7 @@ def execute(args: argparse.Namespace) -> int:
     from datetime import datetime
 
     from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import check_environment, check_task
+    from pipelinerl.config.preflight import check_environment
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.run_dir import create_run_dir
@@ -34,7 +34,6 @@ def execute(args: argparse.Namespace) -> int:
 
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     recipe = load_recipe(args.recipe, overrides)
-    check_task(recipe)
     check_environment(recipe)
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
     with open_display() as display:

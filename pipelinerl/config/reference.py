@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -68,6 +68,8 @@ def _row(path: str, field: FieldInfo) -> str:
 
 def _type(annotation: Any) -> str:
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
     if origin is Literal:
         return "choice"
     if origin in (Union, types.UnionType):
@@ -103,7 +105,22 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _bounds(field: FieldInfo) -> Iterator[str]:
-    for constraint in field.metadata:
+    """The field's own bounds, then those of a list's items."""
+    yield from _signs(field.metadata)
+    if get_origin(field.annotation) in (list, tuple):
+        items = get_args(field.annotation)[0]
+        of_items = [constraint for info in getattr(items, "__metadata__", ()) for constraint in _constraints(info)]
+        yield from (f"each {sign}" for sign in _signs(of_items))
+
+
+def _constraints(info: Any) -> list[Any]:
+    return info.metadata if isinstance(info, FieldInfo) else [info]
+
+
+def _signs(constraints: Iterable[Any]) -> Iterator[str]:
+    for constraint in constraints:
+        if isinstance(constraint, annotated_types.MinLen):
+            yield f"at least {constraint.min_length} of them"
         for kind, sign in _SIGNS.items():
             if isinstance(constraint, kind):
                 yield f"{sign} {getattr(constraint, kind.__name__.lower())}"

@@ -82,7 +82,9 @@ async def _build(
     beside.mkdir(parents=True)
     config_file = launches.run_dir.path.resolve() / "warmstart.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    launch = launches.initial_model(("--config", str(config_file), "--out", str(beside)), available_cores())
+    launch = launches.initial_model(
+        ("--config", str(config_file), "--out", str(beside)), max(1, available_cores() // 2)
+    )
     try:
         async with run_process("warmstart", launch) as process, background(_repeat_log(launch.log, say)):
             code = await process.wait()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 PLAIN_EVERY_S = 5.0
-"""Plain lines come at most this often, the last step's always."""
+"""Plain lines of steps come at most this often, the last step's always."""
+_PHASE_EVERY_S = 2.0
+"""Plain lines of phases before the first step come at most this often."""
 
 
 class Display(Protocol):
@@ -37,11 +39,12 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """One line for a step, at most one every `every_s`, and one for each new phase."""
+    """One line for a step, at most one every `every_s`; before the first step, what the run is at."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
-        self._shown_step, self._shown_at_s, self._shown_phase = 0, float("-inf"), ""
+        self._shown_step, self._shown_at_s = 0, float("-inf")
+        self._shown_phase, self._phase_at_s = "", float("-inf")
 
     def __enter__(self) -> Self:
         return self
@@ -53,8 +56,9 @@ class PlainDisplay:
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        if state.step == 0 and state.phase != self._shown_phase:
-            self._shown_phase = state.phase
+        phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
+        if state.step == 0 and state.phase != self._shown_phase and phase_due:
+            self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
         due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
         if state.step > self._shown_step and due:

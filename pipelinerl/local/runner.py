@@ -187,6 +187,8 @@ class LocalRun:
             yield process
         finally:
             await process.terminate(self._budget.grace_s(kind) if process.returncode is None else _ENDED_GRACE_S)
+            if not (self._over or self._budget.started):  # the run goes on without it
+                self._forget(launch.name)
 
     @asynccontextmanager
     async def _stopped_after(self, kind: str, services: Sequence[SupervisedService]) -> AsyncIterator[None]:
@@ -210,6 +212,10 @@ class LocalRun:
     def _record(self, name: str, pid: int, kill: Callable[[], None]) -> None:
         self._pids[name] = pid
         self._killers.append(kill)
+        write_json(self.run_dir.pids, self._pids)
+
+    def _forget(self, name: str) -> None:
+        del self._pids[name]
         write_json(self.run_dir.pids, self._pids)
 
     def _on_death(self, died: ServiceDied, delay_s: float) -> None:

@@ -2,13 +2,18 @@
 
 A family generates from a seed, in blocks of `BLOCK` problems whose seed is derived from the run's seed, the split and the
 block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
+
+A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets: theirs are
+the same problems in another process only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -33,8 +38,8 @@ class ReasoningGymSource:
         self._family, self._config, self._seed = family, dict(config), seed
         self._num_heldout, self._compact = num_heldout, compact
         check_family(family)
-        self._block = lru_cache(maxsize=8)(self._generate)
-        self._block(Split.HELDOUT, 0)
+        self._block = lru_cache(maxsize=8)(self._make_block)
+        self._entry(Split.HELDOUT, 0, 0)
 
     def problem(self, split: Split, index: int) -> Problem:
         if split is Split.HELDOUT:
@@ -63,22 +68,27 @@ class ReasoningGymSource:
     def _candidate(self, split: Split, index: int, attempt: int) -> Problem:
         # Later attempts come from blocks that no index reaches at first.
         block, within = divmod(index, BLOCK)
-        entry = self._block(split, block if attempt == 0 else -(attempt + MOST_TRIES * block))[within]
+        entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
         question = compact_question(entry) if self._compact else entry["question"]
         reference = {"answer": entry["answer"], "dataset": self._family, "entry": entry}
         return Problem(self._family, question, reference)
 
-    def _generate(self, split: Split, block: int) -> list[dict[str, Any]]:
-        from reasoning_gym import create_dataset
-
-        run_seed = HELDOUT_SEED if split is Split.HELDOUT else self._seed
+    def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
+        """Generated when asked for: one entry of the slow families takes a second."""
         try:
-            dataset = create_dataset(
-                self._family, seed=derived_seed(run_seed, split, block), size=BLOCK, **self._config
-            )
-            return [dict(dataset[position]) for position in range(BLOCK)]
+            dataset, seed = self._block(split, block)
+            with _global_random(seed + within):
+                return dict(dataset[within])
         except (TypeError, ValueError, AssertionError) as error:
             raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
+
+    def _make_block(self, split: Split, block: int) -> tuple[Any, int]:
+        """A data set of `BLOCK` entries, not generated yet, and its seed."""
+        from reasoning_gym import create_dataset
+
+        seed = derived_seed(HELDOUT_SEED if split is Split.HELDOUT else self._seed, split, block)
+        with _global_random(seed):
+            return create_dataset(self._family, seed=seed, size=BLOCK, **self._config), seed
 
     def _too_few(self) -> FieldError:
         return FieldError(
@@ -86,6 +96,17 @@ class ReasoningGymSource:
             self._num_heldout,
             f"{self._family} with {self._config} has too few distinct problems; lower it or make the task larger",
         )
+
+
+@contextmanager
+def _global_random(seed: int) -> Iterator[None]:
+    """Python's global generator seeded for a moment: some families (list_functions) draw from it besides their own."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 def derived_seed(run_seed: int, split: Split, block: int) -> int:

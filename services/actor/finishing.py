@@ -73,8 +73,9 @@ class Finisher:
         while True:
             batch = await self._next_batch()
             try:
-                for sample in await self._rewarded(batch):
-                    await self._publish(sample)
+                async with asyncio.TaskGroup() as tasks:  # at once: one round trip to the stream, not one for each
+                    for sample in await self._rewarded(batch):
+                        tasks.create_task(self._publish(sample))
             finally:
                 for _ in batch:
                     self._buffer.task_done()
@@ -98,29 +99,32 @@ class Finisher:
             self._metrics.verify_seconds.observe(time.monotonic() - started)
             outcomes = {outcome.sequence_id: outcome for outcome in results}
         return [
-            replace(sample, sequence=with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
+            FinishedSample(sample.group, with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
             for sample in batch
         ]
 
     async def _publish(self, sample: FinishedSample) -> None:
-        sequence = sample.sequence
-        if sequence.failure:
-            self._metrics.failed.labels(sequence.failure.partition(":")[0]).inc()
         started = time.monotonic()
-        await self._store(sequence)
+        failure = await self._store(sample.sequence)
         self._metrics.publish_seconds.observe(time.monotonic() - started)
-        await self._on_published(sample.group, sequence.sample_index)
+        if failure:
+            self._metrics.failed.labels(failure.partition(":")[0]).inc()
+        await self._on_published(sample.group, sample.sequence.sample_index)
 
-    async def _store(self, sequence: Sequence) -> None:
-        """Publishes until the stream has it; a record beyond max_payload is stored as a failure without its arrays."""
-        payload, delay_s = encoded(sequence), RETRY_FIRST_S
+    async def _store(self, sequence: Sequence) -> str:
+        """Publishes until the stream has it, and returns the failure that was stored; empty for a good sequence.
+
+        A record beyond max_payload is stored as a failure without its arrays.
+        """
+        (payload, failure), delay_s = encoded(sequence), RETRY_FIRST_S
         while True:
             try:
                 await self._bus.publish_sequence(payload, sequence.sequence_id)
-                return
+                return failure
             except PayloadTooLarge as error:
                 log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
-                payload = encode_sequence(without_text(without_arrays(sequence, f"too_large: {error}")))
+                failure = f"too_large: {error}"
+                payload = encode_sequence(without_text(without_arrays(sequence, failure)))
             except BusError as error:
                 log.warning("cannot publish %s, trying again in %.1f s: %s", sequence.sequence_id, delay_s, error)
                 await asyncio.sleep(delay_s)
@@ -159,12 +163,14 @@ def failed_sample(sample: FinishedSample, failure: str) -> FinishedSample:
     return replace(sample, sequence=without_arrays(sample.sequence, failure[:500]))
 
 
-def encoded(sequence: Sequence) -> bytes:
-    """The message; what the trainer could not read is sent as a failure with the reason."""
+def encoded(sequence: Sequence) -> tuple[bytes, str]:
+    """The message, and its failure. What the trainer could not read becomes a failure that says why."""
     try:
-        return encode_sequence(sequence)
+        return encode_sequence(sequence), sequence.failure
     except MessageError as error:
-        return encode_sequence(without_arrays(sequence, f"invalid: {error}"[:500]))
+        log.error("sequence %s is not one that a trainer could read: %s", sequence.sequence_id, error)
+        failure = f"invalid: {error}"[:500]
+        return encode_sequence(without_arrays(sequence, failure)), failure
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:

@@ -112,10 +112,8 @@ class GenerationLoop:
 
     async def _sample(self, group: PromptGroup, sample_index: int) -> None:
         try:
-            started = time.monotonic()
             sequence = await self._generate(group, sample_index)
             self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
-            sequence = with_text(sequence, self._engine, time.monotonic() - started)
             await self._finisher.put(FinishedSample(group, sequence))
         finally:
             self._leave()
@@ -135,13 +133,15 @@ class GenerationLoop:
             sampling=group.sampling,
             seed=group.seed + sample_index if group.seed else None,
         )
+        started = time.monotonic()
         try:
             generation = await self._engine.generate(request)
         except EngineError as error:
             await self._engine.check_health()
             log.error("sequence %s failed: %s", request.request_id, error)
             return failed_sequence(group, sample_index, self._instance, f"engine: {error}"[:500])
-        return sequence_of(group, sample_index, self._instance, generation)
+        text = self._engine.decode(generation.token_ids)
+        return sequence_of(group, sample_index, self._instance, generation, text, time.monotonic() - started)
 
     def _enter(self) -> None:
         self.num_in_progress += 1
@@ -157,7 +157,14 @@ class GenerationLoop:
         self._metrics.in_progress.set(self.num_in_progress)
 
 
-def sequence_of(group: PromptGroup, sample_index: int, actor: str, generation: Generation) -> Sequence:
+def sequence_of(
+    group: PromptGroup,
+    sample_index: int,
+    actor: str,
+    generation: Generation,
+    text: str = "",
+    generation_s: float = 0.0,
+) -> Sequence:
     """A finished completion as a sequence without reward; what cannot be trained on carries its reason."""
     defect = defect_of(generation)
     sequence = Sequence(
@@ -174,8 +181,10 @@ def sequence_of(group: PromptGroup, sample_index: int, actor: str, generation: G
         reward=0.0,
         finish_reason=generation.finish_reason,
         actor=actor,
+        completion_text=text,
         prompt_text=group.prompt_text,
         reference_json=group.reference_json,
+        generation_s=generation_s,
     )
     return without_arrays(sequence, defect) if defect else sequence
 
@@ -196,8 +205,3 @@ def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: 
     """Accounts for a sample that was not generated."""
     nothing = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP)
     return replace(sequence_of(group, sample_index, actor, nothing), failure=failure)
-
-
-def with_text(sequence: Sequence, engine: InferenceEngine, generation_s: float) -> Sequence:
-    text = engine.decode(sequence.completion_token_ids)
-    return replace(sequence, completion_text=text, generation_s=generation_s)

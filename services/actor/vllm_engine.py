@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,10 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
+        if os.environ.get("UNI"):
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+            arguments["distributed_executor_backend"] = UniProcExecutor
     if recipe.model.source == "hub" and recipe.model.revision:
         arguments["revision"] = recipe.model.revision
     if engine.max_batched_tokens:
@@ -90,7 +95,9 @@ class VllmEngine:
         self._tokenizer = llm.get_tokenizer()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        output = await self._run(request.request_id, request.prompt_token_ids, vllm_sampling(request))
+        output = await self._run(
+            request.request_id, request.prompt_token_ids, vllm_sampling(request.sampling, request.seed)
+        )
         return generation_of(output.outputs[0])
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
@@ -107,7 +114,7 @@ class VllmEngine:
         return np.asarray(scored, dtype=np.float32)
 
     def decode(self, token_ids: Sequence[int] | TokenIds) -> str:
-        return str(self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
+        return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     async def check_health(self) -> None:
         if self.llm.errored:
@@ -130,18 +137,19 @@ class VllmEngine:
         return final
 
 
-def vllm_sampling(request: GenerationRequest) -> VllmSamplingParams:
+@lru_cache(maxsize=64)
+def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
+    """What vLLM is asked for; the same object for the same question, since vLLM copies it."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling: SamplingParams = request.sampling
     return VllmSamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids) or None,
-        seed=request.seed,
+        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

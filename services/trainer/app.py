@@ -16,6 +16,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
+from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.config.load import load_recipe
@@ -180,8 +181,11 @@ class TrainingRun:
             finished = await self._train(stop)
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
-            counts = self._books.ledger.counts.as_dict()
-            summary = self._report.write_summary(counts, self._loop.version, interrupted=not finished)
+            ledger = self._books.ledger
+            reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
+            summary = self._report.write_summary(
+                ledger.counts.as_dict(), reasons, self._loop.version, interrupted=not finished
+            )
             log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
             await self._say_end(finished)
             await self._feed.end()
@@ -258,6 +262,7 @@ class TrainingRun:
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
+        self._metrics.bad_messages.set(self._intake.bad_messages)
         self._fed_records.put_nowait(record)
         self._context.policy_version = self._loop.version
         log.info(

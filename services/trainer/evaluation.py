@@ -115,17 +115,16 @@ class HeldoutEvaluator:
 
     def _is_of(self, version: int, completion: EvaluatedCompletion) -> bool:
         versions = {(span.incarnation, span.version) for span in completion.spans}
-        if completion.failure or versions != {(self._incarnation, version)}:
-            log.warning(
-                "held-out problem %s: %s",
-                completion.problem_id,
-                completion.failure or f"sampled by versions {versions}",
-            )
+        if completion.failure:
+            log.warning("held-out problem %s counts as wrong: %s", completion.problem_id, completion.failure)
+            return True
+        if versions != {(self._incarnation, version)}:
+            log.warning("held-out problem %s is asked again: sampled by versions %s", completion.problem_id, versions)
             return False
         return True
 
     async def _judge(self, version: int, completions: dict[str, EvaluatedCompletion]) -> HeldoutResult:
-        items = [self._item(completion) for completion in completions.values()]
+        items = [self._item(completion) for completion in completions.values() if not completion.failure]
         rewards = {outcome.sequence_id: outcome for outcome in await self._verifier.verify(items)}
         right = sum(1 for outcome in rewards.values() if outcome.ok and outcome.reward >= self._correct_reward - 1e-9)
         samples = tuple(

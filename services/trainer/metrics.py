@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
 from services.trainer.records import StepRecord
-
-LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class TrainerMetrics:
@@ -32,13 +32,13 @@ class TrainerMetrics:
         self.epoch = Gauge(prefix + "epoch", "Number of the group's membership.", registry=registry)
         self.sequences = Gauge(prefix + "sequences", "Ledger, by state.", ["state"], registry=registry)
         self.tokens_trained = Counter(prefix + "tokens_trained", "Completion tokens trained on.", registry=registry)
-        self.bad_messages = Counter(prefix + "bad_messages", "Messages set aside.", registry=registry)
+        self.bad_messages = Gauge(prefix + "bad_messages", "Messages set aside since start.", registry=registry)
         self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
         self.phase_seconds = Histogram(
             prefix + "step_phase_seconds", "Time of one optimizer step by phase.", ["phase"], registry=registry
         )
-        self.token_lag = Histogram(
-            prefix + "token_lag_steps", "Token lag, optimizer steps.", registry=registry, buckets=LAG_BUCKETS
+        self.tokens_by_lag = Counter(
+            prefix + "tokens_by_lag", "Tokens trained on, by token lag in optimizer steps.", ["lag"], registry=registry
         )
 
     def observe(self, record: StepRecord) -> None:
@@ -53,4 +53,5 @@ class TrainerMetrics:
             self.sequences.labels(state).set(count)
         for phase, seconds in record["step_s"].items():
             self.phase_seconds.labels(phase).observe(seconds)
-        self.token_lag.observe(record["lag"]["mean"] or 0.0)
+        for lag, tokens in record["lag_histogram"].items():
+            self.tokens_by_lag.labels(LAG_BUCKETS[int(lag_bucket(np.array([int(lag)]))[0])]).inc(tokens)

@@ -92,10 +92,7 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolic
     chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
     manifest = describe(policy.model.named_parameters(), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S)
-    backend = recipe.weights.backend
-    if backend == "auto":
-        backend = "nccl" if on_gpu else "gloo"
-    port = CollectivePort(sender, host=settings.advertise_host, backend=backend)
+    port = CollectivePort(sender, host=settings.advertise_host, backend="gloo")
     return TorchPolicyTrainer(learner, load_tokenizer(source, recipe), sender, port, recipe, settings.run_dir)
 
 

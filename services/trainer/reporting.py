@@ -143,8 +143,10 @@ class RunReport:
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
-    def write_summary(self, sequences: Mapping[str, int], version: int, *, interrupted: bool) -> dict[str, Any]:
-        """summary.json from everything so far."""
+    def write_summary(
+        self, sequences: Mapping[str, int], reasons: Mapping[str, Mapping[str, int]], version: int, *, interrupted: bool
+    ) -> dict[str, Any]:
+        """summary.json from everything so far. `reasons`: sequences by outcome and reason, from the ledger."""
         totals, wall_s = self.totals, time.monotonic() - self._started_at
         summary = {
             "recipe": self._recipe.name,
@@ -161,6 +163,7 @@ class RunReport:
             "tokens_generated": totals.tokens_generated,
             "tokens_trained": totals.tokens_trained,
             "sequences": dict(sequences),
+            "sequence_reasons": {outcome: dict(counts) for outcome, counts in reasons.items() if counts},
             "lag": totals.lag_summary(),
             "ess": {"mean": mean(totals.ess), "min": min(totals.ess, default=None)},
             "sequences_multi_version_fraction": (

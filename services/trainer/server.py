@@ -36,15 +36,19 @@ class StepFeed:
         """Records of steps >= `from_step`, those already taken first."""
         position = 0
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: position < len(self._records) or self._ended)
-                fresh = self._records[position:]
+            fresh = await self._after(position)
             if not fresh:
                 return
             position += len(fresh)
             for record in fresh:
                 if record["step"] >= from_step:
                     yield record
+
+    async def _after(self, position: int) -> list[StepRecord]:
+        """Records from `position` on, waiting for one; empty at the run's end."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: position < len(self._records) or self._ended)
+            return self._records[position:]
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):

@@ -18,8 +18,8 @@ from typing import Protocol
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.control import (
     Abort,
-    Backend,
     Announce,
+    Backend,
     Commit,
     EpochJoined,
     EpochMember,

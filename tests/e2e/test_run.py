@@ -18,11 +18,26 @@ from tests.e2e.conftest import RunningCommand
 
 pytestmark = pytest.mark.e2e
 
-SUMMARY_KEYS = set(
-    "recipe mode steps policy_version wall_s heldout_accuracy_first heldout_accuracy_last tokens_generated "
-    "tokens_trained sequences lag ess sequences_multi_version_fraction weight_updates logprob_mismatch_max "
-    "mismatch_kl_mean actor_busy_fraction trainer_busy_fraction".split()
-)
+SUMMARY_KEYS = {
+    "recipe",
+    "mode",
+    "steps",
+    "policy_version",
+    "wall_s",
+    "heldout_accuracy_first",
+    "heldout_accuracy_last",
+    "tokens_generated",
+    "tokens_trained",
+    "sequences",
+    "lag",
+    "ess",
+    "sequences_multi_version_fraction",
+    "weight_updates",
+    "logprob_mismatch_max",
+    "mismatch_kl_mean",
+    "actor_busy_fraction",
+    "trainer_busy_fraction",
+}
 PARITY_NATS = 1e-4
 
 Start = Callable[..., RunningCommand]
@@ -123,7 +138,9 @@ def test_a_killed_actor_is_replaced_and_the_run_finishes(start_run: Start) -> No
 
 
 def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps(start_run: Start) -> None:
-    run = start_run("--set", "mode=conventional", "--set", "algorithm.conventional_g=4", "--set", "algorithm.max_lag=null")
+    run = start_run(
+        "--set", "mode=conventional", "--set", "algorithm.conventional_g=4", "--set", "algorithm.max_lag=null"
+    )
     assert run.wait() == 0, run.output.read_text()
     records = run.metrics()
     assert [record["lag"]["max"] for record in records] == [0, 1, 2, 3, 0, 1, 2, 3]

@@ -179,6 +179,7 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     small = recipe(steps=2, source="smollm2")
     first = Run(tmp_path / "one", small, {})
     assert (await first.end()).error is None
+    assert tuple(first.pids()) == SERVICES
     assert "initial model: warm-start step 1 of 2" in first.printed.getvalue()
     model_dir = Path(json.loads(first.dir.summary.read_text())["model_dir"])
     assert json.loads((model_dir / "config.json").read_text())["model"]["source"] == "smollm2"

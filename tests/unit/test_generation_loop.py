@@ -262,7 +262,9 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
     [
         (Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP), "empty_completion"),
         (
-            Generation(np.array([7], np.int32), np.array([np.nan], np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP),
+            Generation(
+                np.array([7], np.int32), np.array([np.nan], np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP
+            ),
             "non_finite_logprobs",
         ),
         (
@@ -271,7 +273,9 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
         ),
     ],
 )
-async def test_completions_that_cannot_be_trained_on_are_published_as_failed(generation: Generation, failure: str) -> None:
+async def test_completions_that_cannot_be_trained_on_are_published_as_failed(
+    generation: Generation, failure: str
+) -> None:
     assert defect_of(generation) == failure
     async with stage() as one:
         one.engine.answer = lambda request: generation

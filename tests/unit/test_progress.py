@@ -153,13 +153,15 @@ def test_plain_lines_come_at_their_pace_the_last_step_always() -> None:
         display.show(run, 0.0)
         run.on_phase("waiting for actors")
         display.show(run, 1.0)
-        display.show(run, 2.0)
+        run.on_phase("waiting for sequences")
+        display.show(run, 2.5)
+        display.show(run, 5.0)
         for step, at_s in [(1, 10.0), (2, 12.0), (3, 15.5), (5, 16.0), (6, 17.0)]:
             run.on_step(metrics(step), at_s)
             display.show(run, at_s)
             display.show(run, at_s + 0.1)
     lines = out.getvalue().splitlines()
-    assert lines[:3] == ["hello", "starting", "waiting for actors"]
+    assert lines[:3] == ["hello", "starting", "waiting for sequences"], "a fleeting phase is not told"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["step 1/6", "step 3/6", "step 6/6"]
     assert "\x1b" not in out.getvalue()
 

