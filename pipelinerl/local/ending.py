@@ -27,6 +27,10 @@ class Ending:
     error: PipelineRLError | None = None
 
     @property
+    def how(self) -> str:
+        return "interrupted" if self.interrupted else "failed" if self.error else "done"
+
+    @property
     def exit_code(self) -> int:
         if self.interrupted:
             return EXIT_INTERRUPTED
@@ -55,13 +59,12 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
     """The summary for a person. Pure."""
-    how = "interrupted" if ending.interrupted else "failed" if ending.error else "done"
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     multi = percent(summary.get("sequences_multi_version_fraction"))
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     return [
         "",
-        f"{how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
+        f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
         f"  held-out accuracy  {percent(first)} -> {percent(last)}",
         f"  token lag          mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, "
         f"max {number(lag.get('max'))}; {multi} of the sequences span several policy versions",

@@ -32,7 +32,7 @@ class ActorView:
 
 @dataclass
 class RunState:
-    """What has been heard of a run so far. Stepped by `on_step`, `on_phase`, `on_actors`, `on_sequences`."""
+    """What has been heard of a run so far. Stepped by its `on_...` methods."""
 
     run: str
     total_steps: int
@@ -48,6 +48,7 @@ class RunState:
     actors: tuple[ActorView, ...] = ()
     sequences: Mapping[str, int] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    ended: bool = False
 
     @property
     def step(self) -> int:
@@ -69,6 +70,10 @@ class RunState:
     def on_phase(self, phase: str) -> None:
         self.phase = phase
 
+    def on_end(self, how: str) -> None:
+        """The run is over: `done`, `interrupted`, `failed`."""
+        self.phase, self.ended = how, True
+
     def on_actors(self, actors: Sequence[ActorView]) -> None:
         self.actors = tuple(actors)
 
@@ -81,7 +86,7 @@ class RunState:
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
     """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown."""
-    if len(state.heard_s) < 2:
+    if state.ended or len(state.heard_s) < 2:
         return None  # the first step's time is mostly start-up
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
     pace_s = (last_s - first_s) / max(1, last_step - first_step)

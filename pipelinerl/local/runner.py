@@ -82,8 +82,9 @@ class LocalRun:
                 error = raised
             except ExceptionGroup as raised:
                 error = _only_ours(raised)
-        self._catch_up()
-        return Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error)
+        ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error)
+        self._catch_up(ending)
+        return ending
 
     async def _work(self) -> None:
         async with AsyncExitStack() as stack:
@@ -225,11 +226,12 @@ class LocalRun:
     def _finished(self) -> bool:
         return self._over or self._state.step >= self._state.total_steps
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, ending: Ending) -> None:
         """Steps that the trainer took but could no longer tell are in its file."""
         for record in read_jsonl(self.run_dir.metrics):
             if (record.get("step") or 0) > self._state.step:
-                self._state.on_step(record, self._elapsed_s())
+                self._state.on_step(record, ending.wall_s)
+        self._state.on_end(ending.how)
         self._show()
 
     async def _refresh(self) -> None:

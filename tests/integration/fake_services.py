@@ -89,8 +89,9 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
 async def verifier() -> int:
     settings = VerifierSettings()
     stop = stop_event("verifier")
-    await serve(settings)
+    server = await serve(settings)
     await stop.wait()
+    await server.stop(None)
     return 0
 
 
@@ -103,8 +104,9 @@ async def actor() -> int:
         [sys.executable, "-S", "-c", "import time; time.sleep(120)"], process_group=0
     )  # as vLLM's engine core
     stop = stop_event("actor")
-    await serve(settings, lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server))
+    server = await serve(settings, lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server))
     await stop.wait()
+    await server.stop(None)
     return 0
 
 
@@ -112,7 +114,7 @@ async def trainer() -> int:
     settings = TrainerSettings()
     total = load_recipe(settings.recipe).trainer.steps
     stop, state = stop_event("trainer"), Trainer(total)
-    await serve(settings, lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(state, server))
+    server = await serve(settings, lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(state, server))
     with (settings.run_dir / "metrics.jsonl").open("a") as metrics:
         for step in range(1, total + 1):
             if step == Fake.crash_at_step:
@@ -126,6 +128,7 @@ async def trainer() -> int:
             except TimeoutError:
                 continue
             break
+    await server.stop(None)
     summary = {"steps": step, "model_dir": settings.model_dir, "verifier": settings.verifier, "by": "trainer"}
     (settings.run_dir / "summary.json").write_text(json.dumps(summary))
     return 0

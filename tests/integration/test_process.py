@@ -68,7 +68,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 async def until(condition: Callable[[], bool]) -> None:
     """For what another process does to files: no event of ours tells of it."""
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

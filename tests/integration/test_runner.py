@@ -23,6 +23,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.local.ending import Ending, finish
 from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.progress import PlainDisplay
+from pipelinerl.local.progress_view import RunState, rows
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.services import ServiceCommands
@@ -72,7 +73,7 @@ class Run:
     async def until_step(self, step: int) -> dict[str, int]:
         """Waits until that step's record is written; returns the pids."""
         async with asyncio.timeout(60):
-            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):  # noqa: ASYNC110
+            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):
                 await asyncio.sleep(0.02)
         return self.pids()
 
@@ -90,7 +91,7 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
 
 async def until_pid_changes(run: Run, name: str, old: int) -> int:
     async with asyncio.timeout(30):
-        while (now := run.pids()[name]) == old:  # noqa: ASYNC110
+        while (now := run.pids()[name]) == old:
             await asyncio.sleep(0.02)
     return now
 
@@ -109,6 +110,31 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert 0 < summary["wall_s"] < 60
     assert "tiny" in run.dir.report.read_text()
     assert {path.stem for path in (run.dir.path / "logs").iterdir()} == set(SERVICES)
+
+
+class Recorder(PlainDisplay):
+    """Keeps what was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.shown: list[dict[str, str]] = []
+
+    def show(self, state: RunState, elapsed_s: float) -> None:
+        self.shown.append(dict(rows(state, elapsed_s)))
+
+
+async def test_progress_is_followed_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=80), {})
+    run.local.display = recorder = Recorder()
+    await run.end()
+    steps = [int(shown["step"].split()[0]) for shown in recorder.shown]
+    assert steps == sorted(steps)
+    assert any(0 < step < 80 for step in steps), "heard over gRPC, not read from the file at the end"
+    assert any("left" in shown["step"] for shown in recorder.shown)
+    assert {"starting the verifier", "training", "done"} <= {shown["now"] for shown in recorder.shown}
+    assert "actor-0 serving v3, 64 in progress" in {shown["actors"] for shown in recorder.shown}
+    assert recorder.shown[-1]["step"].startswith("80 of 80 (100.0%)")
+    assert "left" not in recorder.shown[-1]["step"]
 
 
 async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
@@ -222,7 +248,7 @@ async def runner_process(folder: Path, **environment: str) -> AsyncIterator[asyn
 async def started(folder: Path) -> dict[str, int]:
     pids, metrics = folder / "pids.json", folder / "metrics.jsonl"
     async with asyncio.timeout(60):
-        while not (metrics.is_file() and metrics.stat().st_size and len(json.loads(pids.read_text())) == 4):  # noqa: ASYNC110
+        while not (metrics.is_file() and metrics.stat().st_size and len(json.loads(pids.read_text())) == 4):
             await asyncio.sleep(0.02)
     return json.loads(pids.read_text())
 
@@ -269,7 +295,7 @@ async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         pids = await started(folder)
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(10):
-            while "ignored" not in (folder / "logs" / "trainer.log").read_text():  # noqa: ASYNC110
+            while "ignored" not in (folder / "logs" / "trainer.log").read_text():
                 await asyncio.sleep(0.02)
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(4):
@@ -281,7 +307,7 @@ async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> 
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {})
     async with running(run) as task:
         async with asyncio.timeout(30):
-            while "warmstart" not in run.pids():  # noqa: ASYNC110
+            while "warmstart" not in run.pids():
                 await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
         ending = await task
@@ -296,7 +322,7 @@ async def test_services_of_a_killed_runner_end_too(tmp_path: Path) -> None:
         process.kill()
         await process.wait()
     async with asyncio.timeout(15):
-        while any(pid in session_pids(pid) for pid in pids.values()):  # noqa: ASYNC110
+        while any(pid in session_pids(pid) for pid in pids.values()):
             await asyncio.sleep(0.05)
     for pid in session_pids(pids["actor-0"]):  # the fake's sleeping child; vLLM's engine core watches its parent itself
         os.kill(pid, signal.SIGKILL)

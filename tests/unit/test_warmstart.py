@@ -87,7 +87,7 @@ def parse_value(expression: str) -> int:
 
 def test_care_is_as_likely_as_it_says() -> None:
     rng = random.Random(0)
-    careful = Counter("1+1=" in demonstrate("1+1+1=", (0.3,), rng).completion for _ in range(4000))
+    careful = Counter(demonstrate("1+1+1=", (0.3,), rng).completion.startswith("1+1=") for _ in range(4000))
     assert careful[True] / 4000 == pytest.approx(0.3, abs=0.03)  # four standard errors
 
 
