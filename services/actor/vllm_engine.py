@@ -64,6 +64,17 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     return arguments
 
 
+def _one_process() -> type:
+    """Model and scheduler in one engine process.
+
+    On CPU vLLM turns its own "uni" into a worker process, for which the engine then waits in a busy loop: on two cores
+    that loop takes more than the model. It does so to set the worker's OpenMP threads, which are in our environment.
+    """
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return UniProcExecutor
+
+
 @asynccontextmanager
 async def start_engine(recipe: Recipe, model: str) -> AsyncIterator[VllmEngine]:
     """Starts vLLM (tens of seconds) and shuts it down at the end.
