@@ -160,7 +160,7 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
         report = RunReport(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
         report.update_served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
         report.step(figures_of_a_step(), batch, tokens_arrived=4)
-        report.write_summary(LedgerCounts().as_dict(), 1, interrupted=False)
+        report.write_summary(LedgerCounts().as_dict(), {}, 1, interrupted=False)
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     summary = json.loads((tmp_path / "summary.json").read_text())
