@@ -71,7 +71,7 @@ def tiny(random_weights: bool) -> Case:
     """The default recipe."""
     from benchmarks.random_models import build_tiny
 
-    return Case("tiny", 0.85, load_recipe("arithmetic"), 256, build_tiny if random_weights else None)
+    return Case("tiny", 0.85, load_recipe("arithmetic"), 1024, build_tiny if random_weights else None)
 
 
 def smollm2(random_weights: bool) -> Case:

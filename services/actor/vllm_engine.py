@@ -51,10 +51,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
-        if os.environ.get("UNI"):
-            from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-            arguments["distributed_executor_backend"] = UniProcExecutor
+        if engine.tensor_parallel_size == 1:
+            arguments["distributed_executor_backend"] = _one_process()
     if recipe.model.source == "hub" and recipe.model.revision:
         arguments["revision"] = recipe.model.revision
     if engine.max_batched_tokens:
