@@ -29,7 +29,6 @@ class ServiceSettings(BaseSettings):
     address_file: Path | None = Field(None, description="Written when serving: JSON {grpc, http, pid}.")
     log_format: Literal["text", "json"] = Field("text", description="json in a cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    die_with_parent: bool = Field(False, description="SIGTERM to itself when its parent dies (Linux; local runs).")
 
 
 class BusSettings(ServiceSettings):

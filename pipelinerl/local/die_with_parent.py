@@ -1,7 +1,9 @@
 """Becomes another program that gets SIGTERM when its parent dies: `python die_with_parent.py PARENT_PID COMMAND ...`
 
-A program of its own, started by `process.py`, because the alternative, Python code between fork and exec, can deadlock
-in a process that has threads (gRPC's). Imports nothing but the standard library. Elsewhere than on Linux it only execs.
+So a killed runner leaves nothing behind. A program of its own, because the alternative, Python code between fork and
+exec, can deadlock in a process that has threads (gRPC's). Imports nothing but the standard library. Linux only
+(`PR_SET_PDEATHSIG`); elsewhere it only execs. The kernel watches the *thread* that started the program: start it from
+one that lives as long as the program should, never from a pool's worker. It does not reach grandchildren.
 """
 
 import os
@@ -9,6 +11,12 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_CANNOT_RUN = 127
+
+
+def guarded(command: tuple[str, ...] | list[str]) -> list[str]:
+    """The command that runs `command` so, as a child of this process. It keeps its pid through exec. Pure but for the pid."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def become(parent_pid: int, command: list[str]) -> None:
@@ -20,7 +28,11 @@ def become(parent_pid: int, command: list[str]) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         if os.getppid() != parent_pid:
             sys.exit(0)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        sys.exit(_CANNOT_RUN)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from pipelinerl.local.watch import background
 
 _FORMAT = 1
 """Part of the key: raised when the same configuration would build other weights."""
+_THREADS = 2
+"""Of the builder: more do not help models this small, and with as many threads everywhere the weights are the same."""
 _POLL_S = 0.2
 
 RunProcess = Callable[[str, Launch], AbstractAsyncContextManager[ServiceProcess]]
@@ -82,9 +84,8 @@ async def _build(
     beside.mkdir(parents=True)
     config_file = launches.run_dir.path.resolve() / "warmstart.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    launch = launches.initial_model(
-        ("--config", str(config_file), "--out", str(beside)), max(1, available_cores() // 2)
-    )
+    arguments = ("--config", str(config_file), "--out", str(beside))
+    launch = launches.initial_model(arguments, min(_THREADS, available_cores()))
     try:
         async with run_process("warmstart", launch) as process, background(_repeat_log(launch.log, say)):
             code = await process.wait()

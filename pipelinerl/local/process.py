@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
-import sys
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local import die_with_parent
+from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.http_get import http_status
 from pipelinerl.local.session import kill_session, session_ended, session_pids
 from pipelinerl.service.address import ServiceAddress, read_address
@@ -72,11 +70,10 @@ class ServiceProcess:
         """Starts the process; its output is appended to the log. Raises `ServiceError` when it cannot be executed."""
         launch.address_file.unlink(missing_ok=True)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
         with launch.log.open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *guard, *launch.command, env=dict(launch.environment), stdin=asyncio.subprocess.DEVNULL,
+                    *guarded(launch.command), env=dict(launch.environment), stdin=asyncio.subprocess.DEVNULL,
                     stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:

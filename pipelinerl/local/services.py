@@ -62,10 +62,10 @@ class ServiceLaunches:
         settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}
         return self._launch(f"actor-{index}", self.commands.actor, settings, self.threads.actor_env())
 
-    def initial_model(self, arguments: tuple[str, ...], all_cores: int) -> Launch:
-        """Nothing else runs beside it, so it takes every core."""
+    def initial_model(self, arguments: tuple[str, ...], threads: int) -> Launch:
+        """Nothing else runs beside it."""
         command = (*self.commands.initial_model, *arguments)
-        return self._launch("warmstart", command, {}, {"OMP_NUM_THREADS": str(all_cores)})
+        return self._launch("warmstart", command, {}, {"OMP_NUM_THREADS": str(threads)})
 
     def _launch(
         self, name: str, command: tuple[str, ...], settings: Mapping[str, str], threads: Mapping[str, str]
@@ -76,7 +76,6 @@ class ServiceLaunches:
             "recipe": str(self.run_dir.recipe.resolve()),
             "instance": name,
             "address_file": str(address_file),
-            "die_with_parent": "1",
         }
         own = {f"PIPELINERL_{key.upper()}": value for key, value in {**common, **settings}.items()}
         return Launch(name, command, {**self.environment, **threads, **own}, self.run_dir.log(name), address_file)

@@ -6,7 +6,6 @@ It knows nothing of what the process serves, and installs no handler outside `ru
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -25,7 +24,6 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
@@ -50,8 +48,6 @@ def run_service(
             settings = read_settings(kind)
             context = LogContext(settings.run, service, settings.instance)
             configure_logging(context, log_format=settings.log_format, level=settings.log_level)
-            if settings.die_with_parent:
-                die_with_parent()
             asyncio.run(until_stopped(settings, context))
 
         return exit_code(run)
@@ -122,12 +118,3 @@ def _end_at_once(stop_within_s: float) -> None:
     log.critical("not ended %g s after the signal; ending at once", stop_within_s)
     logging.shutdown()
     os._exit(EXIT_FAILURE)
-
-
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Asks the kernel for `number` when the thread that started this process ends. Linux; elsewhere it does nothing.
-
-    A parent that is gone already is not noticed: its runner sets the same option before exec.
-    """
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

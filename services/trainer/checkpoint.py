@@ -1,7 +1,7 @@
 """Hugging Face export of the policy: safetensors and tokenizer, loadable by transformers and by `vllm serve`.
 
-Atomic: a folder is written beside its final name and renamed, so that a crash leaves the previous checkpoint. Optimizer
-state, the ledger and resuming belong to the checkpoint of a later issue and are not written here.
+Atomic: a folder is written beside its final name and renamed, so that a crash leaves the previous checkpoint. It holds the
+policy only: neither optimizer state nor ledger, so a run cannot go on from it.
 """
 
 from __future__ import annotations

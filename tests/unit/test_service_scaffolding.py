@@ -323,9 +323,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 def test_settings_come_from_the_environment(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
-    environment.setenv("PIPELINERL_DIE_WITH_PARENT", "1")
     settings = read_settings(SmallSettings)
-    assert (settings.run, settings.workers, settings.die_with_parent) == ("arithmetic", 2, True)
+    assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
 
 
 def test_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:

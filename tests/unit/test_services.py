@@ -51,7 +51,7 @@ def test_settings_of_each_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (trainer.run, trainer.instance, trainer.nats_url) == ("tiny-run", "trainer", NATS)
     assert (trainer.verifier, trainer.model_dir, trainer.expected_actors) == (VERIFIER, "/model", 3)
     assert (trainer.run_dir, trainer.recipe) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
-    assert (trainer.die_with_parent, trainer.grpc_port, trainer.http_port) == (True, 0, 0)
+    assert (trainer.grpc_port, trainer.http_port) == (0, 0)
     actor = settings_of(made.actor(2, VERIFIER, "/model"), ActorSettings, monkeypatch)
     assert (actor.instance, actor.address_file) == ("actor-2", tmp_path.resolve() / "addresses" / "actor-2.json")
 

@@ -2,7 +2,7 @@
 
 Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
 to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
-does with them. Not here: advantages, and sequence-level ratios (a later issue).
+does with them. Not here: advantages. Ratios are per token only.
 """
 
 from __future__ import annotations
