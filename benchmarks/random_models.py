@@ -16,11 +16,11 @@ from pipelinerl.config.recipe import Recipe
 CHARACTERS = "0123456789+-*/=;#.,()<> "
 
 
-def build_tiny(recipe: Recipe, folder: Path) -> None:
-    """The model that the recipe's warm-start would train; one token per character."""
+def tiny_config(recipe: Recipe) -> LlamaConfig:
+    """Of the model that the recipe's warm-start would train; one token per character."""
     warmstart = recipe.model.warmstart
     assert warmstart is not None
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(CHARACTERS),
         hidden_size=warmstart.hidden_size,
         intermediate_size=warmstart.intermediate_size,
@@ -29,13 +29,13 @@ def build_tiny(recipe: Recipe, folder: Path) -> None:
         num_key_value_heads=warmstart.num_heads,
         head_dim=warmstart.head_dim,
         max_position_embeddings=recipe.model.max_context,
+        tie_word_embeddings=warmstart.tie_embeddings,
     )
-    _save(config, list(CHARACTERS), folder)
 
 
-def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:
-    """SmolLM2-135M's shape and vocabulary size; the words are made up."""
-    config = LlamaConfig(
+def smollm2_config() -> LlamaConfig:
+    """SmolLM2-135M's shape and vocabulary size."""
+    return LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
@@ -45,6 +45,15 @@ def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     )
+
+
+def build_tiny(recipe: Recipe, folder: Path) -> None:
+    _save(tiny_config(recipe), list(CHARACTERS), folder)
+
+
+def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:
+    """The words are made up."""
+    config = smollm2_config()
     words = [*CHARACTERS, *(f"w{number}" for number in range(config.vocab_size - len(CHARACTERS)))]
     _save(config, words, folder)
 

@@ -31,6 +31,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_cpu_time",
         "goal",
         "packing_fill",
+        "stream_fill",
     ),
     "actor_overhead": (
         "case",

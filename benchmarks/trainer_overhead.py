@@ -5,11 +5,12 @@ loss, in turn. The bare loop's batches are built before the clock starts, it com
 and it measures nothing; the learner builds its batches and computes all its metrics within its time. A second bare loop
 uses transformers' own block-diagonal mask instead of this project's attention, for scale. `ratio` is the median over
 pairs of neighbouring steps (wall time), `ratio_best` compares the fastest step of each, `ratio_cpu_time` CPU seconds:
-on a machine that does other work, trust the last two.
+on a machine that does other work, trust the last two. `packing_fill` is the step's tokens over its micro-batches' token
+budgets, low where a batch is smaller than a budget; `stream_fill` is what packing reaches on a long stream of such lengths.
 
 Not measured here: streams, the verifier, sending weights.
 
-    python benchmarks/trainer_overhead.py [--pairs 5] [--threads 0] [--only tiny|smollm2] [--output FILE]
+    python -m benchmarks.trainer_overhead [--pairs 5] [--threads 0] [--only tiny|smollm2] [--output FILE]
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.random_models import smollm2_config, tiny_config
 from pipelinerl.algorithms.packing import fill, pack, plan_microbatches
+from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
 from pipelinerl.types import Sequence, VersionSpan
 from services.trainer.learn.attention import VARLEN, forward_arguments
@@ -63,35 +66,13 @@ SMOLLM2 = Case("smollm2", 0.95, 8, (15, 60), 512, with_mask=False)
 
 
 def tiny_model() -> PreTrainedModel:
-    """The size of the default recipe's model: about a million parameters, character tokens."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=20,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-    )
+    """The default recipe's, with random weights."""
+    return LlamaForCausalLM(tiny_config(load_recipe("arithmetic")))
 
 
 def smollm2_model() -> PreTrainedModel:
     """SmolLM2-135M's shape with random weights, which cost the same."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
-    )
+    return LlamaForCausalLM(smollm2_config())
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"tiny": tiny_model, "smollm2": smollm2_model}
@@ -220,6 +201,7 @@ def _result(
         "tokens": metrics["tokens"],
         "microbatches": metrics["microbatches"],
         "packing_fill": metrics["packing_fill"],
+        "stream_fill": stream_fill(case, case.tokens_per_microbatch),
     }
     return result if masked is None else {**result, "bare_with_hf_mask_cpu_s_per_step": masked[1]}
 
@@ -246,7 +228,6 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average_before": round(os.getloadavg()[0], 2),
-        "stream_fill": {str(budget): stream_fill(TINY, budget) for budget in (2048, 4096, 8192)},
         "cases": {},
     }
     for case in (TINY, SMOLLM2):

@@ -14,7 +14,7 @@ import numpy as np
 from pipelinerl.arrays import array_to_bytes, logprobs_from_bytes, token_ids_from_bytes
 from pipelinerl.control_codec import ManifestFields, decode_control, decode_manifest, encode_control, encode_manifest
 from pipelinerl.errors import MessageError
-from pipelinerl.message_checks import check_group, check_sampling, check_sequence
+from pipelinerl.message_checks import MAX_SAMPLES, check_group, check_sampling, check_sequence
 from pipelinerl.types import FinishReason, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
 from pipelinerl.v1 import sequence_pb2 as pb
 from pipelinerl.wire import building, parse
@@ -31,8 +31,10 @@ __all__ = [
     "encode_sequence",
     "finish_reason_from_proto",
     "finish_reason_to_proto",
+    "remains_of_group",
     "sampling_from_proto",
     "sampling_to_proto",
+    "sequence_id_in",
     "spans_from_proto",
     "spans_to_proto",
 ]
@@ -100,6 +102,15 @@ def decode_sequence(data: bytes, *, expected_run: str = "", max_bytes: int = 0) 
     return sequence
 
 
+def sequence_id_in(data: bytes, *, run: str) -> str:
+    """The id that a sequence message of `run` names, although `decode_sequence` may refuse it; "" when it names none."""
+    try:
+        message = parse(pb.Sequence(), data, _SEQUENCE, 0)
+    except MessageError:
+        return ""
+    return str(message.sequence_id) if message.run == run else ""
+
+
 def encode_group(group: PromptGroup) -> bytes:
     """Raises `MessageError` for what `decode_group` would refuse."""
     check_group(group)
@@ -141,6 +152,30 @@ def decode_group(data: bytes, *, expected_run: str = "", max_bytes: int = 0) -> 
     )
     check_group(group, expected_run=expected_run)
     return group
+
+
+def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
+    """What names the samples of a group that `decode_group` refuses: a group of `run` without a prompt. None when the
+    message does not say that much. Not to be generated from: it accounts for samples that nobody can generate."""
+    try:
+        message = parse(pb.PromptGroup(), data, _GROUP, 0)
+    except MessageError:
+        return None
+    if message.run != run or not (message.group_id and message.task and 1 <= message.num_samples <= MAX_SAMPLES):
+        return None
+    return PromptGroup(
+        run=message.run,
+        group_id=message.group_id,
+        problem_index=message.problem_index,
+        task=message.task,
+        prompt_token_ids=np.empty(0, dtype=np.int32),
+        prompt_text="",
+        reference_json="",
+        num_samples=message.num_samples,
+        sampling=SamplingParams(),
+        seed=0,
+        issued_version=0,
+    )
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:

@@ -25,7 +25,7 @@ class Registration:
     ranks: int
     """Tensor-parallel size: ranks it takes in the transfer group."""
     manifest_id: str = ""
-    """Of the model it loaded; "" = not known yet."""
+    """Of the weights that its model is prepared for; "" = not known yet."""
     policy_version: int = 0
     incarnation: int = 0
     """Of the trainer that made the version it serves; 0 = it serves none of this run yet."""
@@ -122,6 +122,7 @@ class Abort:
     """Either way, `abort` and `failed.<actor>`: this version's transfer is over; staging is discarded."""
 
     incarnation: int
+    """0 = of none: the actor's model does not take the manifest's weights, and the actor ends."""
     epoch: int
     version: int
     reason: str

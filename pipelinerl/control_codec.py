@@ -167,6 +167,7 @@ def _anything(value: object, kind: str, field: str) -> None:
 _RULES: dict[tuple[str, str], _Rule] = {
     ("", "actor"): check_text,
     ("Abort", "actor"): _anything,
+    ("Abort", "incarnation"): _uint(bits=32),
     ("", "process"): check_text,
     ("", "grpc_address"): check_text,
     ("", "store_address"): check_text,

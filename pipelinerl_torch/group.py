@@ -12,6 +12,7 @@ It does not decide who is a member, and sends tensors, not weights.
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,11 +45,24 @@ class GroupSpec:
 
 
 class GroupStore:
-    """The trainer's rendezvous store. `port` 0 picks a free one. Lives as long as the object."""
+    """The trainer's rendezvous store. Lives as long as the object.
 
-    def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-        self.port: int = self._store.port
+    It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
+    picks a free one. Attribute `host` is where the trainer itself reaches it. Raises OSError when it cannot listen there.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+        self.host, self.port = _reachable(host), int(listener.getsockname()[1])
+        self._store = TCPStore(
+            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+def _reachable(host: str) -> str:
+    """The address under which this process reaches a server of its own that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 class WeightGroup:

@@ -82,6 +82,11 @@ class GroupAssembler:
         group = self._open.pop(group_id)
         return tuple(group.members[index] for index in sorted(group.members))
 
+    def missing(self, group_id: str) -> tuple[int, ...]:
+        """Sample indices of an open group that have not arrived; none of a group that is not open."""
+        group = self._open.get(group_id)
+        return tuple(index for index in range(group.num_samples) if index not in group.members) if group else ()
+
     def is_open(self, group_id: str) -> bool:
         return group_id in self._open
 

@@ -14,13 +14,13 @@ import nats.js.errors
 from nats.js.api import StreamConfig
 
 from pipelinerl.bus import nats_streams
-from pipelinerl.bus.nats_link import NatsLink, bus_errors, is_stream_missing, open_link
+from pipelinerl.bus.nats_link import NatsLink, bus_errors, is_stream_full, is_stream_missing, open_link
 from pipelinerl.bus.nats_members import MemberWatch
 from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
 from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
-from pipelinerl.bus.subjects import FROM_ACTOR, Subjects, check_actor_name, check_control
+from pipelinerl.bus.subjects import FROM_ACTOR, Subjects, check_actor_name, check_control, used_before
 from pipelinerl.errors import BusError
 
 _MSG_ID = "Nats-Msg-Id"
@@ -67,6 +67,7 @@ class JetStreamBus:
         self._link, self._subjects = link, subjects
         self._publisher = StreamPublisher(link)
         self._puller = PromptPuller(link, subjects.prompts_stream, nats_streams.ACTORS)
+        self._limit_texts: dict[str, str] = {}
 
     @property
     def max_payload_bytes(self) -> int:
@@ -84,7 +85,9 @@ class JetStreamBus:
         """Hands back a prompt group that was delivered and not taken. `connect` calls it."""
         await self._puller.close()
 
-    async def create_streams(self) -> None:
+    async def create_streams(self, *, fresh: bool = False) -> None:
+        if fresh and (used := await self._used_streams()):
+            raise used_before(self.run, used)
         await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.sequences(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.control(self._subjects, self.limits))
@@ -100,14 +103,14 @@ class JetStreamBus:
             with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._link.js.delete_stream(stream)
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> None:
-        await self._publisher.store(self._subjects.prompts, payload, {_MSG_ID: msg_id})
+    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
+        return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id)
 
     async def next_prompt(self, timeout_s: float) -> NatsPrompt | None:
         return await self._puller.next(timeout_s)
 
     async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
-        return await self._publisher.store(self._subjects.sequences, payload, {_MSG_ID: msg_id})
+        return await self._store_once(self._subjects.sequences_stream, self._subjects.sequences, payload, msg_id)
 
     @contextlib.asynccontextmanager
     async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
@@ -154,6 +157,31 @@ class JetStreamBus:
         async with OrderedReader(self._link, ReadPlan(stream, (every,), snapshot_again=True)) as reader:
             yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
 
+    async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str) -> int:
+        try:
+            return await self._publisher.store(subject, payload, {_MSG_ID: msg_id})
+        except BusError as error:
+            if is_stream_full(error):
+                raise BusError(f"{stream} is full: {await self._limits_of(stream)}") from error
+            raise
+
+    async def _limits_of(self, stream: str) -> str:
+        """As they are in the server: whoever made the stream decided. They never change, so one question is enough."""
+        if stream not in self._limit_texts:
+            with bus_errors(f"looking at {stream} at {self._link.url}"):
+                config = (await self._link.js.stream_info(stream)).config
+            limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
+            shown = " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
+            self._limit_texts[stream] = f"it may hold {shown}"
+        return self._limit_texts[stream]
+
+    async def _used_streams(self) -> list[str]:
+        subjects, used = self._subjects, []
+        for stream in (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream):
+            if await self._has_stream(stream) and (await self._info(stream)).last_position > 0:
+                used.append(stream)
+        return used
+
     async def _ensure_stream(self, config: StreamConfig) -> None:
         assert config.name is not None
         if await self._has_stream(config.name):
@@ -180,7 +208,8 @@ class JetStreamBus:
     async def _info(self, stream: str) -> StreamInfo:
         with bus_errors(f"looking at {stream} at {self._link.url}"):
             state = (await self._link.js.stream_info(stream)).state
-        return StreamInfo(state.messages, state.bytes, state.first_seq, state.last_seq)
+        first = state.first_seq if state.messages else state.last_seq + 1
+        return StreamInfo(state.messages, state.bytes, first, state.last_seq)
 
 
 class _LogEntries:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from pipelinerl.bus.memory_streams import LastPerKey, Log, Members, WorkQueue
 from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
-from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control
+from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before
 from pipelinerl.errors import BusError, PayloadTooLarge
 
 _Item = TypeVar("_Item")
@@ -126,8 +126,10 @@ class MemoryBus:
     def is_connected(self) -> bool:
         return self.server.reachable
 
-    async def create_streams(self) -> None:
+    async def create_streams(self, *, fresh: bool = False) -> None:
         self._check_reachable()
+        if fresh and (used := self._used_streams()):
+            raise used_before(self.run, used)
         self.server.runs.setdefault(self.run, _Streams(self.limits))
 
     async def delete_streams(self) -> None:
@@ -135,10 +137,11 @@ class MemoryBus:
         self.server.runs.pop(self.run, None)
         self.server.notify()
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> None:
+    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
         self._check_size("prompts", payload)
-        self._streams().prompts.put(payload, msg_id, _now_s())
+        position = self._streams().prompts.put(payload, msg_id, _now_s())
         self.server.notify()
+        return position
 
     async def next_prompt(self, timeout_s: float) -> MemoryPrompt | None:
         deadline_s = _now_s() + timeout_s
@@ -227,6 +230,17 @@ class MemoryBus:
             return None
 
         yield _Feed(self.server, poll, lambda: self._streams().members.next_expiry_s())
+
+    def _used_streams(self) -> list[str]:
+        streams, names = self.server.runs.get(self.run), Subjects(self.run)
+        if streams is None:
+            return []
+        last_positions = {
+            names.prompts_stream: streams.prompts.info().last_position,
+            names.sequences_stream: streams.sequences.last_position,
+            names.control_stream: streams.control.last_position,
+        }
+        return [name for name, last in last_positions.items() if last > 0]
 
     def _check_reachable(self) -> None:
         if not self.server.reachable:

@@ -52,16 +52,18 @@ class WorkQueue:
         self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
         self._last = 0
 
-    def put(self, payload: bytes, msg_id: str, now_s: float) -> None:
-        """Raises `BusError` when full. A known id is not stored again."""
-        if self._ids.position_of(msg_id, now_s) is not None:
-            return
+    def put(self, payload: bytes, msg_id: str, now_s: float) -> int:
+        """Position of the message. Raises `BusError` when full. A known id is not stored again."""
+        known = self._ids.position_of(msg_id, now_s)
+        if known is not None:
+            return known
         if len(self._messages) >= self._limits.prompts_max_messages:
-            raise BusError(f"PROMPTS is full: {len(self._messages)} messages")
+            raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
         self._messages[self._last] = Taken(self._last, payload, 0)
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
+        return self._last
 
     def take(self, now_s: float) -> Taken | None:
         for position in [position for position, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]:
@@ -118,7 +120,10 @@ class Log:
             len(self._entries) >= limits.sequences_max_messages
             or self._bytes + len(payload) > limits.sequences_max_bytes
         ):
-            raise BusError(f"SEQUENCES is full: {len(self._entries)} messages, {self._bytes} bytes")
+            raise BusError(
+                f"SEQUENCES is full: it may hold {limits.sequences_max_messages} messages and "
+                f"{limits.sequences_max_bytes} bytes"
+            )
         entry = LogEntry(self.last_position + 1, payload, msg_id, published_at_s)
         self._entries.append(entry)
         self._bytes += len(payload)
@@ -150,11 +155,11 @@ class LastPerKey:
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], Change] = {}
-        self._position = 0
+        self.last_position = 0
 
     def put(self, key: tuple[str, str], payload: bytes | None) -> None:
-        self._position += 1
-        self._last[key] = Change(self._position, key, payload)
+        self.last_position += 1
+        self._last[key] = Change(self.last_position, key, payload)
 
     def get(self, key: tuple[str, str]) -> bytes | None:
         change = self._last.get(key)

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 _RECONNECT_WAIT_S = 0.5
 _PING_INTERVAL_S = 5
 _MAX_OUTSTANDING_PINGS = 2
-_STREAM_NOT_FOUND = 10059
+_STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
+_BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
 
 
 class AckSubject(NamedTuple):
@@ -49,9 +50,19 @@ class AckSubject(NamedTuple):
         return cls(*map(int, tokens[first : first + 5]))
 
 
-def redacted(url: str) -> str:
-    """`url` without a password in it, for messages and logs."""
-    return re.sub(r"//[^@/]*@", "//***@", url)
+def redacted(urls: str) -> str:
+    """`urls` (one, or several separated by commas) without user and password, for messages and logs.
+
+    A password may hold any character, so all up to the last `@` of a server goes; where a server without a scheme
+    follows, it may be taken for part of the login before it.
+    """
+    return ",".join(_without_login(url) for url in _BEFORE_SCHEME.split(urls))
+
+
+def _without_login(url: str) -> str:
+    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
+    _login, at, host = rest.rpartition("@")
+    return f"{scheme}{slashes}***@{host}" if at else url
 
 
 class bus_errors:
@@ -81,6 +92,15 @@ class bus_errors:
 def is_stream_missing(error: BusError) -> bool:
     cause = error.__cause__
     return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
+
+
+def is_stream_full(error: BusError) -> bool:
+    cause = error.__cause__
+    return (
+        isinstance(cause, nats.js.errors.APIError)
+        and cause.err_code == _STORE_FAILED
+        and "maximum" in (cause.description or "")
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -97,7 +97,7 @@ def members(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
 
 
 def members_stream(subjects: Subjects) -> str:
-    return f"KV_{subjects.members_bucket}"
+    return subjects.members_stream
 
 
 def member_subject(subjects: Subjects, actor: str) -> str:

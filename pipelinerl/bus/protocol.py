@@ -14,7 +14,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Bounds of a run's streams, fixed when they are created. Full means `BusError`, never a dropped message."""
+    """Bounds of a run's streams, fixed when they are created. Full means a `BusError` that
+    names the limit, never a dropped message."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -111,14 +112,18 @@ class Bus(Protocol):
     @property
     def is_connected(self) -> bool: ...
 
-    async def create_streams(self) -> None:
-        """Creates PROMPTS, SEQUENCES, CONTROL and the membership bucket; keeps what is there, limits included."""
+    async def create_streams(self, *, fresh: bool = False) -> None:
+        """Creates PROMPTS, SEQUENCES, CONTROL and the membership bucket; keeps what is there, limits included.
+
+        `fresh`: raises `FieldError`, and creates nothing, when anything was ever published to one of the first three.
+        Ids start again with each run, so that another run's messages would be taken for this one's.
+        """
         ...
 
     async def delete_streams(self) -> None: ...
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> None:
-        """Returns when the stream has stored it; a repeated `msg_id` within the window is stored once (a group that is
+    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
+        """Position in the queue once stored; a repeated `msg_id` within the window is stored once (a group that is
         handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
         ...
 
@@ -137,8 +142,14 @@ class Bus(Protocol):
         out."""
         ...
 
-    async def purge_sequences(self, below_position: int) -> None: ...
-    async def prompts_info(self) -> StreamInfo: ...
+    async def purge_sequences(self, below_position: int) -> None:
+        """Removes what is below, at most up to the log's end. Positions go on where they were."""
+        ...
+
+    async def prompts_info(self) -> StreamInfo:
+        """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
+        ...
+
     async def sequences_info(self) -> StreamInfo: ...
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:

@@ -6,6 +6,7 @@ Pure: strings in, strings out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipelinerl.errors import FieldError
@@ -58,6 +59,11 @@ class Subjects:
         return f"members-{self.run}"
 
     @property
+    def members_stream(self) -> str:
+        """What JetStream calls the bucket's stream."""
+        return f"KV_{self.members_bucket}"
+
+    @property
     def prompts(self) -> str:
         return f"{self.run}.prompts"
 
@@ -86,3 +92,15 @@ def check_control(kind: str, actor: str) -> None:
         check_actor_name(actor)
     elif actor:
         raise FieldError("actor", actor, f"control messages of kind {kind!r} come from the trainer: leave it empty")
+
+
+def used_before(run: str, streams: Sequence[str]) -> FieldError:
+    """The error for a run whose name was used on this server before. `streams`: those that were published to."""
+    subjects = Subjects(run)
+    every = (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream, subjects.members_stream)
+    return FieldError(
+        "run",
+        run,
+        f"{' and '.join(streams)} on this NATS server hold messages of an earlier run of this name; give another run "
+        f"name, or delete that run's streams: {', '.join(every)} (`nats stream rm NAME`)",
+    )

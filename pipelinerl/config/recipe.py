@@ -95,7 +95,7 @@ class RewardConfig(Section):
         default_factory=dict,
         description="Schema of the answer for `json_schema`; empty = each problem's reference answer is its schema.",
     )
-    correct: float = Field(1.0, description="Reward of a fully right answer; partial scores scale it.")
+    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
     format_pattern: str = Field(
         "", description="Regular expression the whole completion should match; empty = no term."
@@ -131,12 +131,22 @@ class RewardConfig(Section):
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; 1 = off.")
-    top_k: int = Field(0, ge=0, description="0 = off.")
+    top_p: float = Field(1.0, description="1 and nothing else: see docs/learning.md.")
+    top_k: int = Field(0, description="0 and nothing else, likewise.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Completion tokens at most.")
     seeded: bool = Field(
         False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
     )
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _whole_distribution(cls, value: float, info: ValidationInfo) -> float:
+        off = 1 if info.field_name == "top_p" else 0
+        if value != off:
+            raise ValueError(
+                f"leave it at {off}: the importance weights compare whole distributions, and a truncated one would bias them"
+            )
+        return value
 
 
 class EngineConfig(Section):
@@ -204,6 +214,12 @@ class TrainerConfig(Section):
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
+    give_up_after_groups: int = Field(
+        0,
+        ge=0,
+        description="Prompt groups lost in a row (all failed, or filtered), none between them that could be trained on, "
+        "after which the run ends with an error; 0 = ten optimizer steps' worth, at least 200.",
+    )
 
 
 class WeightUpdateConfig(Section):
@@ -214,7 +230,11 @@ class WeightUpdateConfig(Section):
     recompute_kv: bool = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: int = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
     probe_tokens: int = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
-    join_timeout_s: float = Field(600.0, gt=0, description="How long a run waits for its first actors.")
+    join_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long a run waits for its first actors, and then for its first version to be served.",
+    )
 
 
 class EvaluationConfig(Section):

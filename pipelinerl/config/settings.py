@@ -39,7 +39,6 @@ class BusSettings(ServiceSettings):
 class ActorSettings(BusSettings):
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
     verifier: str = Field(description="host:port of the verifier.")
-    transfer_interface: str = Field("", description="Network interface for collectives; empty = the route's.")
 
 
 class TrainerSettings(BusSettings):
@@ -47,7 +46,8 @@ class TrainerSettings(BusSettings):
     verifier: str = Field(description="host:port of the verifier, for held-out evaluation.")
     run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
     expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
-    transfer_interface: str = Field("", description="Network interface for collectives; empty = the route's.")
+    transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
+    transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
 
 
 class VerifierSettings(ServiceSettings):

@@ -61,6 +61,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
     """The summary for a person. Pure."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     multi = percent(summary.get("sequences_multi_version_fraction"))
+    broken = summary.get("parity_failures")
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     return [
         "",
@@ -69,6 +70,11 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         f"  token lag          mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, "
         f"max {number(lag.get('max'))}; {multi} of the sequences span several policy versions",
         f"  ESS                mean {number(ess.get('mean'), 3)}, min {number(ess.get('min'), 3)}",
+        *(
+            [f"  PARITY             {broken} probes of served against trained policy failed: see logs"]
+            if broken
+            else []
+        ),
         f"  report             {run_dir.report}",
         *([f"  checkpoint         {run_dir.checkpoint}"] if run_dir.checkpoint.is_dir() else []),
     ]

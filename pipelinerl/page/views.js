@@ -37,7 +37,7 @@ const PrlViews = (() => {
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
       ["Actor stall", milliseconds(updates.stall_s_p50), `p99 ${milliseconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
-      ["Parity", number(s.logprob_mismatch_max), "largest probe difference, nats"],
+      ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
     ];
     const box = node("div", { class: "tiles" });
     for (const [label, value, note] of entries) {

@@ -1,8 +1,9 @@
 """The actor, put together: engine, streams, weight updates, gRPC and HTTP, for the time between start and stop.
 
 Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
-served. Order of stop: take nothing new, let the finisher store what is finished, leave. Unfinished sequences are generated
-again elsewhere: their groups were never acknowledged and are delivered to another actor.
+served. Order of stop: take nothing new, leave, let the finisher store what is finished (for `DRAIN_S` at most), end.
+Unfinished sequences are generated again elsewhere: their groups were never acknowledged and are delivered to another actor.
+The end of the run stops no actor: whoever started it does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from prometheus_client import CollectorRegistry
 
@@ -31,6 +32,7 @@ from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
 from pipelinerl.v1 import actor_pb2_grpc
 from pipelinerl.verify import VerifierClient
+from services.actor.engine_start import StartStopped
 from services.actor.finishing import Finisher
 from services.actor.gate import ServingGate
 from services.actor.generation import GenerationLoop
@@ -46,11 +48,18 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
 HEALTH_CHECK_S = 2.0
+DRAIN_S = 4.0
+"""For what is finished to be verified and stored after a stop. Leaving, calls in progress and vLLM's end come on top of
+it: about 10 s in all, of the 15 s that a user waits."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Runs the actor until `stop` is set or the trainer ends the run. Raises what ended it otherwise."""
-    recipe = load_recipe(settings.recipe)
+    """Runs the actor until `stop` is set. Raises what ended it otherwise."""
+    with suppress(StartStopped):
+        await _serve(settings, load_recipe(settings.recipe), stop, context)
+
+
+async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, context: LogContext) -> None:
     registry, readiness = CollectorRegistry(), Readiness("vLLM is starting")
     async with AsyncExitStack() as stack:
         loop_watch = await stack.enter_async_context(watch_loop())
@@ -58,7 +67,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name))
+        engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name, stop))
         bus = await stack.enter_async_context(
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )
@@ -147,6 +156,7 @@ class Actor:
         heartbeat = Heartbeat(
             self._bus,
             self._gate,
+            lambda: self._updates.manifest_id,
             actor=self._settings.instance,
             process=self._process,
             grpc_address=grpc_address,
@@ -160,15 +170,27 @@ class Actor:
             heartbeat.run(),
             self._show_state(readiness),
         ]
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(part) for part in work]
-            await self._stop.wait()
-            self._gate.drain()
-            readiness.set_not_ready("draining")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(part) for part in work]
+                await self._stop.wait()
+                self._gate.drain()
+                readiness.set_not_ready("draining")
+                await heartbeat.leave()
+                await self._drain()
+                for task in running:
+                    task.cancel()
+        finally:
             await heartbeat.leave()
-            for task in running:
-                task.cancel()
         log.info("stopped with %d groups in hand; they go to another actor", len(self._held))
+
+    async def _drain(self) -> None:
+        """Waits until what is finished is stored. Generation goes on meanwhile, and may finish more."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._finisher.drained()
+        except TimeoutError:
+            log.warning("finished sequences are left behind: not verified and stored within %g s", DRAIN_S)
 
     async def _show_state(self, readiness: Readiness) -> None:
         """Keeps /readyz and the log lines' policy version true, and notices a dead engine."""

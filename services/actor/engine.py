@@ -42,6 +42,11 @@ class Generation:
 class InferenceEngine(Protocol):
     """Generates on one policy version at a time; weights are swapped by the weight-update client beside it."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises `EngineError` when the request is refused (prompt too long) or the engine died."""
         ...

@@ -17,14 +17,14 @@ import numpy as np
 
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.codec import encode_sequence
-from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.retry import until_taken
 from pipelinerl.types import PromptGroup, Sequence
 from pipelinerl.verify import VerifierClient, VerifyItem, VerifyOutcome
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.1, 5.0
 WORKERS = 4
 """Batches in verification or publication at once, so that one slow reward does not hold up the others."""
 
@@ -87,20 +87,34 @@ class Finisher:
         return batch
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
+        """The batch with rewards, or reasons. One that the verifier refuses does not take the others with it."""
         good = [sample for sample in batch if not sample.sequence.failure]
-        outcomes: dict[str, VerifyOutcome] = {}
-        if good:
-            started = time.monotonic()
-            try:
-                results = await self._verifier.verify([verify_item(sample) for sample in good])
-            except (ServiceError, MessageError) as error:
-                log.error("%d sequences get no reward: %s", len(good), error)
-                return [failed_sample(sample, f"verifier_refused: {error}") for sample in batch]
-            self._metrics.verify_seconds.observe(time.monotonic() - started)
-            outcomes = {outcome.sequence_id: outcome for outcome in results}
+        failed = [sample for sample in batch if sample.sequence.failure]
+        try:
+            return failed + await self._verified(good)
+        except (ServiceError, MessageError) as error:
+            log.warning("a batch of %d is verified one by one: %s", len(good), error)
+        return failed + [await self._verified_alone(sample) for sample in good]
+
+    async def _verified_alone(self, sample: FinishedSample) -> FinishedSample:
+        try:
+            return (await self._verified([sample]))[0]
+        except (ServiceError, MessageError) as error:
+            log.error("sequence %s gets no reward: %s", sample.sequence.sequence_id, error)
+            failure = f"verifier_refused: {error}"[:500]
+            return replace(sample, sequence=without_arrays(sample.sequence, failure))
+
+    async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
+        """Raises `ServiceError`, `MessageError`."""
+        if not samples:
+            return []
+        started = time.monotonic()
+        results = await self._verifier.verify([verify_item(sample) for sample in samples])
+        self._metrics.verify_seconds.observe(time.monotonic() - started)
+        outcomes = {outcome.sequence_id: outcome for outcome in results}
         return [
-            FinishedSample(sample.group, with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
-            for sample in batch
+            replace(sample, sequence=with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
+            for sample in samples
         ]
 
     async def _publish(self, sample: FinishedSample) -> None:
@@ -116,19 +130,18 @@ class Finisher:
 
         A record beyond max_payload is stored as a failure without its arrays.
         """
-        (payload, failure), delay_s = encoded(sequence), RETRY_FIRST_S
-        while True:
-            try:
-                await self._bus.publish_sequence(payload, sequence.sequence_id)
-                return failure
-            except PayloadTooLarge as error:
-                log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
-                failure = f"too_large: {error}"
-                payload = encode_sequence(without_text(without_arrays(sequence, failure)))
-            except BusError as error:
-                log.warning("cannot publish %s, trying again in %.1f s: %s", sequence.sequence_id, delay_s, error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, RETRY_MOST_S)
+        payload, failure = encoded(sequence)
+        try:
+            await self._publish_until_stored(payload, sequence.sequence_id)
+        except PayloadTooLarge as error:
+            log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
+            failure = f"too_large: {error}"
+            record = encode_sequence(without_text(without_arrays(sequence, failure)))
+            await self._publish_until_stored(record, sequence.sequence_id)
+        return failure
+
+    async def _publish_until_stored(self, payload: bytes, sequence_id: str) -> None:
+        await until_taken(lambda: self._bus.publish_sequence(payload, sequence_id), f"publish {sequence_id}")
 
 
 def verify_item(sample: FinishedSample) -> VerifyItem:
@@ -154,13 +167,6 @@ def with_reward(sequence: Sequence, outcome: VerifyOutcome | None) -> Sequence:
     if not outcome.ok:
         return without_arrays(sequence, f"reward_{outcome.status}: {outcome.message}"[:500])
     return replace(sequence, reward=outcome.reward, reward_components=dict(outcome.components))
-
-
-def failed_sample(sample: FinishedSample, failure: str) -> FinishedSample:
-    """One that failed before keeps its own reason."""
-    if sample.sequence.failure:
-        return sample
-    return replace(sample, sequence=without_arrays(sample.sequence, failure[:500]))
 
 
 def encoded(sequence: Sequence) -> tuple[bytes, str]:

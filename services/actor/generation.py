@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import numpy as np
 
 from pipelinerl.bus.protocol import Bus, PromptDelivery
-from pipelinerl.codec import decode_group
+from pipelinerl.codec import decode_group, remains_of_group
 from pipelinerl.errors import BusError, MessageError
+from pipelinerl.retry import until_taken
 from pipelinerl.types import FinishReason, PromptGroup, Sequence
 from services.actor.engine import EngineError, Generation, GenerationRequest, InferenceEngine
 from services.actor.finishing import FinishedSample, Finisher, without_arrays
@@ -27,7 +29,7 @@ from services.actor.metrics import ActorMetrics
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
-BUS_RETRY_S = 1.0
+FETCH_RETRY_S = 1.0
 
 
 class GenerationLoop:
@@ -76,21 +78,21 @@ class GenerationLoop:
         await self._idle.wait()
 
     async def _next_group(self) -> tuple[PromptGroup, list[int]] | None:
-        try:
-            delivery = await self._bus.next_prompt(FETCH_TIMEOUT_S)
-        except BusError as error:
-            log.warning("cannot fetch prompts, trying again in %.1f s: %s", BUS_RETRY_S, error)
-            await asyncio.sleep(BUS_RETRY_S)
+        delivery = await until_taken(
+            lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", first_s=FETCH_RETRY_S
+        )
+        if delivery is None:
             return None
-        return None if delivery is None else await self._admit(delivery)
+        if self._gate.draining:  # it began to while this one was on its way
+            await _as_far_as_possible(delivery.give_back(), "hand back a group")
+            return None
+        return await self._admit(delivery)
 
     async def _admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int]] | None:
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
-            log.error("a prompt group is set aside: %s", error)
-            self._metrics.bad_messages.labels("prompt_group").inc()
-            await delivery.terminate(str(error))
+            await self._set_aside(delivery, error)
             return None
         samples = self._held.take(group, delivery)
         if samples is None:
@@ -99,15 +101,26 @@ class GenerationLoop:
             await self._held.published(group, -1)
             return None
         if delivery.num_deliveries > self._bus.limits.max_deliveries:
-            await self._give_up(group, samples, delivery.num_deliveries)
+            # It took several actors down with it.
+            log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
+            await self._give_up(group, samples, "redelivered_too_often")
             return None
         return group, samples
 
-    async def _give_up(self, group: PromptGroup, samples: list[int], num_deliveries: int) -> None:
-        """A group that took several actors down with it ends as failed sequences."""
-        log.error("group %s was delivered %d times and is given up", group.group_id, num_deliveries)
+    async def _set_aside(self, delivery: PromptDelivery, error: MessageError) -> None:
+        """A group that cannot be read ends as failed sequences where it says which, and is never delivered again."""
+        log.error("a prompt group is set aside: %s", error)
+        self._metrics.bad_messages.labels("prompt_group").inc()
+        group = remains_of_group(delivery.payload, run=self._bus.run)
+        if group is None:
+            await _as_far_as_possible(delivery.terminate(str(error)), "terminate a group")
+        elif samples := self._held.take(group, delivery):
+            await self._give_up(group, samples, f"unreadable_group: {error}"[:500])
+
+    async def _give_up(self, group: PromptGroup, samples: list[int], failure: str) -> None:
+        """Ends these samples as failed sequences; with the last one stored the group is acknowledged."""
         for sample_index in samples:
-            failed = failed_sequence(group, sample_index, self._instance, "redelivered_too_often")
+            failed = failed_sequence(group, sample_index, self._instance, failure)
             await self._finisher.put(FinishedSample(group, failed))
 
     async def _sample(self, group: PromptGroup, sample_index: int) -> None:
@@ -155,6 +168,14 @@ class GenerationLoop:
             self._idle.set()
         self._metrics.busy.leave()
         self._metrics.in_progress.set(self.num_in_progress)
+
+
+async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:
+    """A delivery that is not answered comes again, and is answered then."""
+    try:
+        await answer
+    except BusError as error:
+        log.warning("cannot %s, it will come again: %s", action, error)
 
 
 def sequence_of(

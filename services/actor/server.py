@@ -1,7 +1,8 @@
 """ActorService over gRPC: state, drain, held-out generation, the parity probe.
 
 Each call reads the request, uses the engine beside the training sequences, and streams back. Bad input is answered with
-INVALID_ARGUMENT and the field's name; a request beyond `MAX_PROMPTS` is refused whole.
+INVALID_ARGUMENT and the field's name, token ids outside the vocabulary included: an engine would fail on them, or read
+another token. A request beyond `MAX_PROMPTS` is refused whole.
 """
 
 from __future__ import annotations
@@ -81,14 +82,9 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         try:
-            sampling = sampling_from_proto(request.sampling)
-            prompts = {p.id: token_ids_from_bytes(p.prompt_token_ids, "GeneratePrompt", p.id) for p in request.prompts}
+            sampling, prompts = read_prompts(request, self._parts.engine.vocab_size)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if len(prompts) > MAX_PROMPTS:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"prompts: {len(prompts)} given, {MAX_PROMPTS} allowed"
-            )
         tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
         try:
             for finished in asyncio.as_completed(tasks):
@@ -101,7 +97,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
         self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext
     ) -> actor_pb2.ScoreResponse:
         try:
-            tokens = token_ids_from_bytes(request.token_ids, "ScoreRequest", "token_ids")
+            tokens = read_tokens(request.token_ids, self._parts.engine.vocab_size, "ScoreRequest", "token_ids")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not 2 <= len(tokens) < self._parts.max_context:
@@ -139,6 +135,28 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             completion_text=self._parts.engine.decode(generation.token_ids),
             failure=defect_of(generation),
         )
+
+
+def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[SamplingParams, dict[str, TokenIds]]:
+    """Sampling and prompts by id. Raises `MessageError`. Pure."""
+    kind = "GenerateRequest"
+    if len(request.prompts) > MAX_PROMPTS:
+        raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
+    prompts = {
+        prompt.id: read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids")
+        for prompt in request.prompts
+    }
+    return sampling_from_proto(request.sampling), prompts
+
+
+def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
+    """int32[tokens]. Raises `MessageError` with the position and value of the first one outside the vocabulary. Pure."""
+    tokens = token_ids_from_bytes(data, kind, field)
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        first = outside[0]
+        raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
+    return tokens
 
 
 def phase_of(gate: ServingGate) -> actor_pb2.ActorPhase:

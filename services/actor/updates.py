@@ -3,6 +3,7 @@
 Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`. Receiving
 runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages of
 another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else.
+An outage of NATS is waited for; a model that cannot take the manifest's weights ends the process, which says so first.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from contextlib import AsyncExitStack
+from typing import NoReturn, Protocol
 
 from pipelinerl.bus.protocol import Bus, ControlMessage
 from pipelinerl.control import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Staged
 from pipelinerl.control_codec import decode_control, encode_control
-from pipelinerl.errors import MessageError, TransferError
+from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
+from pipelinerl.retry import until_taken
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.manifest_codec import manifest_from_bytes
@@ -28,12 +31,16 @@ log = logging.getLogger(__name__)
 
 CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
 """What the trainer says besides the manifest, by kind."""
+REASON_CHARACTERS = 500
 
 
 class WeightReceiver(Protocol):
     """What the listener needs from the inference side; `services.actor.weights.update` implements it over vLLM."""
 
-    async def prepare(self, manifest: Manifest) -> None: ...
+    async def prepare(self, manifest: Manifest) -> None:
+        """Raises `ManifestMismatch` when the served model cannot take these weights, `TransferError`."""
+        ...
+
     async def join_group(
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
     ) -> None: ...
@@ -62,19 +69,30 @@ class UpdateListener:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process, self._on_end = instance, process, on_end
         self._manifest: Manifest | None = None
+        self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self.serving = asyncio.Lock()
 
+    @property
+    def manifest_id(self) -> str:
+        """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
+        return self._manifest.manifest_id if self._manifest else ""
+
     async def run(self) -> None:
-        """Runs until cancelled."""
-        try:
-            async with self._bus.watch_control(("manifest", *CONTROL_TYPES)) as messages:
-                async for message in messages:
-                    await self._handle(message)
-        finally:
-            await self._stop_receiving()
+        """Runs until cancelled. Waits for the trainer to make the streams.
+
+        Raises `UserError` when the model served here is not the trainer's, `CommitFailed` when a swap broke half-way.
+        """
+        async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
+            stack.push_async_callback(self._end)
+            kinds = ("manifest", *CONTROL_TYPES)
+            messages = await until_taken(
+                lambda: stack.enter_async_context(self._bus.watch_control(kinds)), "follow the control channel"
+            )
+            async for message in messages:
+                await self._handle(message)
 
     async def _handle(self, message: ControlMessage) -> None:
         try:
@@ -104,9 +122,19 @@ class UpdateListener:
         try:
             await self._receiver.prepare(manifest)
         except TransferError as error:
-            log.error("these weights do not fit the model served here: %s", error)
-            return
+            await self._refuse(error)
         self._manifest = manifest
+
+    async def _refuse(self, error: TransferError) -> NoReturn:
+        """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
+        self._metrics.updates.labels("refused").inc()
+        await self._answer("failed", Abort(0, 0, 0, str(error)[:REASON_CHARACTERS], self._instance))
+        if not isinstance(error, ManifestMismatch):
+            raise error
+        raise UserError(
+            f"the model served here does not take the trainer's weights: {error}. Start actor and trainer with the same "
+            "recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
+        ) from error
 
     async def _on_epoch(self, epoch: EpochStart) -> None:
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
@@ -138,7 +166,7 @@ class UpdateListener:
         if not self._in_epoch(announce.incarnation, announce.epoch):
             return
         await self._stop_receiving()
-        self._receiving = asyncio.create_task(self._receive(announce))
+        self._receiving = self._tasks.create_task(self._receive(announce))
 
     async def _receive(self, announce: Announce) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
@@ -202,6 +230,13 @@ class UpdateListener:
             self._metrics.updates.labels("discarded").inc()
             await self._receiver.discard()
 
+    async def _end(self) -> None:
+        """Leaves nothing behind in an engine that lives; in one that does not, there is nothing to leave."""
+        try:
+            await self._stop_receiving()
+        except TransferError as error:
+            log.warning("what was being received is not discarded: %s", error)
+
     def _in_epoch(self, incarnation: int, epoch: int) -> bool:
         mine = self.epoch
         return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
@@ -209,10 +244,13 @@ class UpdateListener:
     async def _fail(self, about: EpochStart | Announce | Commit, version: int, reason: str) -> None:
         log.error("weight update failed here: %s", reason)
         self._metrics.updates.labels("failed").inc()
-        await self._answer("failed", Abort(about.incarnation, about.epoch, version, reason[:500], self._instance))
+        await self._answer(
+            "failed", Abort(about.incarnation, about.epoch, version, reason[:REASON_CHARACTERS], self._instance)
+        )
 
     async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort) -> None:
-        await self._bus.publish_control(kind, encode_control(message), self._instance)
+        payload = encode_control(message)
+        await until_taken(lambda: self._bus.publish_control(kind, payload, self._instance), f"answer {kind!r}")
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:

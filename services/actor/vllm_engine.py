@@ -7,8 +7,9 @@ was sampled (`processed_logprobs`), and token versions come from vLLM itself (`w
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from services.actor.engine import EngineError, Generation, GenerationRequest, parse_version
+from services.actor.engine_start import build_off_loop
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -74,26 +76,35 @@ def _one_process() -> type:
 
 
 @asynccontextmanager
-async def start_engine(recipe: Recipe, model: str) -> AsyncIterator[VllmEngine]:
-    """Starts vLLM (tens of seconds) and shuts it down at the end.
+async def start_engine(recipe: Recipe, model: str, stop: asyncio.Event | None = None) -> AsyncIterator[VllmEngine]:
+    """Starts vLLM on a thread (tens of seconds, in which the loop goes on) and shuts it down at the end.
 
-    Raises `EngineError` when vLLM cannot serve the model; its own log says why.
+    Raises `EngineError` when vLLM cannot serve the model (its own log says why), `StartStopped` when `stop` is set first.
     """
+    stop = stop or asyncio.Event()
+    llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set), stop)
+    engine = VllmEngine(llm)
+    try:
+        llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
+        yield engine
+    finally:
+        await engine.close()
+
+
+def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool]) -> AsyncLLM:
+    """vLLM with its engine process, ready to serve. Blocks; runs on any thread. Raises `EngineError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(recipe, model, on_gpu=not current_platform.is_cpu())
+    if stopped():  # the imports alone take seconds
+        raise EngineError("stopped before vLLM was started")
     try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
-    engine = VllmEngine(llm)
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 class VllmEngine:
@@ -102,6 +113,11 @@ class VllmEngine:
     def __init__(self, llm: AsyncLLM) -> None:
         self.llm = llm
         self._tokenizer = llm.get_tokenizer()
+        self._vocab_size = int(llm.model_config.get_vocab_size())
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     async def generate(self, request: GenerationRequest) -> Generation:
         output = await self._run(

@@ -2,7 +2,7 @@
 
 Order of start: servers, model, streams, then the actors are waited for; the first version is sent to them before any prompt
 is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel. Stopped early (SIGTERM), it
-writes the summary and a checkpoint of what there is.
+writes the summary first and then, if the compute thread is free soon enough, a checkpoint of what there is.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient
 from services.trainer.books import Books
+from services.trainer.checkpoint import tidy
 from services.trainer.evaluation import HeldoutEvaluator
 from services.trainer.feeder import Feeder
 from services.trainer.intake import Intake
@@ -49,12 +50,15 @@ from services.trainer.prompts import heldout_problems, training_problems
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting import RunReport
 from services.trainer.server import StepFeed, TrainerService
-from services.trainer.updater import WeightUpdater
+from services.trainer.updater import UpdateRecord, WeightUpdater
+from services.trainer.upkeep import StreamUpkeep
 
 log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LOAD_EVERY_S = 5.0
+STOP_CHECKPOINT_S = 5.0
+"""How long a run that is stopped waits for its last checkpoint, of the 7 s that the local runner gives a trainer."""
 INCARNATION = 1
 
 
@@ -72,9 +76,11 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, context: LogCont
         bus = await stack.enter_async_context(
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )
-        await bus.create_streams()
+        await bus.create_streams(fresh=True)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
         files = stack.enter_context(RunFiles(settings.run_dir))
+        for folder in (settings.run_dir, settings.run_dir / "checkpoints"):
+            tidy(folder)
         run = TrainingRun(settings, recipe, policy, bus, verifier, files, registry, context)
         server = await stack.enter_async_context(
             serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
@@ -116,20 +122,20 @@ class TrainingRun:
         registry: CollectorRegistry,
         context: LogContext,
     ) -> None:
-        self._settings, self._recipe, self._policy, self._bus = settings, recipe, policy, bus
+        self._settings, self._recipe, self._bus = settings, recipe, bus
         self._context = context
         self._metrics = TrainerMetrics(registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._books = Books()
-        self._fed_records: asyncio.Queue[StepRecord] = asyncio.Queue()
         bound = feeder_bound(recipe, settings.expected_actors)
         self._updater = WeightUpdater(
             bus,
             policy.port,
             incarnation=INCARNATION,
             deadline_s=recipe.weights.deadline_s,
+            join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
         )
         self._feeder = Feeder(
@@ -143,6 +149,7 @@ class TrainingRun:
         self._intake = Intake(
             bus, recipe, self._books, bound, vocab_size=policy.vocab_size, on_loss=self._feeder.look_again
         )
+        self._upkeep = StreamUpkeep(bus, self._books, self._intake)
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
             self._member_addresses,
@@ -167,7 +174,7 @@ class TrainingRun:
             probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
             on_step=self._step_done,
             on_heldout=self._report.heldout,
-            on_mismatch=self._report.mismatch,
+            on_parity=self._report.parity,
         )
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -176,27 +183,51 @@ class TrainingRun:
 
     async def run(self, stop: asyncio.Event) -> None:
         """To the end of the run, or until `stop`."""
-        finished = False
+        finished, stopped = False, False
         try:
             finished = await self._train(stop)
+            stopped = not finished
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
-            ledger = self._books.ledger
-            reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
-            summary = self._report.write_summary(
-                ledger.counts.as_dict(), reasons, self._loop.version, interrupted=not finished
-            )
-            log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
-            await self._say_end(finished)
-            await self._feed.end()
-            self._loop.close()
+            self._write_summary(finished)
+            self._feed.end()
+            try:
+                async with asyncio.TaskGroup() as ending:
+                    ending.create_task(self._say_end(finished))
+                    if stopped and self._loop.version > 0:
+                        ending.create_task(self._checkpoint_on_stop())
+            finally:
+                self._loop.close()
+
+    def _write_summary(self, finished: bool) -> None:
+        ledger = self._books.ledger
+        reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
+        summary = self._report.write_summary(
+            ledger.counts.as_dict(), reasons, self._loop.version, interrupted=not finished
+        )
+        log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+
+    async def _checkpoint_on_stop(self) -> None:
+        """Behind a step that is under way, whose version it then has. One that has not begun in time is left out."""
+        try:
+            async with asyncio.timeout(STOP_CHECKPOINT_S):
+                folder, version = await self._loop.last_checkpoint()
+        except TimeoutError:
+            log.warning("no checkpoint of version %d yet after %.0f s", self._loop.version, STOP_CHECKPOINT_S)
+        else:
+            log.info("checkpoint of version %d is in %s", version, folder)
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
-                for part in (self._updater.run(), self._intake.run(), self._poll_actors(), self._feed_records())
+                for part in (
+                    self._updater.run(),
+                    self._intake.run(),
+                    self._upkeep.run(),
+                    self._poll_actors(),
+                )
             ]
             stopping = tasks.create_task(stop.wait())
             training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
@@ -204,8 +235,6 @@ class TrainingRun:
             finished = training.done()
             for task in (stopping, training, *background):
                 task.cancel()
-        if not finished and self._loop.version > 0:
-            await asyncio.to_thread(self._policy.checkpoint, self._loop.version, True)
         return finished
 
     async def _train_when_actors_are_there(
@@ -215,7 +244,6 @@ class TrainingRun:
         background.append(tasks.create_task(self._feeder.run()))
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
         await self._loop.run()
-        await self._fed_records.join()
 
     async def _wait_for_actors(self) -> None:
         timeout_s, expected = self._recipe.weights.join_timeout_s, max(1, self._settings.expected_actors)
@@ -225,7 +253,7 @@ class TrainingRun:
         except TimeoutError as error:
             raise ServiceError(
                 f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-                f"{timeout_s:.0f} s; look at the actors' logs, or raise it"
+                f"{timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}. Look at the actors' logs, or raise it"
             ) from error
 
     async def _poll_actors(self) -> None:
@@ -238,11 +266,6 @@ class TrainingRun:
                     log.debug("no load of %s: %s", name, error)
             await asyncio.sleep(LOAD_EVERY_S)
 
-    async def _feed_records(self) -> None:
-        while True:
-            await self._feed.add(await self._fed_records.get())
-            self._fed_records.task_done()
-
     async def _say_end(self, finished: bool) -> None:
         end = RunEnd(INCARNATION, self._loop.version, finished, "" if finished else "stopped early")
         try:
@@ -253,8 +276,8 @@ class TrainingRun:
     def _member_addresses(self) -> dict[str, str]:
         return {name: member.grpc_address for name, member in self._updater.members.items()}
 
-    def _version_served(self, update: object) -> None:
-        self._report.update_served(update)  # type: ignore[arg-type]
+    def _version_served(self, update: UpdateRecord) -> None:
+        self._report.update_served(update)
         self._metrics.members.set(len(self._updater.members))
         self._metrics.epoch.set(self._updater.epoch)
         self._metrics.evictions.set(self._updater.evictions)
@@ -263,7 +286,7 @@ class TrainingRun:
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
         self._metrics.bad_messages.set(self._intake.bad_messages)
-        self._fed_records.put_nowait(record)
+        self._feed.add(record)
         self._context.policy_version = self._loop.version
         log.info(
             "step %d",

@@ -26,16 +26,30 @@ class Books:
         self.groups = GroupAssembler()
         self.issued_groups = 0
         self.lost_groups = 0
+        self._queue_positions: dict[str, int] = {}  # of open groups whose prompt is, or was, on the stream
 
     def issue(self, group: PromptGroup) -> None:
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
         self.groups.expect(group.group_id, group.num_samples)
         self.issued_groups += 1
 
+    def published(self, group_id: str, position: int) -> None:
+        """The group is on PROMPTS, at `position`. It may be complete already."""
+        if self.groups.is_open(group_id):
+            self._queue_positions[group_id] = position
+
+    def refuse(self, group: PromptGroup, reason: str) -> None:
+        """A group that was issued and cannot be sent out ends here, and another may take its place."""
+        for index in range(group.num_samples):
+            self.ledger.close(group.sequence_id(index), Outcome.FAILED, reason)
+        self.groups.discard(group.group_id)
+        self.lost_groups += 1
+
     def arrive(self, sequence: Sequence) -> CompletedGroup | None:
         """The group that this sequence completes. Its failed samples are closed. Raises `MessageError`."""
         group = self.groups.add(sequence)
         if group is not None:
+            self._queue_positions.pop(group.group_id, None)
             for failed in group.failed:
                 self.ledger.close(failed.sequence_id, Outcome.FAILED, short_reason(failed.failure))
         return group
@@ -44,6 +58,20 @@ class Books:
         """Nothing of this group is trained: what is left of it ends here, and it may be issued again."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
+
+    def missing(self, group_id: str, run: str, failure: str) -> tuple[Sequence, ...]:
+        """A failed sequence for each sample of an open group that has not arrived; nothing for other groups."""
+        size = self.groups.open_groups().get(group_id, 0)
+        return tuple(failed_sample(run, group_id, index, size, failure) for index in self.groups.missing(group_id))
+
+    def missing_sample(self, sequence_id: str, run: str, failure: str) -> Sequence | None:
+        """The same for one sample, by its id; None when the id names none that is still to come."""
+        every = self.missing(sequence_id.rpartition(".")[0], run, failure)
+        return next((sequence for sequence in every if sequence.sequence_id == sequence_id), None)
+
+    def gone_from_queue(self, first_position: int) -> tuple[str, ...]:
+        """Open groups whose prompt is no longer on PROMPTS, where `first_position` is the oldest one left."""
+        return tuple(group_id for group_id, position in self._queue_positions.items() if position < first_position)
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "") -> None:
         for sequence in sequences:
@@ -55,25 +83,22 @@ def short_reason(failure: str) -> str:
     return failure.partition(":")[0].strip()[:REASON_CHARACTERS] or "unknown"
 
 
-def unreadable(sequence_id: str, num_samples: int, run: str, problem: str) -> Sequence | None:
-    """Accounts for a message that does not parse but whose id says which sequence it was; None when it does not."""
-    group_id, dot, index = sequence_id.rpartition(".")
-    if not dot or not index.isdigit() or int(index) >= num_samples:
-        return None
+def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
+    """Accounts for a sample of which nothing usable came."""
     nothing = np.empty(0, dtype=np.int32)
     return Sequence(
         run=run,
-        sequence_id=sequence_id,
+        sequence_id=f"{group_id}.{sample_index}",
         group_id=group_id,
-        sample_index=int(index),
-        group_size=num_samples,
+        sample_index=sample_index,
+        group_size=group_size,
         task="",
         prompt_token_ids=nothing,
         completion_token_ids=nothing,
         behaviour_logprobs=np.empty(0, dtype=np.float32),
         spans=(),
         reward=0.0,
-        failure=f"unreadable: {problem}",
+        failure=failure,
     )
 
 

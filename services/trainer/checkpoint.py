@@ -15,23 +15,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_PARTIAL, _REPLACED = ".partial-", ".old-"
+
 
 def export_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, info: dict[str, Any]
 ) -> Path:
     """Writes `folder` (replacing what is there) with the model, the tokenizer and `info` as pipelinerl.json."""
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial, safe_serialization=True)
-    tokenizer.save_pretrained(partial)
-    (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-    replaced = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    try:
+        model.save_pretrained(partial, safe_serialization=True)
+        tokenizer.save_pretrained(partial)
+        (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+        _put_in_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     if folder.exists():
         os.replace(folder, replaced)
     os.replace(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    return folder
+
+
+def tidy(parent: Path) -> None:
+    """After a process that was killed while it wrote a checkpoint into `parent`: the previous one back, halves away."""
+    for replaced in parent.glob(f".*{_REPLACED}*"):
+        folder = parent / replaced.name[1:].partition(_REPLACED)[0]
+        if not folder.exists():
+            os.replace(replaced, folder)
+    for path in (*parent.glob(f".*{_PARTIAL}*"), *parent.glob(f".*{_REPLACED}*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -1,23 +1,31 @@
 """Held-out evaluation through the same actors, at one stated policy version.
 
-Consumes the held-out problems, produces an accuracy. While it runs, the caller holds commits of later versions, so that every
-completion is of the version that is being measured; the spans that come back prove it. Training sequences go on beside it,
-and so does the optimizer, up to the next version's commit.
+Consumes the held-out problems, produces an accuracy; waits for actors and verifier up to a deadline. While it runs, the
+caller holds commits of later versions, so that every completion is of the version that is being measured; the spans that
+come back prove it. Training sequences go on beside it, and so does the optimizer, up to the next version's commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.types import FinishReason, SamplingParams, TokenIds
-from pipelinerl.verify import VerifierClient, VerifyItem
+from pipelinerl.verify import VerifyItem, VerifyOutcome
 from services.trainer.actor_client import ActorClient, EvaluatedCompletion
+from services.trainer.books import short_reason
+from services.trainer.judge import Verifier, is_right, judge
 
 log = logging.getLogger(__name__)
+
+GENERATION_SHARE = 0.9
+"""Of the evaluation's time; what generation leaves of it is the verifier's."""
+EMPTY = "empty_completion"
+"""An actor's reason that is the policy's own fault: a wrong answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +41,17 @@ class HeldoutProblem:
 class HeldoutSample:
     prompt: str
     completion: str
-    reward: float
+    reward: float | None
+    """None: no verdict."""
     spans: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """`accuracy`: share of all problems answered with at least the reward of a right answer."""
+    """`accuracy`: share of right answers among the problems with a verdict; `num_unanswered` problems have none.
+
+    No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
+    """
 
     version: int
     accuracy: float
@@ -55,7 +67,7 @@ class HeldoutEvaluator:
         self,
         problems: Sequence[HeldoutProblem],
         members: Callable[[], Mapping[str, str]],
-        verifier: VerifierClient,
+        verifier: Verifier,
         sampling: SamplingParams,
         *,
         incarnation: int,
@@ -69,26 +81,30 @@ class HeldoutEvaluator:
         self._correct_reward, self._timeout_s = correct_reward, timeout_s
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """The caller holds commits of later versions. Raises `ServiceError` when no actor answers within the timeout."""
-        return await self._judge(version, await self._generate(version))
+        """Ends within the timeout; the caller holds commits of later versions meanwhile.
 
-    async def _generate(self, version: int) -> dict[str, EvaluatedCompletion]:
-        """Asks the actors for what is still missing until nothing is, or the timeout passes."""
+        Raises `ServiceError` when not one problem has a verdict by then.
+        """
+        began_at = asyncio.get_running_loop().time()
+        completions = await self._generate(version, began_at + GENERATION_SHARE * self._timeout_s)
+        items = [self._item(completion) for completion in completions.values() if not completion.failure]
+        verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
+        return self._result(version, completions, verdicts)
+
+    async def _generate(self, version: int, deadline: float) -> dict[str, EvaluatedCompletion]:
+        """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, EvaluatedCompletion] = {}
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(deadline):
                 while missing := [p for p in self._problems if p not in done]:
                     members = dict(self._members())
-                    if not members:
-                        raise ServiceError("no actor serves: held-out evaluation has nobody to ask")
                     before = len(done)
                     await self._ask(members, missing, version, done)
                     if len(done) == before:
-                        raise ServiceError(f"{len(members)} actors answered none of {len(missing)} held-out problems")
-        except TimeoutError as error:
-            if not done:
-                raise ServiceError(f"no held-out completion within {self._timeout_s:.0f} s") from error
-            log.warning("held-out evaluation: %d of %d problems in time", len(done), len(self._problems))
+                        log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
+                        break
+        except TimeoutError:
+            log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
         return done
 
     async def _ask(
@@ -108,36 +124,62 @@ class HeldoutEvaluator:
         try:
             async with ActorClient(name, address) as client:
                 async for completion in client.generate(prompts, self._sampling, self._seed, self._timeout_s):
-                    if self._is_of(version, completion):
+                    if completion.problem_id in prompts and self._is_of(version, completion):
                         done[completion.problem_id] = completion
         except (ServiceError, MessageError) as error:
             log.warning("held-out evaluation goes on without %s: %s", name, error)
 
     def _is_of(self, version: int, completion: EvaluatedCompletion) -> bool:
-        versions = {(span.incarnation, span.version) for span in completion.spans}
         if completion.failure:
-            log.warning("held-out problem %s counts as wrong: %s", completion.problem_id, completion.failure)
+            log.warning("held-out problem %s failed: %s", completion.problem_id, completion.failure)
             return True
+        versions = {(span.incarnation, span.version) for span in completion.spans}
         if versions != {(self._incarnation, version)}:
             log.warning("held-out problem %s is asked again: sampled by versions %s", completion.problem_id, versions)
             return False
         return True
 
-    async def _judge(self, version: int, completions: dict[str, EvaluatedCompletion]) -> HeldoutResult:
-        items = [self._item(completion) for completion in completions.values() if not completion.failure]
-        rewards = {outcome.sequence_id: outcome for outcome in await self._verifier.verify(items)}
-        right = sum(1 for outcome in rewards.values() if outcome.ok and outcome.reward >= self._correct_reward - 1e-9)
-        samples = tuple(
-            HeldoutSample(
-                prompt=self._problems[problem_id].prompt_text,
-                completion=completion.text,
-                reward=rewards[problem_id].reward if problem_id in rewards else 0.0,
-                spans=tuple((span.version, span.start, span.end) for span in completion.spans),
-            )
-            for problem_id, completion in sorted(completions.items())[:4]
-        )
+    def _result(
+        self, version: int, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyOutcome]
+    ) -> HeldoutResult:
+        unanswered = Counter(self._without_verdict(completions, verdicts))
+        num_answered = len(self._problems) - unanswered.total()
+        if num_answered == 0:
+            raise ServiceError(f"no held-out problem has a verdict: {dict(unanswered)}")
+        if unanswered:
+            log.warning("held-out accuracy of version %d leaves out problems: %s", version, dict(unanswered))
+        right = sum(is_right(outcome, self._correct_reward) for outcome in verdicts.values())
         return HeldoutResult(
-            version, right / len(self._problems), len(self._problems), len(self._problems) - len(completions), samples
+            version,
+            right / num_answered,
+            len(self._problems),
+            unanswered.total(),
+            tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),
+        )
+
+    def _without_verdict(
+        self, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyOutcome]
+    ) -> Iterator[str]:
+        """Why, for each problem that is left out."""
+        for problem_id in self._problems:
+            completion, verdict = completions.get(problem_id), verdicts.get(problem_id)
+            if completion is None:
+                yield "no completion"
+            elif completion.failure:
+                if short_reason(completion.failure) != EMPTY:
+                    yield short_reason(completion.failure)
+            elif verdict is None:
+                yield "not judged"
+            elif not verdict.ok:
+                yield f"reward_{verdict.status}"
+
+    def _sample(self, completion: EvaluatedCompletion, verdicts: Mapping[str, VerifyOutcome]) -> HeldoutSample:
+        verdict = verdicts.get(completion.problem_id)
+        return HeldoutSample(
+            prompt=self._problems[completion.problem_id].prompt_text,
+            completion=completion.text,
+            reward=verdict.reward if verdict is not None and verdict.ok else None,
+            spans=tuple((span.version, span.start, span.end) for span in completion.spans),
         )
 
     def _item(self, completion: EvaluatedCompletion) -> VerifyItem:

@@ -15,17 +15,16 @@ from typing import Protocol
 import numpy as np
 
 from pipelinerl.algorithms.feeder_bound import FeederBound
-from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.codec import encode_group
 from pipelinerl.config.recipe import Recipe
-from pipelinerl.errors import BusError, UserError
+from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
+from pipelinerl.retry import until_taken
 from pipelinerl.types import PromptGroup, SamplingParams, TokenIds
 from services.trainer.books import Books
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.1, 5.0
 MOST_UNUSABLE_IN_A_ROW = 1000
 
 
@@ -82,7 +81,7 @@ class Feeder:
         self._look.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises `UserError` when no problem fits the model's context."""
+        """Runs until cancelled. Raises `UserError` when one prompt after another cannot be used."""
         while True:
             await self._look.wait()
             self._look.clear()
@@ -92,12 +91,19 @@ class Feeder:
     async def _issue_next(self) -> None:
         group = self._next_group()
         self._books.issue(group)
-        room = self._recipe.model.max_context - len(group.prompt_token_ids)
-        if room < 1:
-            self._refuse(group)
+        tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
+        if tokens >= context:
+            self._refuse(group, "prompt too long", f"{tokens} prompt tokens, model.max_context {context}")
             return
-        self._unusable_in_a_row = 0
-        await self._publish(group)
+        try:
+            position = await self._publish(group)
+        except PayloadTooLarge as error:
+            self._refuse(group, "prompt group too large", str(error))
+        except MessageError as error:
+            self._refuse(group, "prompt group invalid", str(error))
+        else:
+            self._books.published(group.group_id, position)
+            self._unusable_in_a_row = 0
 
     def _next_group(self) -> PromptGroup:
         state, recipe = self.state, self._recipe
@@ -118,31 +124,34 @@ class Feeder:
             issued_version=max(0, self._version()),
         )
 
-    def _refuse(self, group: PromptGroup) -> None:
-        """A prompt that leaves no room for a completion ends here, counted, and another takes its place."""
-        tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
-        log.warning("problem %d has %d prompt tokens, the context %d", group.problem_index, tokens, context)
-        for index in range(group.num_samples):
-            self._books.ledger.close(group.sequence_id(index), Outcome.FAILED, "prompt too long")
-        self._books.groups.discard(group.group_id)
-        self._books.lost_groups += 1
+    async def _publish(self, group: PromptGroup) -> int:
+        """Position on PROMPTS. Waits through outages. Raises `PayloadTooLarge`, `MessageError`."""
+        payload = encode_group(group)
+        return await until_taken(
+            lambda: self._bus.publish_prompt(payload, group.group_id), f"issue group {group.group_id}"
+        )
+
+    def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
+        """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
+        log.warning("problem %d is left out, %s: %s", group.problem_index, reason, detail)
+        self._books.refuse(group, reason)
         self._unusable_in_a_row += 1
         if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
-            raise UserError(
-                f"model.max_context = {context}: the last {MOST_UNUSABLE_IN_A_ROW} prompts did not fit; raise it, or "
-                "choose a task with shorter prompts"
-            )
+            raise UserError(unusable_prompts(self._recipe, reason, detail))
 
-    async def _publish(self, group: PromptGroup) -> None:
-        payload, delay_s = encode_group(group), RETRY_FIRST_S
-        while True:
-            try:
-                await self._bus.publish_prompt(payload, group.group_id)
-                return
-            except BusError as error:
-                log.warning("cannot issue %s, trying again in %.1f s: %s", group.group_id, delay_s, error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, RETRY_MOST_S)
+
+def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
+    """What to tell the user when no prompt can be used. `reason` and `detail` are the last one's."""
+    count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
+    if reason == "prompt too long":
+        return (
+            f"model.max_context = {recipe.model.max_context}: {count} did not fit; raise it, or choose a task with "
+            "shorter prompts"
+        )
+    fix = (
+        "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
+    )
+    return f"task.name = {recipe.task.name!r}: {count} could not be sent out, the last one: {detail}; {fix}"
 
 
 def sampling_of(recipe: Recipe) -> SamplingParams:

@@ -20,12 +20,13 @@ from pipelinerl.algorithms.grouping import CompletedGroup
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.algorithms.staleness import stale_reason
 from pipelinerl.bus.protocol import Bus, LogEntry
-from pipelinerl.codec import decode_sequence
+from pipelinerl.codec import decode_sequence, sequence_id_in
 from pipelinerl.config.recipe import Recipe
-from pipelinerl.errors import MessageError
+from pipelinerl.errors import MessageError, UserError
 from pipelinerl.types import Sequence
-from services.trainer.books import Books, failed_copy, unreadable
+from services.trainer.books import Books, failed_copy, short_reason
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Intake:
         self._phase: list[TrainingGroup] = []
         self.position = 0
         """Of the last message read; the next start reads from the one after."""
+        self._arrived: deque[tuple[int, str]] = deque()  # position and id, until the sequence has its outcome
+        self._streak = LossStreak(most_lost_in_a_row(recipe))
         self.tokens_arrived = 0
         self.bad_messages = 0
 
@@ -58,13 +61,21 @@ class Intake:
     def num_ready(self) -> int:
         return len(self._ready)
 
+    @property
+    def needed_from(self) -> int:
+        """Lowest position of the log whose sequence has no outcome yet, or the next one to read."""
+        while self._arrived and not self._books.ledger.is_open(self._arrived[0][1]):
+            self._arrived.popleft()
+        return self._arrived[0][0] if self._arrived else self.position + 1
+
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs until cancelled. Raises `UserError` when one group after another is lost."""
         async with self._bus.read_sequences(self.position + 1) as entries:
             async for entry in entries:
                 self.position = entry.position
                 sequence = self._read(entry)
                 if sequence is not None:
+                    self._arrived.append((entry.position, sequence.sequence_id))
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
@@ -78,25 +89,38 @@ class Intake:
         self._phase = self._phase[self._bound.groups_per_step :]
         return batch
 
+    async def fail_missing(self, group_id: str, failure: str) -> None:
+        """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
+        for sequence in self._books.missing(group_id, self._bus.run, failure):
+            await self._add(sequence)
+
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """None for what is not ours to count: repeated, or not issued by this run."""
+        """None for what is not ours to count: of no sample that is still to come."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
-            self.bad_messages += 1
-            log.error("message %d of the sequence log is set aside: %s", entry.position, error)
-            lost = unreadable(entry.msg_id, self._recipe.sampling.group_size, self._bus.run, str(error))
-            return lost if lost is not None and self._books.groups.is_open(lost.group_id) else None
+            names = (entry.msg_id, sequence_id_in(entry.payload, run=self._bus.run))
+            return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         return failed_copy(sequence, reason) if reason else sequence
+
+    def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
+        """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:
+        it was published as this one, and nothing else will be."""
+        self.bad_messages += 1
+        log.error("%s is set aside: %s", what, failure)
+        found = (self._books.missing_sample(sequence_id, self._bus.run, failure) for sequence_id in sequence_ids)
+        return next((sequence for sequence in found if sequence is not None), None)
 
     async def _add(self, sequence: Sequence) -> None:
         try:
             group = self._books.arrive(sequence)
         except MessageError as error:
-            self.bad_messages += 1
-            log.error("sequence %s is set aside: %s", sequence.sequence_id, error)
-            return
+            name = sequence.sequence_id
+            failed = self._set_aside(f"sequence {name}", (name,), f"contradicts its group: {error}")
+            if failed is None:
+                return
+            sequence, group = failed, self._books.arrive(failed)
         self.tokens_arrived += sequence.num_completion_tokens
         if sequence.failure:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
@@ -106,14 +130,20 @@ class Intake:
                 self._changed.notify_all()
 
     def _keep(self, group: CompletedGroup) -> bool:
+        """False for a group that was lost. Raises `UserError` when too many were, with no good one between them."""
         algorithm = self._recipe.algorithm
         if len(group.sequences) < smallest_group(algorithm.advantage):
             self._lose(group.sequences, Outcome.FAILED, "group incomplete")
-            return False
-        if algorithm.filter_equal_rewards and all_equal(group.rewards):
+            self._streak.lost(short_reason(sequence.failure) for sequence in group.failed)
+        elif algorithm.filter_equal_rewards and all_equal(group.rewards):
             self._lose(group.sequences, Outcome.DROPPED_FILTERED, "equal rewards")
-            return False
-        return True
+            self._streak.lost(["equal rewards"])
+        else:
+            self._streak.good()
+            return True
+        if self._streak.verdict:
+            raise UserError(self._streak.verdict)
+        return False
 
     async def _take_group(self, version: int) -> TrainingGroup:
         while True:

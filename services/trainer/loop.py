@@ -2,7 +2,8 @@
 
 Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
 batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left.
-Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition.
+Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition. All that touches the
+model goes through one compute thread, one call after the other, so that a checkpoint never sees half a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,13 +27,15 @@ from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
 from services.trainer.feeder import Feeder
 from services.trainer.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.probe import measure_mismatch
+from services.trainer.probe import Parity, measure_parity
 from services.trainer.records import StepRecord
 from services.trainer.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
-SAMPLES_PER_STEP = 2
+MOST_SKIPPED_IN_A_ROW = 10
+"""Steps without a finite loss and gradient after which no more is expected of the model."""
+RUN_ENDED = "the run has ended: no more checkpoints are written"
 
 
 class PolicyTrainer(Protocol):
@@ -44,8 +47,8 @@ class PolicyTrainer(Protocol):
 
     def snapshot(self, version: PolicyVersion) -> object: ...
     def score(self, token_ids: TokenIds) -> Logprobs: ...
-    def checkpoint(self, version: int, final: bool) -> str:
-        """Writes a checkpoint and returns its folder."""
+    def checkpoint(self, final: bool) -> tuple[str, int]:
+        """Writes a checkpoint; returns its folder and the version of the weights in it."""
         ...
 
 
@@ -72,7 +75,7 @@ class _Measured:
 
 
 class OptimizerLoop:
-    """See the module. `on_step(record)` and `on_heldout(result)` are called in step order."""
+    """See the module. `on_step`, `on_heldout` and `on_parity` are called in step order."""
 
     def __init__(
         self,
@@ -89,18 +92,19 @@ class OptimizerLoop:
         probe: TokenIds,
         on_step: Callable[[StepRecord, list[TrainingGroup]], None],
         on_heldout: Callable[[HeldoutResult], None],
-        on_mismatch: Callable[[int, float], None],
+        on_parity: Callable[[Parity], None],
     ) -> None:
         self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
         self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
         self._incarnation, self._probe = incarnation, probe
-        self._on_step, self._on_heldout, self._on_mismatch = on_step, on_heldout, on_mismatch
+        self._on_step, self._on_heldout, self._on_parity = on_step, on_heldout, on_parity
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
-        self._checkpoint_requests: list[asyncio.Future[tuple[str, int]]] = []
+        self._last_checkpoint: Future[tuple[str, int]] | None = None
+        self._skipped_in_a_row = 0
+        self._closed = False
         self.version = 0
         self.waiting_for = "actors"
-        self.compute_s = 0.0
 
     @property
     def feeder_version(self) -> int:
@@ -108,24 +112,47 @@ class OptimizerLoop:
         return max(0, self._updater.served_version)
 
     async def run(self) -> None:
-        """From the first version sent to the last one evaluated."""
-        await self._offer(StepTimer())
-        await self._updater.all_served()
-        await self._measure(evaluate=True)
-        while self.version < self._recipe.trainer.steps:
-            await self._step()
-        self.waiting_for = "the last version to be served"
-        await self._updater.all_served()
-        await self._in_compute(functools.partial(self._trainer.checkpoint, self.version, True))
+        """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
+        try:
+            await self._offer(StepTimer())
+            await self._updater.all_served()
+            await self._measure(evaluate=True)
+            while self.version < self._recipe.trainer.steps:
+                await self._step()
+            self.waiting_for = "the last version to be served"
+            await self._updater.all_served()
+            await self.last_checkpoint()
+        finally:
+            if self._measuring is not None:
+                self._measuring.cancel()
 
     async def request_checkpoint(self) -> tuple[str, int]:
-        """Folder and version, once written at the next step boundary."""
-        request: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-        self._checkpoint_requests.append(request)
-        return await request
+        """Folder and version, once written: now when the model is idle, else after the computation under way.
+
+        Raises `ServiceError` when the loop is closed before it was begun.
+        """
+        if self._closed:
+            raise ServiceError(RUN_ENDED)
+        return await self._written(self._compute.submit(self._trainer.checkpoint, final=False))
+
+    async def last_checkpoint(self) -> tuple[str, int]:
+        """The same for the run's last one, which is written once however often it is asked for."""
+        if self._last_checkpoint is None or self._last_checkpoint.cancelled():
+            self._last_checkpoint = self._compute.submit(self._trainer.checkpoint, final=True)
+        return await self._written(self._last_checkpoint)
+
+    async def _written(self, job: Future[tuple[str, int]]) -> tuple[str, int]:
+        """A caller that is cancelled takes its job along, unless it was begun."""
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if self._closed and job.cancelled():
+                raise ServiceError(RUN_ENDED) from None
+            raise
 
     def close(self) -> None:
-        """Leaves a computation under way to end by itself."""
+        """Leaves a computation under way to end by itself; checkpoints that were not begun are refused."""
+        self._closed = True
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:
@@ -136,7 +163,6 @@ class OptimizerLoop:
         self.waiting_for = ""
         with timer.measure("compute"):
             figures = await self._in_compute(functools.partial(self._trainer.train_step, batch, self.version))
-        self.compute_s += timer.seconds["compute"]
         outcome, reason = (Outcome.FAILED, "step skipped") if figures["skipped"] else (Outcome.TRAINED, "")
         for group in batch:
             self._books.close(group.sequences, outcome, reason)
@@ -152,6 +178,15 @@ class OptimizerLoop:
         if self.version == self._recipe.trainer.steps:
             await self._measured()  # the last record carries its own evaluation
         self._record(figures, batch, timer, step_s)
+        self._count_skipped(figures["skipped"])
+
+    def _count_skipped(self, reason: str) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
+        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            raise ServiceError(
+                f"the last {self._skipped_in_a_row} optimizer steps were skipped ({reason}): the policy is broken; try a "
+                "lower trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
+            )
 
     async def _offer(self, timer: StepTimer) -> None:
         version = PolicyVersion(self._incarnation, self.version)
@@ -196,9 +231,9 @@ class OptimizerLoop:
 
     async def _compare(self, version: int, trained: Logprobs) -> None:
         members = {name: member.grpc_address for name, member in self._updater.members.items()}
-        mismatch = await measure_mismatch(members, self._probe, trained, PolicyVersion(self._incarnation, version))
-        if mismatch is not None:
-            self._on_mismatch(version, mismatch)
+        parity = await measure_parity(members, self._probe, trained, PolicyVersion(self._incarnation, version))
+        if parity is not None:
+            self._on_parity(parity)
 
     async def _evaluate(self, version: int) -> None:
         try:
@@ -217,14 +252,9 @@ class OptimizerLoop:
     async def _checkpoint_if_due(self, timer: StepTimer) -> None:
         every = self._recipe.checkpoint.every_steps
         due = every > 0 and self.version % every == 0 and self.version < self._recipe.trainer.steps
-        if not due and not self._checkpoint_requests:
-            return
-        with timer.measure("checkpoint"):
-            folder = await self._in_compute(functools.partial(self._trainer.checkpoint, self.version, False))
-        requests, self._checkpoint_requests = self._checkpoint_requests, []
-        for request in requests:
-            if not request.done():
-                request.set_result((folder, self.version))
+        if due:
+            with timer.measure("checkpoint"):
+                await self._in_compute(functools.partial(self._trainer.checkpoint, final=False))
 
     async def _in_compute(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)

@@ -17,14 +17,15 @@ class TrainerMetrics:
         gauges = {
             "reward_mean": "Mean reward of the last batch.",
             "heldout_accuracy": "Held-out accuracy, last evaluation.",
+            "heldout_unanswered": "Held-out problems without a verdict, last evaluation.",
             "loss": "Loss of the last step.",
             "grad_norm": "Gradient norm before clipping.",
             "entropy": "Mean token entropy, nats.",
             "ess": "Effective sample size ratio, unclamped weights.",
             "clip_fraction": "Share of tokens whose weight the loss bounded.",
             "mismatch_kl": "KL estimate over tokens of lag 0, nats.",
-            "logprob_mismatch": "Largest probe difference between actor and trainer, nats.",
-            "packing_fill": "Tokens over token budget.",
+            "logprob_mismatch": "Largest probe difference between actor and trainer, nats; finite ones only.",
+            "packing_fill": "Tokens over token budget of all micro-batches.",
         }
         self._gauges = {key: Gauge(prefix + key, text, registry=registry) for key, text in gauges.items()}
         self.policy_version = Gauge(prefix + "policy_version", "Optimizer steps taken.", registry=registry)
@@ -36,6 +37,12 @@ class TrainerMetrics:
         self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
         self.phase_seconds = Histogram(
             prefix + "step_phase_seconds", "Time of one optimizer step by phase.", ["phase"], registry=registry
+        )
+        self.parity_failures = Counter(
+            prefix + "parity_failures", "Probe answers that could not be compared.", registry=registry
+        )
+        self.steps_skipped = Counter(
+            prefix + "steps_skipped", "Optimizer steps that changed no weight.", registry=registry
         )
         self.tokens_by_lag = Counter(
             prefix + "tokens_by_lag", "Tokens trained on, by token lag in optimizer steps.", ["lag"], registry=registry
@@ -49,6 +56,8 @@ class TrainerMetrics:
                 gauge.set(value)
         self.policy_version.set(record["policy_version"])
         self.tokens_trained.inc(record["tokens_trained"])
+        self.parity_failures.inc(record["parity_failures"])
+        self.steps_skipped.inc(bool(record["skipped"]))
         for state, count in record["sequences"].items():
             self.sequences.labels(state).set(count)
         for phase, seconds in record["step_s"].items():

@@ -18,6 +18,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.group import GroupStore
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import load_policy
@@ -49,9 +50,12 @@ class TorchPolicyTrainer:
         self._learner, self._sender, self._recipe, self._run_dir = learner, sender, recipe, run_dir
         self.tokenizer, self.port = tokenizer, port
         self.vocab_size = learner.policy.vocab_size
+        self._version = 0
+        """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> Mapping[str, Any]:
         outcome = self._learner.train_step(groups, version)
+        self._version = version + 1
         if not outcome.applied:
             ids = [sequence.sequence_id for group in groups for sequence in group.sequences]
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ",".join(ids)})
@@ -63,15 +67,16 @@ class TorchPolicyTrainer:
     def score(self, token_ids: TokenIds) -> Logprobs:
         return self._learner.score(token_ids)
 
-    def checkpoint(self, version: int, final: bool) -> str:
+    def checkpoint(self, final: bool) -> tuple[str, int]:
         """`checkpoint/` for the last one, `checkpoints/step-<version>/` on the way."""
+        version = self._version
         info = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
         steps = self._run_dir / "checkpoints"
         folder = self._run_dir / "checkpoint" if final else steps / f"step-{version}"
         export_policy(self._learner.policy.model, self.tokenizer, folder, info)
         if not final:
             prune(steps, self._recipe.checkpoint.keep)
-        return str(folder)
+        return str(folder), version
 
 
 def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolicyTrainer:
@@ -92,23 +97,27 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolic
     chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
     manifest = describe(policy.model.named_parameters(), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S)
-    port = CollectivePort(sender, host=settings.advertise_host, backend="gloo")
+    store = GroupStore(settings.transfer_host, settings.transfer_port)
+    port = CollectivePort(sender, store, host=settings.advertise_host, backend="gloo")
     return TorchPolicyTrainer(learner, load_tokenizer(source, recipe), sender, port, recipe, settings.run_dir)
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Raises `FieldError` when there is none."""
+    """That of folder (or hub id) `source`, at the recipe's revision. Raises `FieldError` when there is none."""
     from transformers import AutoTokenizer
 
+    hub: dict[str, Any] = {"trust_remote_code": recipe.model.trust_remote_code}
+    if recipe.model.revision and not Path(source).is_dir():
+        hub["revision"] = recipe.model.revision
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=recipe.model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, **hub)
     except (OSError, ValueError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
 
 
 def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
-    """One step under the names of metrics.jsonl (docs/run-directory.md). Pure."""
-    tokens = outcome.tokens
+    """One step under the names of metrics.jsonl (docs/run-directory.md); a skipped one trained on nothing. Pure."""
+    tokens, applied = outcome.tokens, outcome.applied
     return {
         "loss": tokens.loss,
         "skipped": outcome.optimizer.skipped,
@@ -123,10 +132,10 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "reference_kl": tokens.reference_kl if recipe.algorithm.kl_coefficient > 0 else None,
         "log_weight_abs_max": tokens.log_weight_abs_max,
         "lag": {"mean": tokens.lag_mean, "p95": tokens.lag_p95, "max": tokens.lag_max},
-        "lag_histogram": tokens.lag_histogram,
+        "lag_histogram": tokens.lag_histogram if applied else {},
         "advantage_abs_mean": outcome.advantage_abs_mean,
-        "sequences_trained": tokens.sequences,
-        "tokens_trained": tokens.completion_tokens,
+        "sequences_trained": tokens.sequences if applied else 0,
+        "tokens_trained": tokens.completion_tokens if applied else 0,
         "tokens_computed": tokens.tokens,
         "microbatches": tokens.microbatches,
         "packing_fill": tokens.packing_fill,

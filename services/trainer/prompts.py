@@ -28,7 +28,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldoutProblem]:
-    """The evaluator's problems. One that does not fit the context counts as answered wrong."""
+    """The evaluator's problems. One that does not fit the context stays without a verdict."""
     source = make_source(recipe.task, recipe.seed)
     problems = []
     for index in range(recipe.task.heldout_problems):

@@ -78,9 +78,10 @@ def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
 
 @dataclass
 class RunTotals:
-    """What the summary needs from the whole run."""
+    """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
 
-    heldout: list[tuple[int, float]] = field(default_factory=list)
+    heldout: list[tuple[int, float, int]] = field(default_factory=list)
+    """(version, accuracy, problems without a verdict) of each evaluation."""
     tokens_generated: int = 0
     tokens_trained: int = 0
     sequences_trained: int = 0
@@ -89,6 +90,8 @@ class RunTotals:
     ess: list[float] = field(default_factory=list)
     mismatch_kl: list[float] = field(default_factory=list)
     logprob_mismatch: list[float] = field(default_factory=list)
+    """Nats, of probes that could be compared."""
+    parity_failures: int = 0
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)

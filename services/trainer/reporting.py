@@ -17,6 +17,7 @@ from services.trainer.actor_client import ActorLoad
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.probe import Parity
 from services.trainer.records import RunFiles, RunTotals, StepRecord, mean
 from services.trainer.updater import UpdateRecord
 
@@ -29,11 +30,12 @@ class _Latest:
 
     heldout: HeldoutResult | None = None
     mismatch: float | None = None
+    parity_failures: int = 0
     update: UpdateRecord | None = None
 
 
 class RunReport:
-    """See the module. `records` grows by one per optimizer step; whoever streams them reads it."""
+    """See the module."""
 
     def __init__(self, recipe: Recipe, files: RunFiles, metrics: TrainerMetrics) -> None:
         self._recipe, self._files, self._metrics = recipe, files, metrics
@@ -49,7 +51,7 @@ class RunReport:
 
     def heldout(self, result: HeldoutResult) -> None:
         self._latest.heldout = result
-        self.totals.heldout.append((result.version, result.accuracy))
+        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
         for sample in result.samples:
             self._files.write_sample(
                 {
@@ -63,9 +65,12 @@ class RunReport:
                 }
             )
 
-    def mismatch(self, version: int, largest_difference: float) -> None:
-        self._latest.mismatch = max(self._latest.mismatch or 0.0, largest_difference)
-        self.totals.logprob_mismatch.append(largest_difference)
+    def parity(self, parity: Parity) -> None:
+        self._latest.parity_failures += parity.failures
+        self.totals.parity_failures += parity.failures
+        if parity.mismatch is not None:
+            self._latest.mismatch = max(self._latest.mismatch or 0.0, parity.mismatch)
+            self.totals.logprob_mismatch.append(parity.mismatch)
 
     def update_served(self, update: UpdateRecord) -> None:
         self._latest.update = update
@@ -97,6 +102,7 @@ class RunReport:
             "reward_std": float(rewards.std()),
             "heldout_accuracy": latest.heldout.accuracy if latest.heldout else None,
             "heldout_version": latest.heldout.version if latest.heldout else None,
+            "heldout_unanswered": latest.heldout.num_unanswered if latest.heldout else None,
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
@@ -105,6 +111,7 @@ class RunReport:
             "weight_update": update_figures(latest.update) if latest.update else None,
             "stall_s": max(latest.update.stall_s.values(), default=None) if latest.update else None,
             "logprob_mismatch": latest.mismatch,
+            "parity_failures": latest.parity_failures,
             "actor_busy_fraction": self.actor_busy_fraction(),
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
         }
@@ -112,10 +119,17 @@ class RunReport:
     def _add_up(self, record: StepRecord, batch: list[TrainingGroup]) -> None:
         totals = self.totals
         totals.steps += 1
-        totals.steps_skipped += bool(record.get("skipped"))
         totals.tokens_generated = record["tokens_generated"]
-        totals.tokens_trained += record["tokens_trained"]
         totals.compute_s += record["step_s"]["compute"]
+        if record["skipped"]:
+            totals.steps_skipped += 1
+        else:
+            self._add_up_trained(record, batch)
+
+    def _add_up_trained(self, record: StepRecord, batch: list[TrainingGroup]) -> None:
+        """What a step that changed weights adds."""
+        totals = self.totals
+        totals.tokens_trained += record["tokens_trained"]
         totals.add_lags(record["lag_histogram"])
         for values, key in ((totals.ess, "ess"), (totals.mismatch_kl, "mismatch_kl")):
             if record.get(key) is not None:
@@ -159,7 +173,7 @@ class RunReport:
             "wall_s": wall_s,
             "heldout_accuracy_first": totals.heldout[0][1] if totals.heldout else None,
             "heldout_accuracy_last": totals.heldout[-1][1] if totals.heldout else None,
-            "heldout": [{"version": v, "accuracy": accuracy} for v, accuracy in totals.heldout],
+            "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in totals.heldout],
             "tokens_generated": totals.tokens_generated,
             "tokens_trained": totals.tokens_trained,
             "sequences": dict(sequences),
@@ -171,6 +185,7 @@ class RunReport:
             ),
             "weight_updates": totals.weight_updates(),
             "logprob_mismatch_max": max(totals.logprob_mismatch, default=None),
+            "parity_failures": totals.parity_failures,
             "mismatch_kl_mean": mean(totals.mismatch_kl),
             "actor_busy_fraction": self.actor_busy_fraction(),
             "trainer_busy_fraction": totals.compute_s / wall_s,

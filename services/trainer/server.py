@@ -1,6 +1,6 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand.
 
-Reads the run's state through `RunView`; changes nothing but through `request_checkpoint`.
+Reads the run's state through `status`; changes nothing but through `request_checkpoint`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,34 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
+from pipelinerl.errors import ServiceError
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.records import StepRecord, to_json
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. Ends with the run."""
+    """The run's step records, for any number of readers at their own pace. Ends with the run.
+
+    Keeps one record (a few kilobytes) for each step of the run, so that a late reader has them all. Used on one event loop.
+    """
 
     def __init__(self) -> None:
         self._records: list[StepRecord] = []
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._ended = False
 
-    async def add(self, record: StepRecord) -> None:
-        async with self._changed:
-            self._records.append(record)
-            self._changed.notify_all()
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._wake()
 
-    async def end(self) -> None:
-        async with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+    def end(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Readers wait for the event that was there when they looked; the next change has one of its own."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
         """Records of steps >= `from_step`, those already taken first."""
@@ -46,13 +53,16 @@ class StepFeed:
 
     async def _after(self, position: int) -> list[StepRecord]:
         """Records from `position` on, waiting for one; empty at the run's end."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: position < len(self._records) or self._ended)
-            return self._records[position:]
+        while position == len(self._records) and not self._ended:
+            await self._changed.wait()
+        return self._records[position:]
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """`status()` describes the run now; `request_checkpoint()` returns (folder, version) once written."""
+    """`status()` describes the run now; `request_checkpoint()` returns (folder, version) once written.
+
+    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION.
+    """
 
     def __init__(
         self,
@@ -76,5 +86,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def CheckpointNow(
         self, request: trainer_pb2.CheckpointNowRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.CheckpointNowResponse:
-        path, version = await self._request_checkpoint()
+        try:
+            path, version = await self._request_checkpoint()
+        except ServiceError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return trainer_pb2.CheckpointNowResponse(path=path, policy_version=version)

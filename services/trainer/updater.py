@@ -2,7 +2,8 @@
 
 Consumes versions offered by the optimizer loop and the actors' answers; produces served versions. `offer` returns as soon
 as sending has begun, so that the next batch is computed while bytes move; it waits only for the version before, so that
-sending trails the optimizer by at most one version. Registered actors, their answers and deadlines unblock it.
+sending trails the optimizer by at most one version. Registered actors, their answers and deadlines unblock it. An outage of
+NATS is waited for. Only the first version has a limit to its waiting: a run that no actor can serve ends with their reasons.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pipelinerl.control import (
     Staged,
 )
 from pipelinerl.control_codec import decode_control, encode_control
-from pipelinerl.errors import MessageError, TransferError
+from pipelinerl.errors import MessageError, ServiceError, TransferError
+from pipelinerl.retry import until_taken
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.manifest_codec import manifest_to_bytes
 from services.trainer import coordinator as c
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
 """What actors say, by kind."""
+MOST_REASONS = 16
+"""Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class UpdateRecord:
 
 
 class WeightUpdater:
-    """See the module."""
+    """See the module. `join_timeout_s`: from the offer of the first version until some version is served."""
 
     def __init__(
         self,
@@ -93,10 +97,11 @@ class WeightUpdater:
         *,
         incarnation: int,
         deadline_s: float,
+        join_timeout_s: float,
         on_served: Callable[[UpdateRecord], None],
     ) -> None:
         self._bus, self._port = bus, port
-        self._incarnation, self._deadline_s = incarnation, deadline_s
+        self._incarnation, self._deadline_s, self._join_timeout_s = incarnation, deadline_s, join_timeout_s
         self._on_served = on_served
         self._coordinator = c.Coordinator()
         self._events: asyncio.Queue[c.Event] = asyncio.Queue(maxsize=10_000)
@@ -107,7 +112,10 @@ class WeightUpdater:
         self._snapshot: object = None
         self._record = UpdateRecord(-1)
         self._begun_at = 0.0
+        self._tasks: asyncio.TaskGroup
         self._transfer: asyncio.Task[None] | None = None
+        self._reasons: dict[str, str] = {}
+        self._offered = asyncio.Event()
         self._timers: set[asyncio.TimerHandle] = set()
         self.served_version = -1
         self.evictions = 0
@@ -124,8 +132,9 @@ class WeightUpdater:
         return self._coordinator.epoch
 
     @property
-    def phase(self) -> str:
-        return self._coordinator.phase.value
+    def reasons(self) -> str:
+        """Why actors did not serve, in their own words where they had any; empty when nothing was heard."""
+        return "; ".join(f"{actor}: {reason}" for actor, reason in sorted(self._reasons.items()))
 
     async def wait_for_members(self, count: int) -> None:
         """Returns when `count` actors have registered."""
@@ -142,6 +151,7 @@ class WeightUpdater:
         self._idle.clear()
         self._snapshot = snapshot
         self._record, self._begun_at = UpdateRecord(version), time.monotonic()
+        self._offered.set()
         await self._events.put(c.VersionReady(version))
 
     async def all_served(self) -> None:
@@ -160,17 +170,31 @@ class WeightUpdater:
             await self._events.put(c.HoldCommits(above=None))
 
     async def run(self) -> None:
-        """Runs until cancelled."""
-        await self._bus.publish_control("manifest", manifest_to_bytes(self._port.manifest))
+        """Runs until cancelled. Raises `ServiceError` when no actor comes to serve the first version."""
+        manifest = manifest_to_bytes(self._port.manifest)
+        await until_taken(lambda: self._bus.publish_control("manifest", manifest), "say 'manifest'")
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch_members())
-                tasks.create_task(self._watch_answers())
-                tasks.create_task(self._step_events())
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._watch_members())
+                self._tasks.create_task(self._watch_answers())
+                self._tasks.create_task(self._step_events())
+                self._tasks.create_task(self._first_served_in_time())
         finally:
             for timer in self._timers:
                 timer.cancel()
             await self._port.abandon_group()
+
+    async def _first_served_in_time(self) -> None:
+        await self._offered.wait()
+        try:
+            async with asyncio.timeout(self._join_timeout_s), self._served_changed:
+                await self._served_changed.wait_for(lambda: self.served_version >= 0)
+        except TimeoutError as error:
+            raise ServiceError(
+                f"version {self._record.version} was served by no actor within weights.join_timeout_s = "
+                f"{self._join_timeout_s:g} s; {f'last heard: {self.reasons}' if self._reasons else 'no actor said why'}. "
+                "Look at the actors' logs, or raise it"
+            ) from error
 
     # --- events in ------------------------------------------------------------------------------------------------
 
@@ -211,10 +235,14 @@ class WeightUpdater:
 
     def _answer_event(self, answer: object) -> c.Event | None:
         """The coordinator's event for an answer to this incarnation; None for anybody else's."""
+        if isinstance(answer, Abort) and answer.incarnation in (0, self._incarnation):
+            self._reasons.pop(answer.actor, None)
+            self._note_reason(answer.actor, answer.reason)
         if getattr(answer, "incarnation", None) != self._incarnation:
             return None
         match answer:
             case EpochJoined():
+                self._reasons.pop(answer.actor, None)
                 return c.MemberJoined(answer.actor, answer.epoch)
             case Staged():
                 if answer.version == self._record.version:
@@ -228,6 +256,12 @@ class WeightUpdater:
             case Abort():
                 return c.MemberFailed(answer.actor, answer.epoch, answer.reason)
         return None
+
+    def _note_reason(self, actor: str, reason: str) -> None:
+        """What an actor said itself is not replaced by what was seen of it from here."""
+        self._reasons.setdefault(actor, reason)
+        while len(self._reasons) > MOST_REASONS:
+            del self._reasons[next(iter(self._reasons))]
 
     # --- actions out ----------------------------------------------------------------------------------------------
 
@@ -254,6 +288,7 @@ class WeightUpdater:
                 await self._stop_transfer()
             case c.Evicted(actor, epoch, reason):
                 self.evictions += 1
+                self._note_reason(actor, reason)
                 log.warning("actor %s leaves epoch %d: %s", actor, epoch, reason)
             case c.SetDeadline(token):
                 self._set_deadline(token)
@@ -284,7 +319,7 @@ class WeightUpdater:
                 deadline_s=self._deadline_s,
             ),
         )
-        self._transfer = asyncio.create_task(self._await_group(epoch))
+        self._transfer = self._tasks.create_task(self._await_group(epoch))
 
     async def _await_group(self, epoch: int) -> None:
         try:
@@ -297,7 +332,7 @@ class WeightUpdater:
     async def _send_version(self, epoch: int, version: int) -> None:
         announce = Announce(self._incarnation, epoch, version, self._port.manifest.manifest_id, self._deadline_s)
         await self._control("announce", announce)
-        self._transfer = asyncio.create_task(self._broadcast(epoch, version))
+        self._transfer = self._tasks.create_task(self._broadcast(epoch, version))
 
     async def _broadcast(self, epoch: int, version: int) -> None:
         try:
@@ -333,7 +368,8 @@ class WeightUpdater:
             self._served_changed.notify_all()
 
     async def _control(self, kind: str, message: EpochStart | Announce | Commit | Abort) -> None:
-        await self._bus.publish_control(kind, encode_control(message))
+        payload = encode_control(message)
+        await until_taken(lambda: self._bus.publish_control(kind, payload), f"say {kind!r}")
 
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:

@@ -193,7 +193,7 @@ async def test_a_full_prompt_queue_refuses_and_loses_nothing(connect: Connect) -
     async with run_streams(connect, replace(LIMITS, prompts_max_messages=2)) as bus:
         await bus.publish_prompt(b"one", "g1")
         await bus.publish_prompt(b"two", "g2")
-        with pytest.raises(BusError):
+        with pytest.raises(BusError, match=r"PROMPTS.* is full: it may hold 2 messages"):
             await bus.publish_prompt(b"three", "g3")
         first = await take(bus)
         with pytest.raises(BusError):  # taken is not done: it still counts
@@ -201,6 +201,21 @@ async def test_a_full_prompt_queue_refuses_and_loses_nothing(connect: Connect) -
         await first.ack()
         await bus.publish_prompt(b"three", "g3")
         assert [(await take(bus)).payload, (await take(bus)).payload] == [b"two", b"three"]
+
+
+async def test_the_queues_first_position_says_what_is_done(bus: Bus) -> None:
+    """Below it, nobody works on anything; a group in somebody's hands, or behind a hole, is not below it."""
+    assert (await bus.prompts_info()).first_position == 1
+    assert [await bus.publish_prompt(b"group", f"g{number}") for number in (1, 2, 3)] == [1, 2, 3]
+    assert await bus.publish_prompt(b"group", "g2") == 2
+    one, two, three = await take(bus), await take(bus), await take(bus)
+    await two.ack()
+    assert (await bus.prompts_info()).first_position == 1
+    await one.terminate("does not parse")
+    assert (await bus.prompts_info()).first_position == 3
+    await three.ack()
+    info = await bus.prompts_info()
+    assert (info.messages, info.first_position, info.last_position) == (0, 4, 3)
 
 
 async def test_no_streams_is_an_error_and_not_an_empty_queue(connect: Connect) -> None:
@@ -305,7 +320,8 @@ async def test_a_full_log_refuses_and_loses_nothing(connect: Connect, limits: St
     async with run_streams(connect, limits) as bus:
         for number in range(3):
             await bus.publish_sequence(bytes(1000), f"s{number}")
-        with pytest.raises(BusError, match=r"full|maximum"):
+        limit = min(limits.sequences_max_messages, limits.sequences_max_bytes)
+        with pytest.raises(BusError, match=rf"SEQUENCES.* is full: it may hold .*\b{limit}\b"):
             await bus.publish_sequence(bytes(1000), "s3")
         assert (await bus.sequences_info()).messages == 3
         assert await bus.publish_sequence(bytes(1000), "s0") == 1  # a repeat of what is stored is no new message
@@ -313,6 +329,17 @@ async def test_a_full_log_refuses_and_loses_nothing(connect: Connect, limits: St
         assert await bus.publish_sequence(bytes(1000), "s3") == 4
         async with bus.read_sequences(1) as entries:
             assert [(await soon(entries)).msg_id for _ in range(3)] == ["s1", "s2", "s3"]
+
+
+async def test_a_reader_goes_on_while_what_it_has_read_is_purged(bus: Bus) -> None:
+    async with bus.read_sequences(1) as entries:
+        for number in range(1, 601):  # more than a reader holds at once
+            await bus.publish_sequence(bytes(100), f"s{number}")
+            assert (await soon(entries)).position == number
+            if number % 100 == 0:
+                await bus.purge_sequences(number + 1)
+                info = await bus.sequences_info()
+                assert (info.messages, info.first_position, info.last_position) == (0, number + 1, number)
 
 
 async def test_purging_removes_only_what_is_below(bus: Bus) -> None:
@@ -366,6 +393,31 @@ async def test_creating_streams_again_keeps_what_is_there(bus: Bus, connect: Con
         await other.create_streams()
     assert (await bus.sequences_info()).messages == 1
     assert (await take(bus)).payload == b"b"
+
+
+async def test_streams_are_fresh_until_something_is_published_even_if_it_has_left_them_again(bus: Bus) -> None:
+    await bus.put_member("actor-0", b"")  # of this run already
+    await bus.create_streams(fresh=True)
+    await bus.publish_prompt(b"group", "g1")
+    await (await take(bus)).ack()
+    with pytest.raises(FieldError, match=rf"run = '{bus.run}': PROMPTS_{bus.run} on this .*another run name"):
+        await bus.create_streams(fresh=True)
+    await bus.publish_sequence(b"sequence", "s1")
+    await bus.purge_sequences(2)
+    await bus.publish_control("end", b"")
+    every = f"PROMPTS_{bus.run} and SEQUENCES_{bus.run} and CONTROL_{bus.run} on this"
+    with pytest.raises(FieldError, match=every):
+        await bus.create_streams(fresh=True)
+    await bus.create_streams()
+    await bus.delete_streams()
+    await bus.create_streams(fresh=True)
+
+
+async def test_streams_that_are_not_there_are_fresh(connect: Connect) -> None:
+    async with connect() as bus:
+        await bus.create_streams(fresh=True)
+        assert (await bus.sequences_info()).messages == 0
+        await bus.delete_streams()
 
 
 async def test_deleting_streams_twice_is_no_error(connect: Connect) -> None:

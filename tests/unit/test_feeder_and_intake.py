@@ -12,11 +12,12 @@ import pytest
 
 from pipelinerl.algorithms.feeder_bound import FeederBound
 from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.memory import MemoryBus
+from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.codec import decode_group, encode_sequence
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import UserError
-from pipelinerl.types import PromptGroup, VersionSpan
+from pipelinerl.types import PromptGroup, Sequence, VersionSpan
+from pipelinerl.v1 import sequence_pb2
 from services.trainer.books import Books
 from services.trainer.feeder import EncodedProblem, Feeder, group_seed
 from services.trainer.intake import Intake
@@ -37,11 +38,14 @@ class Desk:
             total_steps=recipe.trainer.steps,
         )
         self.prompt_length = prompt_length
+        self.odd_problems: dict[int, EncodedProblem] = {}
         self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version)
         self.intake = Intake(bus, recipe, self.books, self.bound, vocab_size=100, on_loss=self.feeder.look_again)
 
     def problem(self, index: int) -> EncodedProblem:
-        return EncodedProblem("chain_sum", np.full(self.prompt_length, index % 90, np.int32), f"p{index}", "{}")
+        return self.odd_problems.get(index) or EncodedProblem(
+            "chain_sum", np.full(self.prompt_length, index % 90, np.int32), f"p{index}", "{}"
+        )
 
     async def take_issued(self) -> list[PromptGroup]:
         """Everything on PROMPTS now, acknowledged."""
@@ -55,8 +59,10 @@ class Desk:
 
     async def answer(self, group: PromptGroup, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> None:
         for index, reward in enumerate(rewards):
-            sequence = make_sequence(group, index, reward=reward, version=version)
-            await self.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+            await self.publish(make_sequence(group, index, reward=reward, version=version))
+
+    async def publish(self, sequence: Sequence) -> None:
+        await self.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
 
 
 @asynccontextmanager
@@ -200,6 +206,156 @@ async def test_prompts_beyond_the_context_end_the_run_with_a_clear_error() -> No
             await one.feeder.run()
         assert one.books.ledger.counts.failed == 2000
         assert one.books.ledger.counts.in_flight == 0
+
+
+TOO_LARGE = EncodedProblem("chain_sum", np.full(3, 1, np.int32), "p", "x" * 5000)
+EMPTY = EncodedProblem("chain_sum", np.empty(0, np.int32), "", "{}")
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"), [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid")]
+)
+async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(
+    problem: EncodedProblem, reason: str
+) -> None:
+    async with MemoryBus(RUN, server=MemoryServer(max_payload_bytes=2000)) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe())
+        one.odd_problems = {1: problem}
+        feeding = asyncio.create_task(one.feeder.run())
+        assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
+        feeding.cancel()
+        assert one.books.ledger.reasons(Outcome.FAILED) == {reason: 2}
+        assert one.books.lost_groups == 1
+        assert one.books.ledger.counts.in_flight == 8
+
+
+async def test_a_task_whose_every_prompt_is_too_large_ends_the_run() -> None:
+    async with MemoryBus(RUN, server=MemoryServer(max_payload_bytes=2000)) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe())
+        one.odd_problems = dict.fromkeys(range(2000), TOO_LARGE)
+        with pytest.raises(UserError, match=r"task.name = 'chain_sum': the last 1000 .* raise max_payload"):
+            await one.feeder.run()
+
+
+async def test_the_feeder_goes_on_after_an_outage() -> None:
+    server = MemoryServer()
+    async with MemoryBus(RUN, server=server) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe())
+        server.set_reachable(False)
+        feeding = asyncio.create_task(one.feeder.run())
+        await asyncio.sleep(0.02)
+        server.set_reachable(True)
+        assert [group.problem_index for group in await one.take_issued()] == [0, 1, 2, 3]
+        feeding.cancel()
+
+
+async def answer_until_it_ends(one: Desk, rewards: tuple[float, ...], failure: str = "") -> None:
+    """Answers every group that is issued, all in the same way, until the intake has had enough."""
+    feeding, taking = asyncio.create_task(one.feeder.run()), asyncio.create_task(one.intake.run())
+    try:
+        while not taking.done():
+            for group in await one.take_issued():
+                for index, reward in enumerate(rewards):
+                    await one.publish(make_sequence(group, index, reward=reward, failure=failure))
+            await asyncio.sleep(0)
+        await taking
+    finally:
+        feeding.cancel()
+        taking.cancel()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "failure", "told", "num_lost"),
+    [
+        (make_recipe(), "reward_crashed: ZeroDivisionError", r"reward_crashed \(400 of 400\).* reward.scorer", 200),
+        (
+            make_recipe(algorithm={"filter_equal_rewards": True, "max_lag": 1}),
+            "",
+            r"equal rewards \(200 of 200\).*filter_equal_rewards off",
+            200,
+        ),
+        (
+            make_recipe(trainer={"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64, "give_up_after_groups": 6}),
+            "engine: refused",
+            r"last 6 prompt groups.* engine \(12 of 12\).*actors' logs.*trainer.give_up_after_groups",
+            6,
+        ),
+    ],
+    ids=["reward raises", "always equal", "setting"],
+)
+async def test_groups_that_are_lost_without_end_end_the_run(
+    recipe: Recipe, failure: str, told: str, num_lost: int
+) -> None:
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        one = Desk(bus, recipe)
+        async with asyncio.timeout(30):
+            with pytest.raises(UserError, match=told):
+                await answer_until_it_ends(one, (0.0, 0.0), failure)
+        assert one.books.lost_groups == num_lost
+
+
+async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:
+    recipe = make_recipe(
+        trainer={"steps": 40, "batch_size": 4, "tokens_per_microbatch": 64, "give_up_after_groups": 3},
+        algorithm={"filter_equal_rewards": True, "max_lag": 1},
+    )
+    async with desk(recipe) as one, asyncio.timeout(30):
+        answered = 0
+        while answered < 12:  # two lost, one good, and so on, until the bound's 4 groups are good ones
+            for group in await one.take_issued():
+                answered += 1
+                await one.answer(group, (1.0, 0.0) if answered % 3 == 0 else (0.0, 0.0))
+            await asyncio.sleep(0)
+        taking = asyncio.create_task(one.intake.take_batch(version=9))  # all that is ready is stale by then
+        while one.books.ledger.counts.dropped_stale < 8:
+            await asyncio.sleep(0)
+        one.version = 9
+        one.feeder.look_again()
+        while not taking.done():
+            for group in await one.take_issued():
+                await one.answer(group, version=9)
+            await asyncio.sleep(0)
+        assert len(await taking) == 2
+
+
+async def test_a_sequence_that_contradicts_its_group_ends_as_failed_and_strands_nobody() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        await one.publish(replace(make_sequence(groups[0], 0), group_size=3))
+        await one.publish(replace(make_sequence(groups[0], 0), group_size=4))
+        await one.publish(make_sequence(replace(groups[0], num_samples=9), 8))
+        await one.publish(make_sequence(groups[0], 1))
+        while one.books.lost_groups == 0:
+            await asyncio.sleep(0)
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"contradicts its group": 1, "group incomplete": 1}
+        assert one.intake.bad_messages == 2  # the second message has the id of the first
+
+
+def with_short_logprobs(sequence: Sequence) -> bytes:
+    message = sequence_pb2.Sequence.FromString(encode_sequence(sequence))
+    message.behaviour_logprobs = message.behaviour_logprobs[:4]
+    return message.SerializeToString()
+
+
+async def test_a_sequence_whose_arrays_differ_is_known_by_its_own_id_where_the_message_has_another() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        await one.bus.publish_sequence(with_short_logprobs(make_sequence(groups[0], 0)), "")
+        await one.bus.publish_sequence(with_short_logprobs(make_sequence(replace(groups[1], run="other"), 0)), "")
+        for strange_id in ("g00000001.٣", "g00000001.01", "g00000001." + "9" * 5000, "g00000001.-1", ".", "g00000001"):
+            await one.bus.publish_sequence(b"\xff", strange_id)
+        await one.publish(make_sequence(groups[0], 1))
+        while one.books.lost_groups == 0:
+            await asyncio.sleep(0)
+        await one.answer(groups[1])
+        await one.answer(groups[2])
+        assert len(await one.intake.take_batch(version=0)) == 2
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
+        assert one.intake.bad_messages == 8
 
 
 async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None:

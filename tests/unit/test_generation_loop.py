@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.codec import decode_sequence, encode_group
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.types import Sequence as TrainedSequence
+from pipelinerl.v1 import sequence_pb2
 from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import Finisher
@@ -41,6 +42,7 @@ class ScriptedEngine:
     running: int = 0
     most_running: int = 0
     started: list[str] = field(default_factory=list)
+    vocab_size: int = 100
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.running += 1
@@ -72,11 +74,11 @@ class ScriptedVerifier:
 
     judge: Callable[[VerifyItem], VerifyOutcome] = lambda item: VerifyOutcome(item.sequence_id, VerifyStatus.OK, 1.0)
     up: asyncio.Event = field(default_factory=asyncio.Event)
-    refuses: bool = False
+    refuses: Callable[[VerifyItem], bool] = lambda item: False
 
     async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
         await self.up.wait()
-        if self.refuses:
+        if any(self.refuses(item) for item in items):
             raise ServiceError("refused a batch")
         return [self.judge(item) for item in items]
 
@@ -221,9 +223,20 @@ async def test_a_reward_that_fails_costs_that_sequence(status: VerifyStatus, fai
 
 async def test_a_verifier_that_refuses_ends_as_failed_sequences() -> None:
     async with stage() as one:
-        one.verifier.refuses = True
+        one.verifier.refuses = lambda item: True
         await one.issue(0)
         assert {s.failure for s in await one.published(2)} == {"verifier_refused: refused a batch"}
+
+
+async def test_a_refused_item_does_not_take_its_batch_with_it() -> None:
+    async with stage() as one:
+        one.verifier.up.clear()
+        one.verifier.refuses = lambda item: item.sequence_id == "g00000001.0"
+        await one.issue(*range(4))
+        await one.until(lambda: len(one.engine.started) >= 4)
+        one.verifier.up.set()
+        failures = {s.sequence_id: s.failure for s in await one.published(8)}
+        assert {key for key, failure in failures.items() if failure} == {"g00000001.0"}
 
 
 async def test_an_engine_that_refuses_a_request_costs_that_sequence() -> None:
@@ -312,6 +325,55 @@ async def test_a_prompt_group_that_does_not_parse_is_set_aside() -> None:
         assert len(await one.published(2)) == 2
         await one.until(lambda: len(one.held) == 0)
         assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_a_group_that_is_refused_but_names_its_samples_ends_as_failed_sequences() -> None:
+    async with stage() as one:
+        message = sequence_pb2.PromptGroup.FromString(encode_group(make_group(0)))
+        message.prompt_token_ids = b"\x01"  # no multiple of four
+        await one.bus.publish_prompt(message.SerializeToString(), "g00000000")
+        failures = [(s.sequence_id, s.failure.partition(":")[0]) for s in await one.published(2)]
+        assert sorted(failures) == [("g00000000.0", "unreadable_group"), ("g00000000.1", "unreadable_group")]
+        await one.until(lambda: len(one.held) == 0)
+        assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_another_runs_group_is_set_aside_without_sequences() -> None:
+    async with stage() as one:
+        await one.bus.publish_prompt(encode_group(make_group(0, run="other")), "g00000000")
+        await one.issue(1)
+        assert {s.group_id for s in await one.published(2)} == {"g00000001"}
+        await one.until(lambda: len(one.held) == 0)
+        assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> None:
+    async with stage(serve=False) as one:
+        await one.bus.publish_prompt(b"\xff\xff", "nonsense")
+
+        class Lost:
+            payload, num_deliveries = b"\xff\xff", 1
+
+            async def terminate(self, reason: str) -> None:
+                raise BusError("no connection")
+
+        assert await one.loop._admit(Lost()) is None  # type: ignore[arg-type]
+        one.gate.serve(PolicyVersion(1, 0))
+        await one.issue(0)
+        assert len(await one.published(2)) == 2  # it came again, and was set aside then
+
+
+async def test_a_group_that_arrives_while_draining_is_handed_back() -> None:
+    async with stage() as one:
+        await one.until(lambda: one.gate.is_open)
+        await asyncio.sleep(0.01)  # the loop waits for a group
+        one.gate.drain()
+        await one.issue(0)
+        await asyncio.sleep(0.01)
+        assert one.engine.started == []
+        delivery = await one.bus.next_prompt(1.0)
+        assert delivery is not None
+        assert delivery.num_deliveries == 2
 
 
 async def test_samples_already_published_are_not_generated_again() -> None:

@@ -372,6 +372,15 @@ def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
     assert (tokens.sequences, tokens.completion_tokens, tokens.tokens) == (2, 10, 15)
 
 
+@pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 30 / 48), (20, 2, 30 / 40), (80, 1, 30 / 80)])
+def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fill: float) -> None:
+    learner = Learner(
+        wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget)
+    )
+    tokens = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3).tokens
+    assert (tokens.tokens, tokens.microbatches, tokens.packing_fill) == (30, microbatches, pytest.approx(fill))
+
+
 def test_lags_follow_the_spans_of_a_sequence() -> None:
     sequence = replace(sequences_of([(2, 5)])[0], spans=(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)))
     batch = build_microbatch([sequence], np.ones(1), 8, "batch", BatchTotals(1, 5))

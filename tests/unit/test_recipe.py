@@ -129,6 +129,11 @@ def test_unreadable_overrides_name_themselves(text: str) -> None:
         parse_override(text)
 
 
+@pytest.mark.parametrize("correct", [0, -1])
+def test_a_right_answer_must_earn_something(correct: float) -> None:
+    assert "reward.correct" in problems(minimal(reward={"correct": correct}))
+
+
 def test_later_overrides_win_and_the_recipes_data_is_untouched() -> None:
     data = minimal()
     changed = apply_overrides(
@@ -197,6 +202,11 @@ def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(
     assert list(found) == [f"{section}.{field}"]
     assert found[f"{section}.{field}"].startswith(f"{section}.{field} = {value!r}: ")
     assert said in found[f"{section}.{field}"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("top_p", 0.9), ("top_k", 50)])
+def test_a_truncated_distribution_is_refused_with_the_reason(field: str, value: float) -> None:
+    assert "importance weights" in problems({**minimal(), "sampling": {field: value}})[f"sampling.{field}"]
 
 
 def test_every_wrong_field_is_listed() -> None:
@@ -285,7 +295,7 @@ def test_problem_file_and_reward_code(tmp_path: Path) -> None:
     recipe = recipe_from_data(minimal(task=task, reward={"scorer": "no_such_package_here.rewards:score"}), "x")
     assert set(missing(recipe)) == {"task.path", "reward.scorer"}
     assert task_problems(recipe) == []  # the file may be where the recipe is to run
-    assert "no package 'no_such_package_here'" in missing(recipe)["reward.scorer"]
+    assert "No module named 'no_such_package_here'" in missing(recipe)["reward.scorer"]
     problems = (f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9))
     (tmp_path / "p.jsonl").write_text("".join(problems))
     task["heldout_problems"] = 4
@@ -294,6 +304,17 @@ def test_problem_file_and_reward_code(tmp_path: Path) -> None:
     assert "9 distinct problems" in missing(recipe_from_data(minimal(task=task), "x"))["task.heldout_problems"]
     (tmp_path / "p.jsonl").write_text("{")
     assert "p.jsonl" in missing(recipe_from_data(minimal(task=task), "x"))["task"]
+
+
+def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    check_environment(recipe_from_data(minimal(reward={"scorer": "my_rewards:score"}), "x"))
+    wrong = {"my_rewards:scor": "has no attribute 'scor'", "my_rewards:NOT_A_FUNCTION": "is not a function"}
+    for scorer, said in wrong.items():
+        assert said in missing(recipe_from_data(minimal(reward={"scorer": scorer}), "x"))["reward.scorer"]
 
 
 @pytest.mark.parametrize(

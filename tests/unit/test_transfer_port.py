@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, WeightGroup
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
 from services.actor.weights.staging import Receiver
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import WeightSender
@@ -18,7 +19,7 @@ VERSION = PolicyVersion(1, 3)
 
 def port_and_snapshot(stall_timeout_s: float = 10.0):
     sender = WeightSender(describe(WEIGHTS.items(), chunk_bytes=4096), stall_timeout_s=stall_timeout_s)
-    return CollectivePort(sender, host="127.0.0.1"), sender.snapshot(VERSION, WEIGHTS)
+    return CollectivePort(sender, GroupStore(), host="127.0.0.1"), sender.snapshot(VERSION, WEIGHTS)
 
 
 async def actor_joins(port: CollectivePort, epoch: int) -> WeightGroup:
@@ -75,3 +76,12 @@ async def test_nothing_is_sent_without_a_group() -> None:
     port, snapshot = port_and_snapshot()
     with pytest.raises(TransferError):
         await port.broadcast(snapshot, 1)
+
+
+def test_the_store_listens_on_the_one_interface_it_was_given() -> None:
+    """It has no authentication, and torch's own listens on all interfaces whatever host it is given."""
+    store = GroupStore("127.0.0.2")
+    with socket.create_connection(("127.0.0.2", store.port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), timeout=5)

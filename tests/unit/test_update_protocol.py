@@ -7,19 +7,22 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.control import Backend, Registration, RunEnd
 from pipelinerl.control_codec import encode_control
-from pipelinerl.errors import TransferError
+from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest, build_manifest
+from pipelinerl.weights.manifest_codec import manifest_to_bytes
 from services.actor.gate import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
+from services.trainer.coordinator import Phase
 from services.trainer.updater import SentBytes, UpdateRecord, WeightUpdater
 from tests.unit.builders import RUN
 
@@ -60,8 +63,11 @@ class ScriptedReceiver:
     served: list[PolicyVersion] = field(default_factory=list)
     joined: list[tuple[int, int, int]] = field(default_factory=list)
     discards: int = 0
+    refuses: Exception | None = None
 
     async def prepare(self, manifest: Manifest) -> None:
+        if self.refuses is not None:
+            raise self.refuses
         assert manifest.manifest_id == MANIFEST.manifest_id
 
     async def join_group(
@@ -101,6 +107,14 @@ class Stage:
     port: ScriptedPort
     records: list[UpdateRecord]
     actors: dict[str, RunningActor]
+    server: MemoryServer
+    stack: AsyncExitStack
+    running: asyncio.Task[None]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0)
 
     async def send(self, version: int) -> None:
         async with asyncio.timeout(10):
@@ -109,13 +123,15 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(*names: str, deadline_s: float = 5.0) -> AsyncIterator[Stage]:
+async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60.0) -> AsyncIterator[Stage]:
     server = MemoryServer()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
         port, records = ScriptedPort(), list[UpdateRecord]()
-        updater = WeightUpdater(bus, port, incarnation=1, deadline_s=deadline_s, on_served=records.append)
+        updater = WeightUpdater(
+            bus, port, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s, on_served=records.append
+        )
         tasks = [asyncio.create_task(updater.run())]
         actors = {}
         for name in names:
@@ -125,7 +141,7 @@ async def stage(*names: str, deadline_s: float = 5.0) -> AsyncIterator[Stage]:
         try:
             async with asyncio.timeout(10):
                 await updater.wait_for_members(len(names))
-            yield Stage(updater, port, records, actors)
+            yield Stage(updater, port, records, actors, server, stack, tasks[0])
         finally:
             for task in tasks:
                 task.cancel()
@@ -134,9 +150,11 @@ async def stage(*names: str, deadline_s: float = 5.0) -> AsyncIterator[Stage]:
                     await task
 
 
-async def start_actor(name: str, server: MemoryServer, stack: AsyncExitStack) -> RunningActor:
+async def start_actor(
+    name: str, server: MemoryServer, stack: AsyncExitStack, refuses: Exception | None = None
+) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
-    receiver, gate = ScriptedReceiver(), ServingGate(max_lag=None)
+    receiver, gate = ScriptedReceiver(refuses=refuses), ServingGate(max_lag=None)
     receiver.may_receive.set()
 
     async def on_end(end: RunEnd) -> None:
@@ -216,7 +234,7 @@ async def test_with_no_actor_left_a_version_waits_for_the_next_one() -> None:
         await one.actors["a"].bus.remove_member("a")
         await one.updater.offer(1, "snapshot-1")
         async with asyncio.timeout(10):
-            while one.updater.phase != "waiting for members":
+            while one.updater._coordinator.phase is not Phase.WAITING:
                 await asyncio.sleep(0)
             await one.actors["a"].register()
             await one.updater.all_served()
@@ -246,3 +264,92 @@ async def test_a_tensor_parallel_actor_takes_consecutive_ranks() -> None:
         await one.send(0)
         assert one.port.opened == [(1, 6)]
         assert one.actors["b"].receiver.joined == [(1, 5, 6)]
+
+
+async def test_a_model_that_cannot_take_the_weights_ends_the_actor_with_a_users_error() -> None:
+    async with stage("a", "b") as one:
+        stranger = await start_actor("c", one.server, one.stack, refuses=ManifestMismatch("w: shape is (4,) here"))
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(10):
+                await stranger.task
+        assert raised.group_contains(UserError, match=r"w: shape is \(4,\) here.*PIPELINERL_MODEL_DIR")
+        await one.until(lambda: "c: w: shape is (4,) here" in one.updater.reasons)
+        await one.send(0)
+        assert set(one.updater.members) == {"a", "b"}
+
+
+async def test_a_preparation_that_fails_ends_the_actor_to_be_started_again() -> None:
+    async with stage("a") as one:
+        unlucky = await start_actor("b", one.server, one.stack, refuses=TransferError("0 of 1 workers connected"))
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(10):
+                await unlucky.task
+        assert raised.group_contains(TransferError, match="0 of 1 workers")
+
+
+async def test_a_first_version_that_nobody_serves_ends_the_run_with_the_actors_reasons() -> None:
+    async with stage("a", join_timeout_s=0.2) as one:
+
+        def fail(version: PolicyVersion) -> int:
+            raise TransferError("disk full")
+
+        one.actors["a"].receiver.on_receive = fail
+        await one.updater.offer(0, "snapshot-0")
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(10):
+                await one.running
+        assert raised.group_contains(
+            ServiceError, match=r"version 0 .*join_timeout_s = 0.2 s; last heard: a: disk full"
+        )
+
+
+async def test_a_version_after_the_first_has_no_such_limit() -> None:
+    async with stage("a", join_timeout_s=0.1) as one:
+        await one.send(0)
+        one.actors["a"].receiver.may_receive.clear()
+        await one.updater.offer(1, "snapshot-1")
+        await asyncio.sleep(0.3)
+        assert not one.running.done()
+
+
+async def test_an_actor_that_is_up_before_the_streams_waits_for_them() -> None:
+    server = MemoryServer()
+    async with AsyncExitStack() as stack:
+        early = await start_actor("a", server, stack)
+        await asyncio.sleep(0.05)
+        assert not early.task.done()
+        await early.bus.create_streams()
+        await early.bus.publish_control("manifest", manifest_to_bytes(MANIFEST))
+        async with asyncio.timeout(10):
+            while not early.listener.manifest_id:
+                await asyncio.sleep(0.01)
+        early.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await early.task
+
+
+async def test_an_outage_between_two_messages_loses_no_answer_on_either_side() -> None:
+    async with stage("a") as one:
+        one.actors["a"].receiver.may_receive.clear()
+        sending = asyncio.create_task(one.send(0))
+        await one.until(lambda: bool(one.port.sent))
+        one.server.set_reachable(False)
+        one.actors["a"].receiver.may_receive.set()  # `staged` has nowhere to go
+        await asyncio.sleep(0.15)
+        one.server.set_reachable(True)
+        await sending
+        assert one.actors["a"].receiver.served == [PolicyVersion(1, 0)]
+
+
+async def test_a_bug_in_a_receive_is_not_swallowed() -> None:
+    async with stage("a") as one:
+
+        def broken(version: PolicyVersion) -> int:
+            raise ZeroDivisionError("ours")
+
+        one.actors["a"].receiver.on_receive = broken
+        await one.updater.offer(0, "snapshot-0")
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(10):
+                await one.actors["a"].task
+        assert raised.group_contains(ZeroDivisionError)

@@ -62,16 +62,17 @@ class TokenMetrics:
     """Prompt and completion tokens that went through the model."""
     microbatches: int
     packing_fill: float
-    """Real tokens / (micro-batches × the fullest one's)."""
+    """`tokens` / (micro-batches × token budget); low for a batch smaller than the budget."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class StepCollector:
-    """Collects the micro-batches of one optimizer step: `add` each, then `result` once."""
+    """Collects the micro-batches of one optimizer step, each of at most `budget` tokens: `add` each, then `result` once."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
         self._per_token: list[Tensor] = []
         self._scalars: list[Tensor] = []
         self._batches: list[MicroBatch] = []
@@ -109,7 +110,7 @@ class StepCollector:
             completion_tokens=len(lags),
             tokens=sum(loads),
             microbatches=len(loads),
-            packing_fill=sum(loads) / (len(loads) * max(loads)),
+            packing_fill=sum(loads) / (len(loads) * self._budget),
         )
 
 

@@ -83,7 +83,7 @@ class Learner:
         advantages = np.concatenate([group.advantages for group in groups])
         totals = BatchTotals(len(sequences), sum(sequence.num_completion_tokens for sequence in sequences))
         lengths = [sequence.num_tokens for sequence in sequences]
-        collector = StepCollector()
+        collector = StepCollector(self.trainer.tokens_per_microbatch)
         for members in plan_microbatches(lengths, self.trainer.tokens_per_microbatch):
             batch = build_microbatch(
                 [sequences[index] for index in members],

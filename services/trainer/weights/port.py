@@ -16,20 +16,20 @@ from services.trainer.weights.sender import Broadcast, Snapshot, WeightSender
 
 
 class CollectivePort:
-    """Implements `updater.TransferPort`. `host`: the address on which actors reach this pod."""
+    """Implements `updater.TransferPort`. `host`: the address on which actors reach this pod, and so its store."""
 
-    def __init__(self, sender: WeightSender, *, host: str, port: int = 0, backend: Backend = "gloo") -> None:
+    def __init__(self, sender: WeightSender, store: GroupStore, *, host: str, backend: Backend = "gloo") -> None:
         self.manifest: Manifest = sender.manifest
         self.backend: Backend = backend
         self._sender, self._host, self._backend = sender, host, backend
-        self._store = GroupStore(port=port)
+        self._store = store
         self._meeting: asyncio.Task[WeightGroup] | None = None
         self._group: WeightGroup | None = None
         self._broadcast: Broadcast | None = None
 
     async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> str:
         """Start meeting the ranks of `epoch`; returns the store's host:port for them."""
-        spec = GroupSpec("127.0.0.1", self._store.port, f"epoch-{epoch}", 0, world_size, self._backend, self._host)
+        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self._backend, self._host)
         self._meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s))
         return f"{self._host}:{self._store.port}"
 

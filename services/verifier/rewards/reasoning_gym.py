@@ -1,6 +1,7 @@
 """reasoning-gym's own scorers, by family, on entries that have been through JSON.
 
-Many families give a little credit to wrong answers; whether that counts is `reward.binary`, not decided here.
+Many families give a little credit to wrong answers; whether that counts is `reward.binary`, not decided here. Some evaluate
+the answer: theirs is scored only when it is harmless to evaluate (`untrusted.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
+from services.verifier.rewards.untrusted import GUARDS
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON turned into lists."""
 
 AnswerScorer = Callable[..., float]
 """`(answer=str | None, entry=dict) -> float` in [0, 1]."""
+
+REFUSED = Score(
+    0.0, "not evaluated: this family's scorer would run it as code, and it is more than numbers and formulas"
+)
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
@@ -41,8 +47,14 @@ def reasoning_gym_scorer(family: str) -> Scorer:
     scorer_of(family)
 
     def score(item: RewardInput) -> Score:
-        score_answer, entry = scorer_of(_dataset(item.reference)), _entry(item.reference)
-        return NO_ANSWER if item.answer is None else _judge(score_answer, item.answer, entry)
+        dataset = _dataset(item.reference)
+        score_answer, entry = scorer_of(dataset), _entry(item.reference)
+        if item.answer is None:
+            return NO_ANSWER
+        guard = GUARDS.get(dataset)
+        if guard is not None and not guard(item.answer):
+            return REFUSED
+        return _judge(score_answer, item.answer, entry)
 
     return score
 

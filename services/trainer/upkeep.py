@@ -1,0 +1,79 @@
+"""Keeps the run's streams short and notices what was lost on them.
+
+Every few seconds it purges from SEQUENCES what no sequence without an outcome needs any more, and looks for prompt groups
+that nobody works on: taken off PROMPTS although samples of them never came. It waits for time and for the bus, and
+consumes nothing; what it ends goes through `Intake`, so that the feeder issues another group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.errors import BusError
+from services.trainer.books import Books
+from services.trainer.intake import Intake
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0
+LOST_AFTER_S = 60.0
+GROUP_LOST = "prompt group lost"
+
+
+class _Gone(NamedTuple):
+    """When a group was first missed, and the end of the log then."""
+
+    since_s: float
+    log_end: int
+
+
+class StreamUpkeep:
+    """See the module.
+
+    An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
+    a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
+    `lost_after_s` is on top of that.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        books: Books,
+        intake: Intake,
+        *,
+        every_s: float = LOOK_EVERY_S,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
+        self._bus, self._books, self._intake = bus, books, intake
+        self._every_s, self._lost_after_s = every_s, lost_after_s
+        self._purged_below = 1
+        self._gone: dict[str, _Gone] = {}
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` where `Intake` does."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._purge()
+                await self._look_for_lost_groups()
+            except BusError as error:
+                log.info("the streams are looked after later: %s", error)
+
+    async def _purge(self) -> None:
+        needed_from = self._intake.needed_from
+        if needed_from > self._purged_below:
+            await self._bus.purge_sequences(needed_from)
+            self._purged_below = needed_from
+
+    async def _look_for_lost_groups(self) -> None:
+        gone = self._books.gone_from_queue((await self._bus.prompts_info()).first_position)
+        log_end = (await self._bus.sequences_info()).last_position if gone else 0
+        now_s = asyncio.get_running_loop().time()
+        self._gone = {group_id: self._gone.get(group_id, _Gone(now_s, log_end)) for group_id in gone}
+        for group_id, (since_s, end) in self._gone.items():
+            if now_s - since_s >= self._lost_after_s and self._intake.position >= end:
+                log.error("group %s left the queue, and not all of its sequences came", group_id)
+                await self._intake.fail_missing(group_id, GROUP_LOST)

@@ -1,0 +1,65 @@
+"""The weight-update protocol over a real NATS server that is late, or away for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.types import PolicyVersion
+from services.actor.gate import ServingGate
+from services.actor.membership import Heartbeat
+from services.actor.metrics import ActorMetrics
+from services.actor.updates import UpdateListener
+from services.trainer.updater import WeightUpdater
+from tests.unit.test_update_protocol import ScriptedPort, ScriptedReceiver
+
+
+async def never_ends(end: object) -> None:
+    raise AssertionError("nobody ends this run")
+
+
+async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_request(tmp_path: Path) -> None:
+    port, receiver, gate = ScriptedPort(), ScriptedReceiver(), ServingGate(max_lag=None)
+    with NatsServer(tmp_path) as server:
+        async with (
+            connect(server.url, "run", request_timeout_s=0.3) as actor_bus,
+            connect(server.url, "run", request_timeout_s=0.3) as bus,
+        ):
+            metrics = ActorMetrics(CollectorRegistry())
+            listener = UpdateListener(actor_bus, receiver, gate, metrics, instance="a", process="p1", on_end=never_ends)
+            heartbeat = Heartbeat(
+                actor_bus, gate, lambda: listener.manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=1
+            )
+            actor = [asyncio.create_task(listener.run()), asyncio.create_task(heartbeat.run())]
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in actor)
+
+            await bus.create_streams()
+            updater = WeightUpdater(
+                bus, port, incarnation=1, deadline_s=20, join_timeout_s=30, on_served=lambda record: None
+            )
+            running = asyncio.create_task(updater.run())
+            async with asyncio.timeout(60):
+                await updater.wait_for_members(1)
+                await updater.offer(0, "snapshot-0")
+                while not port.sent:
+                    await asyncio.sleep(0.01)
+                same_port = int(server.url.rsplit(":", 1)[1])
+                server.stop()
+                receiver.may_receive.set()  # `staged` has nowhere to go
+                await asyncio.sleep(1.5)
+                assert not running.done()
+                assert not any(task.done() for task in actor)
+                server.port = same_port
+                server.start()
+                await updater.all_served()
+            assert receiver.served == [PolicyVersion(1, 0)]
+            for task in (*actor, running):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task

@@ -1,0 +1,142 @@
+"""The actor's parts together over an in-memory bus: the order of its stop, and how its errors end it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.bus.memory import MemoryBus, MemoryServer
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.codec import encode_group
+from pipelinerl.config.settings import ActorSettings
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.readiness import Readiness
+from pipelinerl.types import PolicyVersion
+from services.actor import app
+from services.actor.engine import EngineError
+from services.actor.engine_start import StartStopped
+from tests.unit.builders import RUN, make_group, make_recipe
+from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
+
+
+@dataclass
+class Running:
+    actor: app.Actor
+    bus: MemoryBus
+    engine: ScriptedEngine
+    verifier: ScriptedVerifier
+    readiness: Readiness
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    async def until(self, condition: object) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # type: ignore[operator]
+                await asyncio.sleep(0.001)
+
+    async def num_stored(self) -> int:
+        return (await self.bus.sequences_info()).messages
+
+
+def settings() -> ActorSettings:
+    return ActorSettings(run=RUN, recipe=Path("recipe.yaml"), instance="a", verifier="127.0.0.1:1")
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Running]:
+    async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
+        await bus.create_streams()
+        engine, verifier, stop, readiness = ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
+        engine.llm = None  # type: ignore[attr-defined]
+        engine.open.set()
+        context = LogContext(RUN, "actor", "a")
+        actor = app.Actor(settings(), make_recipe(), engine, bus, verifier, CollectorRegistry(), context, stop)  # type: ignore[arg-type]
+        task = asyncio.create_task(actor.run("a:1", readiness))
+        actor._gate.serve(PolicyVersion(1, 0))
+        try:
+            yield Running(actor, bus, engine, verifier, readiness, stop, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def members(bus: MemoryBus) -> bool:
+    return bus.server.runs[RUN].members.next_expiry_s() is not None
+
+
+async def issue(bus: MemoryBus, number: int) -> None:
+    group = make_group(number)
+    await bus.publish_prompt(encode_group(group), group.group_id)
+
+
+async def test_a_stop_stores_what_is_finished_and_leaves_first() -> None:
+    async with running() as one:
+        one.verifier.up.clear()
+        await issue(one.bus, 0)
+        await one.until(lambda: len(one.engine.started) == 2 and one.actor._generation.num_in_progress == 0)
+        assert await one.num_stored() == 0
+        one.stop.set()
+        await one.until(lambda: not members(one.bus))
+        assert one.readiness.reason == "draining"
+        assert not one.task.done()
+        one.verifier.up.set()
+        async with asyncio.timeout(2):
+            await one.task
+        assert await one.num_stored() == 2
+        assert (await one.bus.prompts_info()).messages == 0  # acknowledged
+
+
+async def test_a_stop_does_not_wait_for_ever_for_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "DRAIN_S", 0.1)
+    async with running() as one:
+        one.verifier.up.clear()
+        await issue(one.bus, 0)
+        await one.until(lambda: len(one.engine.started) == 2)
+        one.stop.set()
+        async with asyncio.timeout(2):
+            await one.task
+        assert (await one.bus.prompts_info()).messages == 1  # another actor's
+
+
+async def test_a_stop_takes_nothing_new() -> None:
+    async with running() as one:
+        one.verifier.up.clear()
+        await issue(one.bus, 0)
+        await one.until(lambda: len(one.engine.started) == 2)
+        one.stop.set()
+        await one.until(lambda: one.actor._gate.draining)
+        await issue(one.bus, 1)
+        await asyncio.sleep(0.02)
+        one.verifier.up.set()
+        async with asyncio.timeout(2):
+            await one.task
+        assert len(one.engine.started) == 2
+
+
+async def test_a_dead_engine_ends_the_actor_and_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEALTH_CHECK_S", 0.01)
+    async with running() as one:
+        await one.until(lambda: members(one.bus))
+        one.engine.alive = False
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(5):
+                await one.task
+        assert raised.group_contains(EngineError)
+        assert not members(one.bus)
+
+
+async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def start_engine(*_: object) -> AsyncIterator[None]:
+        raise StartStopped("stopped before the engine was up")
+        yield
+
+    monkeypatch.setattr(app, "start_engine", start_engine)
+    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+    await app.serve(settings(), asyncio.Event(), LogContext(RUN, "actor", "a"))

@@ -1,0 +1,66 @@
+"""Building on a thread: the loop goes on, and a stop ends what was begun."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from services.actor.engine_start import StartStopped, build_off_loop
+
+
+class Child:
+    """A process that the builder waits for."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def terminate(self) -> None:
+        self.ended.set()
+
+
+async def test_the_loop_goes_on_meanwhile() -> None:
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.01)
+
+    beating = asyncio.create_task(beat())
+    assert await build_off_loop(lambda: time.sleep(0.3) or 7, asyncio.Event()) == 7  # type: ignore[func-returns-value]
+    beating.cancel()
+    assert beats > 5
+
+
+async def test_a_stop_ends_the_children_and_waits_for_the_thread() -> None:
+    stop, child, ended = asyncio.Event(), Child(), []
+
+    def build() -> None:
+        child.ended.wait(10)
+        ended.append(True)
+        raise RuntimeError("engine core initialization failed")
+
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(StartStopped):
+            await build_off_loop(build, stop, lambda: [child])  # type: ignore[list-item]
+    assert ended == [True]
+
+
+async def test_what_was_built_in_spite_of_a_stop_is_not_lost() -> None:
+    stop, child = asyncio.Event(), Child()
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    async with asyncio.timeout(5):
+        assert await build_off_loop(lambda: child.ended.wait(10), stop, lambda: [child]) is True  # type: ignore[list-item]
+
+
+async def test_a_failure_without_a_stop_is_raised_as_it_is() -> None:
+    def build() -> None:
+        raise RuntimeError("no such model")
+
+    with pytest.raises(RuntimeError, match="no such model"):
+        await build_off_loop(build, asyncio.Event())

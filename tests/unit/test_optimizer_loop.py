@@ -1,0 +1,255 @@
+"""The optimizer loop over a scripted compute side: order of calls, skipped steps, checkpoints on demand, measuring."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import ServiceError
+from services.trainer.books import Books
+from services.trainer.evaluation import HeldoutResult
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.loop import MOST_SKIPPED_IN_A_ROW, OptimizerLoop
+from services.trainer.probe import Parity
+from tests.unit.builders import make_group, make_recipe, make_sequence
+from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, serving
+
+BRIEF = {"batch_size": 4, "tokens_per_microbatch": 64}
+
+
+@dataclass
+class FakeIntake:
+    """One good group at a time, while `may_give`."""
+
+    books: Books
+    may_give: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    given: int = 0
+
+    async def take_batch(self, version: int) -> list[TrainingGroup]:
+        self.asked.set()
+        await self.may_give.wait()
+        group = make_group(self.given)
+        self.given += 1
+        self.books.issue(group)
+        return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
+
+
+class FakeFeeder:
+    def look_again(self) -> None:
+        return
+
+
+class FakeEvaluator:
+    """Fails where `error` is set."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.evaluated: list[int] = []
+
+    async def evaluate(self, version: int) -> HeldoutResult:
+        self.evaluated.append(version)
+        if self.error is not None:
+            raise self.error
+        return HeldoutResult(version, 0.5, 4, 0, ())
+
+
+@dataclass
+class Bench:
+    loop: OptimizerLoop
+    policy: FakePolicy
+    intake: FakeIntake
+    books: Books
+    updater: FakeUpdater
+    evaluator: FakeEvaluator
+    records: list[dict[str, Any]]
+    heldout: list[HeldoutResult]
+    parities: list[Parity]
+
+
+@asynccontextmanager
+async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool = True) -> AsyncIterator[Bench]:
+    recipe = recipe or make_recipe()
+    policy, books, updater, evaluator = FakePolicy(skipped=skipped), Books(), FakeUpdater(), FakeEvaluator()
+    intake = FakeIntake(books)
+    if give:
+        intake.may_give.set()
+    records: list[dict[str, Any]] = []
+    heldout: list[HeldoutResult] = []
+    parities: list[Parity] = []
+    loop = OptimizerLoop(
+        recipe,
+        policy,
+        intake,  # type: ignore[arg-type]
+        FakeFeeder(),  # type: ignore[arg-type]
+        books,
+        FeederBound(groups_per_step=2, mode=recipe.mode, max_lag=1, conventional_g=1, total_steps=recipe.trainer.steps),
+        updater,  # type: ignore[arg-type]
+        evaluator,  # type: ignore[arg-type]
+        incarnation=1,
+        probe=np.array([1, 2, 3], dtype=np.int32),
+        on_step=lambda record, batch: records.append(record),
+        on_heldout=heldout.append,
+        on_parity=parities.append,
+    )
+    try:
+        yield Bench(loop, policy, intake, books, updater, evaluator, records, heldout, parities)
+    finally:
+        policy.may_step.set()
+        loop.close()
+
+
+def quiet(**sections: object) -> Recipe:
+    """Without probes and without evaluations on the way."""
+    return make_recipe(weights={"probe_every": 0}, evaluation={"every_steps": 0}, **sections)
+
+
+async def test_a_run_steps_sends_measures_and_ends_with_a_checkpoint() -> None:
+    async with bench(quiet()) as one:
+        await one.loop.run()
+        steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]
+        assert one.policy.calls == [*steps, "snapshot 4", "last checkpoint 4"]
+        assert one.policy.threads == {"compute"}
+        assert [record["step"] for record in one.records] == [1, 2, 3, 4]
+        assert [result.version for result in one.heldout] == [0, 4]
+        assert one.books.ledger.counts.trained == 8
+
+
+async def test_checkpoints_on_the_way_are_those_that_are_due() -> None:
+    async with bench(quiet(checkpoint={"every_steps": 2})) as one:
+        await one.loop.run()
+        assert [call for call in one.policy.calls if "checkpoint" in call] == ["checkpoint 2", "last checkpoint 4"]
+
+
+async def test_a_failed_evaluation_is_left_out_and_the_run_goes_on() -> None:
+    async with bench(quiet()) as one:
+        one.evaluator.error = ServiceError("no held-out problem has a verdict")
+        await one.loop.run()
+        assert (one.evaluator.evaluated, one.heldout, one.loop.version) == ([0, 4], [], 4)
+
+
+async def test_a_probe_measures_the_actors_that_serve() -> None:
+    recipe = make_recipe(weights={"probe_every": 1, "probe_tokens": 3}, trainer=dict(BRIEF, steps=1))
+    async with serving(a=FakeActor(version=0, logprobs=(-1.0, -2.5))) as addresses, bench(recipe) as one:
+        one.updater.members["a"] = type("Member", (), {"grpc_address": addresses["a"]})
+        await one.loop.run()
+        # The actor stays at version 0, so the probe of version 1 has nobody to compare with.
+        assert one.parities == [Parity(0.5, 0)]
+
+
+async def test_steps_skipped_in_a_row_end_the_run_with_advice() -> None:
+    recipe = quiet(trainer=dict(BRIEF, steps=MOST_SKIPPED_IN_A_ROW + 5))
+    async with bench(recipe, skipped="loss not finite") as one:
+        with pytest.raises(ServiceError, match=r"last 10 .* skipped \(loss not finite\).*lower trainer.learning_rate"):
+            await one.loop.run()
+        assert len(one.records) == MOST_SKIPPED_IN_A_ROW
+        assert one.books.ledger.counts.trained == 0
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"step skipped": 2 * MOST_SKIPPED_IN_A_ROW}
+
+
+async def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
+    recipe = quiet(trainer=dict(BRIEF, steps=2 * MOST_SKIPPED_IN_A_ROW - 1))
+    async with bench(recipe) as one:
+        step, good = one.policy.train_step, MOST_SKIPPED_IN_A_ROW - 1
+
+        def mostly_skipped(groups: object, version: int) -> dict[str, Any]:
+            one.policy.skipped = "" if version == good else "loss not finite"
+            return step(groups, version)
+
+        one.policy.train_step = mostly_skipped  # type: ignore[method-assign]
+        await one.loop.run()
+        assert one.loop.version == recipe.trainer.steps
+
+
+async def test_a_checkpoint_is_written_at_once_while_no_batch_comes() -> None:
+    async with bench(quiet(), give=False) as one, asyncio.timeout(10):
+        running = asyncio.create_task(one.loop.run())
+        await one.intake.asked.wait()
+        assert await one.loop.request_checkpoint() == ("folder-0", 0)
+        assert not running.done()
+        running.cancel()
+
+
+async def test_a_checkpoint_during_a_step_waits_for_it_and_has_its_version() -> None:
+    async with bench(quiet()) as one, asyncio.timeout(10):
+        one.policy.may_step.clear()
+        running = asyncio.create_task(one.loop.run())
+        await asyncio.to_thread(one.policy.stepping.wait, 10)
+        request = asyncio.create_task(one.loop.request_checkpoint())
+        await asyncio.sleep(0.05)
+        assert not request.done()
+        one.policy.may_step.set()
+        assert await request == ("folder-1", 1)
+        await running
+
+
+async def test_a_checkpoint_after_the_last_step_is_written() -> None:
+    async with bench(quiet()) as one:
+        await one.loop.run()
+        assert await one.loop.request_checkpoint() == ("folder-4", 4)
+
+
+async def test_the_last_checkpoint_is_written_once() -> None:
+    async with bench(quiet()) as one:
+        await one.loop.run()
+        assert await one.loop.last_checkpoint() == ("folder-4", 4)
+        assert one.policy.calls.count("last checkpoint 4") == 1
+
+
+async def test_requests_that_were_not_begun_are_refused_at_the_end() -> None:
+    async with bench(quiet()) as one, asyncio.timeout(10):
+        one.policy.may_step.clear()
+        running = asyncio.create_task(one.loop.run())
+        await asyncio.to_thread(one.policy.stepping.wait, 10)
+        request = asyncio.create_task(one.loop.request_checkpoint())
+        await asyncio.sleep(0)
+        running.cancel()
+        one.loop.close()
+        with pytest.raises(ServiceError, match="the run has ended"):
+            await request
+        with pytest.raises(ServiceError, match="the run has ended"):
+            await one.loop.request_checkpoint()
+        assert "checkpoint 0" not in one.policy.calls
+
+
+async def test_a_caller_that_leaves_takes_its_request_along() -> None:
+    async with bench(quiet()) as one, asyncio.timeout(10):
+        one.policy.may_step.clear()
+        running = asyncio.create_task(one.loop.run())
+        await asyncio.to_thread(one.policy.stepping.wait, 10)
+        request = asyncio.create_task(one.loop.request_checkpoint())
+        await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        one.policy.may_step.set()
+        await running
+        assert [call for call in one.policy.calls if "checkpoint" in call] == ["last checkpoint 4"]
+
+
+async def test_a_loop_that_is_stopped_stops_measuring() -> None:
+    async with bench(quiet(), give=False) as one:
+        measuring = asyncio.Event()
+
+        async def forever(version: int) -> HeldoutResult:
+            measuring.set()
+            await asyncio.Event().wait()
+            raise AssertionError("waits for ever")
+
+        one.evaluator.evaluate = forever  # type: ignore[method-assign]
+        running = asyncio.create_task(one.loop.run())
+        await measuring.wait()
+        task = one.loop._measuring
+        assert task is not None
+        running.cancel()
+        await asyncio.wait((running, task))
+        assert task.cancelled()

@@ -1,0 +1,115 @@
+"""Figures of a run: what skipped steps count for, what a broken probe and unanswered problems look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.types import VersionSpan
+from services.trainer import policy_trainer
+from services.trainer.evaluation import HeldoutResult
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.metrics import TokenMetrics
+from services.trainer.learn.optimizer import OptimizerReport
+from services.trainer.learn.step import StepOutcome
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.probe import Parity
+from services.trainer.records import RunFiles
+from services.trainer.reporting import RunReport
+from tests.unit.builders import make_group, make_recipe, make_sequence
+from tests.unit.trainer_fakes import step_figures
+
+TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
+
+
+class Desk:
+    def __init__(self, run_dir: Path, files: RunFiles) -> None:
+        self.run_dir, self.registry, self.taken = run_dir, CollectorRegistry(), 0
+        self.report = RunReport(make_recipe(), files, TrainerMetrics(self.registry))
+
+    def step(self, skipped: str = "") -> dict[str, Any]:
+        """Trains on a group of two sequences, one of them of two versions."""
+        group = make_group(self.taken)
+        members = (make_sequence(group, 0), make_sequence(group, 1, spans=TWO_VERSIONS))
+        self.taken += 1
+        figures = {
+            **step_figures(skipped),
+            "step": self.taken,
+            "policy_version": self.taken,
+            "step_s": {"compute": 0.1},
+            "sequences": {},
+        }
+        self.report.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
+        return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+    def summary(self) -> dict[str, Any]:
+        self.report.write_summary({}, {}, self.taken, interrupted=False)
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def exported(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"pipelinerl_trainer_{name}")
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with RunFiles(tmp_path) as files:
+        yield Desk(tmp_path, files)
+
+
+def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
+    desk.step()
+    record = desk.step("loss not finite")
+    assert (record["tokens_trained_per_s"], record["multi_version_fraction"]) == (0, 0.5)
+    summary = desk.summary()
+    assert (summary["steps"], summary["steps_skipped"], summary["tokens_trained"]) == (2, 1, 8)
+    assert (summary["sequences_multi_version_fraction"], summary["lag"]["max"]) == (0.5, 0.0)
+    assert desk.report.totals.sequences_trained == 2
+    assert desk.report.totals.ess == [0.9]
+    assert (desk.exported("tokens_trained_total"), desk.exported("steps_skipped_total")) == (8, 1)
+
+
+def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
+    desk.step("gradient not finite")
+    summary = desk.summary()
+    assert (summary["tokens_trained"], summary["sequences_multi_version_fraction"]) == (0, None)
+    assert summary["ess"] == {"mean": None, "min": None}
+
+
+def test_a_broken_probe_is_a_failure_and_the_maximum_is_over_the_others(desk: Desk) -> None:
+    desk.report.parity(Parity(2e-6, 0))
+    desk.report.parity(Parity(None, 2))
+    record = desk.step()
+    assert (record["logprob_mismatch"], record["parity_failures"]) == (2e-6, 2)
+    desk.report.parity(Parity(1e-6, 1))
+    record = desk.step()
+    assert (record["logprob_mismatch"], record["parity_failures"]) == (1e-6, 1)
+    assert desk.step()["logprob_mismatch"] is None
+    summary = desk.summary()
+    assert (summary["logprob_mismatch_max"], summary["parity_failures"]) == (2e-6, 3)
+    assert desk.exported("parity_failures_total") == 3
+
+
+def test_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
+    assert desk.step()["heldout_unanswered"] is None
+    desk.report.heldout(HeldoutResult(1, 0.75, 8, 4, ()))
+    record = desk.step()
+    assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
+    assert desk.summary()["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4}]
+    assert desk.exported("heldout_unanswered") == 4
+
+
+def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
+    numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
+    tokens = TokenMetrics(**numbers | {"lag_histogram": {0: 1}, "by_lag": {}})
+    taken, skipped = OptimizerReport(1e-4, 1.0, ""), OptimizerReport(1e-4, float("nan"), "gradient not finite")
+    keys = ("tokens_trained", "sequences_trained", "lag_histogram", "tokens_computed")
+    for report, wanted in ((taken, [1, 1, {0: 1}, 1]), (skipped, [0, 0, {}, 1])):
+        figures = policy_trainer.step_figures(StepOutcome(1, report, tokens, 0.5), make_recipe())
+        assert [figures[key] for key in keys] == wanted

@@ -1,0 +1,110 @@
+"""How a training run ends when it is stopped: summary first, then one checkpoint, on the compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.bus.memory import MemoryBus
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.service.logs import LogContext
+from services.trainer import app
+from services.trainer.records import RunFiles
+from tests.unit.builders import RUN, make_recipe
+from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
+
+TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
+
+
+@asynccontextmanager
+async def training_run(run_dir: Path) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
+    """A run at version 1 whose next step is under way until `policy.may_step` is set."""
+    settings = TrainerSettings(
+        run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir
+    )
+    policy, verifier = FakePolicy(run_dir), FakeVerifier()
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        with RunFiles(run_dir) as files:
+            run = app.TrainingRun(
+                settings,
+                make_recipe(task=TASK),
+                policy,  # type: ignore[arg-type]
+                bus,
+                verifier,  # type: ignore[arg-type]
+                files,
+                CollectorRegistry(),
+                LogContext(RUN, "trainer", "trainer"),
+            )
+            try:
+                yield run, policy
+            finally:
+                policy.may_step.set()
+
+
+async def stop_during_step(run: app.TrainingRun, policy: FakePolicy) -> asyncio.Task[None]:
+    """The run, stopped in its second step, while that step is on the compute thread."""
+    run._loop.version = policy.version = 1
+    policy.may_step.clear()
+    stop = asyncio.Event()
+
+    async def step_under_way() -> None:
+        await run._loop._in_compute(lambda: policy.train_step([], 1))
+
+    run._loop.run = step_under_way  # type: ignore[method-assign]
+
+    async def no_wait() -> None:
+        return
+
+    run._wait_for_actors = no_wait  # type: ignore[method-assign]
+    running = asyncio.create_task(run.run(stop))
+    await asyncio.to_thread(policy.stepping.wait, 10)
+    stop.set()
+    return running
+
+
+async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        while not (tmp_path / "summary.json").exists():
+            await asyncio.sleep(0.01)
+        assert not any("checkpoint" in call for call in policy.calls)
+        policy.may_step.set()
+        await running
+        assert policy.calls == ["step 1", "last checkpoint 2"]
+        assert policy.threads == {"compute"}
+        assert policy.checkpoint_saw_summary == [True]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["interrupted"], summary["policy_version"]) == (True, 1)
+
+
+async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "STOP_CHECKPOINT_S", 0.1)
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        await running
+        assert "no checkpoint of version 1 yet" in caplog.text
+        policy.may_step.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("compute"):
+                await asyncio.to_thread(thread.join, 10)
+        assert policy.calls == ["step 1"]
+    assert (tmp_path / "summary.json").exists()
+
+
+async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        stop = asyncio.Event()
+        stop.set()
+        await run.run(stop)
+        assert policy.calls == []
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0

@@ -1,0 +1,130 @@
+"""What is purged, and what is noticed when it was lost: the trainer's upkeep over an in-memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.bus.memory import MemoryBus, MemoryServer
+from pipelinerl.codec import decode_group
+from services.trainer.upkeep import StreamUpkeep
+from tests.unit.builders import RUN, make_recipe, make_sequence
+from tests.unit.test_feeder_and_intake import Desk
+
+EVERY_S, LOST_AFTER_S = 0.01, 0.05
+SOON_S = 5.0
+
+
+@asynccontextmanager
+async def kept_desk(server: MemoryServer | None = None, *, lost_after_s: float = LOST_AFTER_S) -> AsyncIterator[Desk]:
+    """A desk whose streams are looked after, every few milliseconds."""
+    async with MemoryBus(RUN, server=server) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe())
+        upkeep = StreamUpkeep(bus, one.books, one.intake, every_s=EVERY_S, lost_after_s=lost_after_s)
+        tasks = [asyncio.create_task(part) for part in (one.feeder.run(), one.intake.run(), upkeep.run())]
+        try:
+            async with asyncio.timeout(SOON_S):
+                yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+async def several_looks() -> None:
+    await asyncio.sleep(2 * LOST_AFTER_S + 5 * EVERY_S)
+
+
+async def first_position(one: Desk) -> int:
+    return (await one.bus.sequences_info()).first_position
+
+
+async def test_the_log_is_purged_up_to_the_first_sequence_without_outcome() -> None:
+    async with kept_desk(lost_after_s=60.0) as one:
+        groups = await one.take_issued()
+        await one.answer(groups[0])  # positions 1 and 2
+        await one.answer(groups[1])  # 3 and 4
+        await one.publish(make_sequence(groups[2], 0))  # 5: its group is incomplete
+        await several_looks()
+        assert await first_position(one) == 1
+        for group in await one.intake.take_batch(version=0):
+            one.books.close(group.sequences, Outcome.TRAINED)
+        while await first_position(one) != 5:
+            await asyncio.sleep(EVERY_S)
+        await one.publish(make_sequence(groups[2], 1))
+        await one.answer(groups[3])
+        for group in await one.intake.take_batch(version=0):
+            one.books.close(group.sequences, Outcome.TRAINED)
+        while (await one.bus.sequences_info()).messages:
+            await asyncio.sleep(EVERY_S)
+
+
+async def test_what_is_not_ours_is_purged_too() -> None:
+    async with kept_desk() as one:
+        await one.bus.publish_sequence(b"\xff", "stranger")
+        while (await one.bus.sequences_info()).messages:
+            await asyncio.sleep(EVERY_S)
+
+
+async def test_a_group_that_left_the_queue_without_its_sequences_ends_as_failed() -> None:
+    async with kept_desk() as one:
+        deliveries = [await one.bus.next_prompt(1.0) for _ in range(4)]
+        assert all(deliveries)
+        await deliveries[0].terminate("does not parse")  # type: ignore[union-attr]
+        while one.books.lost_groups == 0:
+            await asyncio.sleep(EVERY_S)
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 2}
+        assert await one.bus.next_prompt(1.0) is not None  # another group in its place
+        await several_looks()
+        assert one.books.lost_groups == 1  # the others are in an actor's hands
+
+
+async def test_the_samples_that_came_before_their_group_was_lost_are_trained_where_they_can() -> None:
+    async with kept_desk() as one:
+        groups = await one.take_issued()  # all acknowledged
+        await one.publish(make_sequence(groups[0], 0))
+        for group in groups[1:]:
+            await one.answer(group)
+        while one.books.lost_groups == 0:
+            await asyncio.sleep(EVERY_S)
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 1, "group incomplete": 1}
+        assert len(await one.intake.take_batch(version=0)) == 2
+
+
+async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read() -> None:
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        one = Desk(bus, make_recipe())
+        upkeep = StreamUpkeep(bus, one.books, one.intake, every_s=EVERY_S, lost_after_s=0.0)
+        tasks = [asyncio.create_task(part) for part in (one.feeder.run(), upkeep.run())]
+        for group in await one.take_issued():
+            await one.answer(group)
+        await several_looks()  # the intake has read nothing
+        assert one.books.ledger.counts.failed == 0
+        tasks.append(asyncio.create_task(one.intake.run()))
+        assert len(await one.intake.take_batch(version=0)) == 2
+        await several_looks()
+        assert one.books.ledger.counts.failed == 0
+        for task in tasks:
+            task.cancel()
+
+
+async def test_an_outage_loses_nothing() -> None:
+    server = MemoryServer()
+    async with kept_desk(server) as one:
+        deliveries = [await one.bus.next_prompt(1.0) for _ in range(4)]
+        server.set_reachable(False)
+        await several_looks()
+        server.set_reachable(True)
+        for delivery in deliveries:
+            assert delivery is not None
+            await one.answer(decode_group(delivery.payload, expected_run=RUN))
+            await delivery.ack()
+        await several_looks()
+        assert len(await one.intake.take_batch(version=0)) == 2
+        assert one.books.ledger.counts.failed == 0

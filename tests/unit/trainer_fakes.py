@@ -1,0 +1,170 @@
+"""Stand-ins for what the trainer talks to: actors over real gRPC, a verifier, the compute side, the weight updater."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from pipelinerl.arrays import array_to_bytes
+from pipelinerl.codec import spans_to_proto
+from pipelinerl.types import PolicyVersion, VersionSpan
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.weights.manifest import build_manifest
+
+
+@dataclass
+class FakeActor(actor_pb2_grpc.ActorServiceServicer):
+    """Answers each prompt with its id as text, sampled by `version`. `silent` prompts are never answered."""
+
+    version: int = 0
+    failures: Mapping[str, str] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+    logprobs: Sequence[float] = (-1.0, -2.0)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[actor_pb2.GenerateResult]:
+        for prompt in request.prompts:
+            if prompt.id in self.failures:
+                yield actor_pb2.GenerateResult(id=prompt.id, failure=self.failures[prompt.id])
+            elif prompt.id not in self.silent:
+                yield actor_pb2.GenerateResult(
+                    id=prompt.id,
+                    completion_token_ids=array_to_bytes(np.array([1], dtype=np.int32)),
+                    spans=spans_to_proto([VersionSpan(self.version, 0, 1)]),
+                    completion_text=f"text of {prompt.id}",
+                )
+        if self.silent & {prompt.id for prompt in request.prompts}:
+            await asyncio.sleep(600)
+
+    async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
+        logprobs = array_to_bytes(np.array(self.logprobs, dtype=np.float32))
+        return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1)
+
+
+@asynccontextmanager
+async def serving(**actors: FakeActor) -> AsyncIterator[dict[str, str]]:
+    """Their addresses by name."""
+    async with AsyncExitStack() as stack:
+        addresses = {}
+        for name, actor in actors.items():
+            server = grpc.aio.server()
+            actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server)
+            addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+        yield addresses
+
+
+def verdict(sequence_id: str, status: VerifyStatus = VerifyStatus.OK, **terms: float) -> VerifyOutcome:
+    """`answer__x=1` is the term `answer.x`."""
+    components = {name.replace("__", "."): term for name, term in terms.items()}
+    return VerifyOutcome(sequence_id, status, sum(terms.values()), components)
+
+
+@dataclass
+class FakeVerifier:
+    """Right but for what `outcomes` says. `away` for ever, or `error` for every call, where set."""
+
+    outcomes: Mapping[str, VerifyOutcome] = field(default_factory=dict)
+    away: bool = False
+    error: Exception | None = None
+    asked: list[str] = field(default_factory=list)
+
+    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
+        self.asked += [item.sequence_id for item in items]
+        if self.away:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        return [self.outcomes.get(item.sequence_id, verdict(item.sequence_id, answer=1.0)) for item in items]
+
+
+def step_figures(skipped: str = "") -> dict[str, Any]:
+    """What `TorchPolicyTrainer.train_step` gives, as far as loop and report look at it."""
+    tokens = 0 if skipped else 8
+    return {
+        "skipped": skipped,
+        "ess": 0.9,
+        "mismatch_kl": 0.01,
+        "sequences_trained": 0 if skipped else 4,
+        "tokens_trained": tokens,
+        "lag_histogram": {} if skipped else {0: tokens},
+    }
+
+
+class FakePolicy:
+    """The compute side. `calls` says what ran, on which thread; a step waits for `may_step`."""
+
+    def __init__(self, run_dir: Path = Path("nowhere"), *, skipped: str = "") -> None:
+        self.run_dir, self.skipped = run_dir, skipped
+        self.calls: list[str] = []
+        self.threads: set[str] = set()
+        self.stepping, self.may_step = threading.Event(), threading.Event()
+        self.may_step.set()
+        self.version = 0
+        self.vocab_size = 20
+        self.port = FakePort()
+        self.checkpoint_saw_summary: list[bool] = []
+
+    def tokenizer(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3]}
+
+    def train_step(self, groups: object, version: int) -> dict[str, Any]:
+        self._call(f"step {version}")
+        self.stepping.set()
+        self.may_step.wait(10)
+        self.version = version + 1
+        return step_figures(self.skipped)
+
+    def snapshot(self, version: PolicyVersion) -> object:
+        self._call(f"snapshot {version.number}")
+        return f"snapshot {version.number}"
+
+    def score(self, token_ids: object) -> np.ndarray:
+        self._call("score")
+        return np.array([-1.0, -2.0], dtype=np.float32)
+
+    def checkpoint(self, final: bool) -> tuple[str, int]:
+        self._call(f"{'last checkpoint' if final else 'checkpoint'} {self.version}")
+        self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
+        return f"folder-{self.version}", self.version
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name.partition("_")[0])
+
+
+class FakePort:
+    """`updater.TransferPort` that no actor ever needs."""
+
+    manifest = build_manifest([("w", (4,), "float32")])
+    backend = "gloo"
+
+    async def abandon_group(self) -> None:
+        return
+
+
+class FakeUpdater:
+    """Everything offered is served at once, by `members`."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Any] = {}
+        self.served_version = -1
+
+    async def offer(self, version: int, snapshot: object) -> None:
+        self.served_version = version
+
+    async def all_served(self) -> None:
+        return
+
+    @asynccontextmanager
+    async def hold_when_served(self, version: int) -> AsyncIterator[None]:
+        yield
