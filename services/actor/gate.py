@@ -41,7 +41,9 @@ class ServingGate:
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:
-        self.announced = version
+        """An older one changes nothing: a joiner's side group is brought to a version that others have served for a while."""
+        if self.announced is None or newer(version, self.announced):
+            self.announced = version
         self._update()
 
     def drain(self) -> None:
@@ -62,3 +64,8 @@ class ServingGate:
             self._opened.clear()
         else:
             self._opened.set()
+
+
+def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
+    """Made by a later trainer, or by the same after more optimizer steps. Pure."""
+    return (one.incarnation, one.number) > (other.incarnation, other.number)

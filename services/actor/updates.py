@@ -22,7 +22,7 @@ from pipelinerl.retry import until_taken
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.manifest_codec import manifest_from_bytes
-from services.actor.gate import ServingGate
+from services.actor.gate import ServingGate, newer
 from services.actor.metrics import ActorMetrics
 from services.actor.weights.staged import StagedWeights
 from services.actor.weights.update import CommitFailed
@@ -138,6 +138,8 @@ class UpdateListener:
 
     async def _on_epoch(self, epoch: EpochStart) -> None:
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
+        if me is None and epoch.side:
+            return
         await self._stop_receiving()
         if me is None:
             self.epoch = None
@@ -162,10 +164,14 @@ class UpdateListener:
         await self._answer("joined", EpochJoined(self._instance, epoch.incarnation, epoch.epoch))
 
     async def _on_announce(self, announce: Announce) -> None:
-        self._gate.announce(PolicyVersion(announce.incarnation, announce.version))
+        version = PolicyVersion(announce.incarnation, announce.version)
+        self._gate.announce(version)
         if not self._in_epoch(announce.incarnation, announce.epoch):
             return
         await self._stop_receiving()
+        if self._gate.served is not None and newer(self._gate.served, version):
+            await self._fail(announce, announce.version, f"serves {self._gate.served} already, which is newer")
+            return
         self._receiving = self._tasks.create_task(self._receive(announce))
 
     async def _receive(self, announce: Announce) -> None:

@@ -41,6 +41,7 @@ from services.trainer.checkpoint import tidy
 from services.trainer.evaluation import HeldoutEvaluator
 from services.trainer.feeder import Feeder
 from services.trainer.intake import Intake
+from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
@@ -50,7 +51,7 @@ from services.trainer.prompts import heldout_problems, training_problems
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting import RunReport
 from services.trainer.server import StepFeed, TrainerService
-from services.trainer.updater import UpdateRecord, WeightUpdater
+from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
 
 log = logging.getLogger(__name__)

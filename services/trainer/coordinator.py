@@ -8,12 +8,14 @@ Invariants that the tests drive every order of events against:
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left.
 
-Deliberately not here: bringing a joiner up to date on a side group before the next boundary (a joiner waits for the next
-version), and anything that knows what bytes are.
+The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`joining.py`).
+Deliberately not here: when a joiner gets a side group, and anything that knows what bytes are.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -215,9 +217,10 @@ class _Round:
 
 
 class Coordinator:
-    """See the module. `epoch` 0 means that no group has been formed yet."""
+    """See the module. `epoch` 0 means that no group has been formed yet; `epochs` numbers those to come, shared in a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: Iterator[int] | None = None) -> None:
+        self._epochs = itertools.count(1) if epochs is None else epochs
         self.phase = Phase.IDLE
         self.epoch = 0
         self.version = -1
@@ -338,7 +341,7 @@ class Coordinator:
 
     def _form(self) -> list[Action]:
         self._group_stands = False
-        self.epoch += 1
+        self.epoch = next(self._epochs)
         self.members = {a: m for a, m in sorted(self.present.items()) if a not in self._benched}
         self._round = _Round()
         if not self.members:

@@ -15,11 +15,11 @@ import numpy as np
 from pipelinerl.config.recipe import Recipe
 from services.trainer.actor_client import ActorLoad
 from services.trainer.evaluation import HeldoutResult
+from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
 from services.trainer.records import RunFiles, RunTotals, StepRecord, mean
-from services.trainer.updater import UpdateRecord
 
 SAMPLES_PER_STEP = 2
 

@@ -148,11 +148,11 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     import numpy as np
     from prometheus_client import CollectorRegistry
 
+    from services.trainer.lane import UpdateRecord
     from services.trainer.learn.batch import TrainingGroup
     from services.trainer.metrics import TrainerMetrics
     from services.trainer.records import RunFiles
     from services.trainer.reporting import RunReport
-    from services.trainer.updater import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]

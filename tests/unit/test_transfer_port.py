@@ -10,7 +10,7 @@ from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
 from services.actor.weights.staging import Receiver
-from services.trainer.weights.port import CollectivePort
+from services.trainer.weights.port import CollectiveGroup, CollectivePort
 from services.trainer.weights.sender import WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}
@@ -22,12 +22,13 @@ def port_and_snapshot(stall_timeout_s: float = 10.0):
     return CollectivePort(sender, GroupStore(), host="127.0.0.1"), sender.snapshot(VERSION, WEIGHTS)
 
 
-async def actor_joins(port: CollectivePort, epoch: int) -> WeightGroup:
-    address = await port.open_group(epoch, 2, 10)
-    host, _, number = address.rpartition(":")
+async def meeting(port: CollectivePort, epoch: int) -> tuple[CollectiveGroup, WeightGroup]:
+    """The trainer's end and an actor's."""
+    group = await port.open_group(epoch, 2, 10)
+    host, _, number = group.store_address.rpartition(":")
     spec = GroupSpec(host, int(number), f"epoch-{epoch}", 1, 2, "gloo", "127.0.0.1")
-    actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), port.group_built())
-    return actor
+    actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), group.built())
+    return group, actor
 
 
 def receive(group: WeightGroup, port: CollectivePort) -> Receiver:
@@ -39,43 +40,59 @@ def receive(group: WeightGroup, port: CollectivePort) -> Receiver:
 
 async def test_version_arrives_with_the_checksum_that_the_port_reports() -> None:
     port, snapshot = port_and_snapshot()
-    actor = await actor_joins(port, 1)
-    sent, receiver = await asyncio.gather(port.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+    group, actor = await meeting(port, 1)
+    sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
 
     assert sent.checksum == receiver.receipt.checksum
     assert sent.num_bytes == port.manifest.total_bytes
-    await port.abandon_group()
+    await group.abandon()
 
 
 async def test_abandoning_does_not_wait_for_a_silent_actor_and_the_next_epoch_works() -> None:
     port, snapshot = port_and_snapshot(stall_timeout_s=2)
-    silent = await actor_joins(port, 1)
-    sending = asyncio.create_task(port.broadcast(snapshot, 10))
+    stuck, silent = await meeting(port, 1)
+    sending = asyncio.create_task(stuck.broadcast(snapshot, 10))
     await asyncio.sleep(0)
     async with asyncio.timeout(1):
-        await port.abandon_group()
+        await stuck.abandon()
 
-    actor = await actor_joins(port, 2)
-    await asyncio.gather(port.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+    group, actor = await meeting(port, 2)
+    await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
     silent.close()
     with pytest.raises(TransferError):
         await sending
-    await port.abandon_group()
+    await group.abandon()
+
+
+async def test_a_joiners_group_moves_bytes_while_that_of_the_others_is_stuck() -> None:
+    port, snapshot = port_and_snapshot(stall_timeout_s=5)
+    stuck, silent = await meeting(port, 1)
+    sending = asyncio.create_task(stuck.broadcast(snapshot, 10))
+    side, joiner = await meeting(port, 2)
+    async with asyncio.timeout(4):
+        await asyncio.gather(side.broadcast(snapshot, 10), asyncio.to_thread(receive, joiner, port))
+    assert not sending.done()
+    silent.close()
+    with pytest.raises(TransferError):
+        await sending
+    await side.abandon()
 
 
 async def test_missing_actor_ends_the_building_at_the_deadline() -> None:
     port, _ = port_and_snapshot()
-    await port.open_group(1, 2, 0.5)
+    group = await port.open_group(1, 2, 0.5)
 
     with pytest.raises(TransferError):
-        await port.group_built()
-    await port.abandon_group()
+        await group.built()
+    await group.abandon()
 
 
 async def test_nothing_is_sent_without_a_group() -> None:
     port, snapshot = port_and_snapshot()
+    group = await port.open_group(1, 2, 0.5)
     with pytest.raises(TransferError):
-        await port.broadcast(snapshot, 1)
+        await group.broadcast(snapshot, 1)
+    await group.abandon()
 
 
 def test_the_store_listens_on_the_one_interface_it_was_given() -> None:

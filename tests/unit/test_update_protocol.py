@@ -23,7 +23,8 @@ from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
 from services.trainer.coordinator import Phase
-from services.trainer.updater import SentBytes, UpdateRecord, WeightUpdater
+from services.trainer.lane import SentBytes, UpdateRecord
+from services.trainer.updater import WeightUpdater
 from tests.unit.builders import RUN
 
 MANIFEST = build_manifest([("w", (4,), "float32")])
@@ -39,18 +40,24 @@ class ScriptedPort:
     opened: list[tuple[int, int]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> str:
+    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> ScriptedGroup:
         self.opened.append((epoch, world_size))
-        return "127.0.0.1:1"
+        return ScriptedGroup(self.sent)
 
-    async def group_built(self) -> None:
+
+@dataclass
+class ScriptedGroup:
+    sent: list[object]
+    store_address: str = "127.0.0.1:1"
+
+    async def built(self) -> None:
         return
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
         self.sent.append(snapshot)
         return SentBytes(CHECKSUM, 16, 0.001)
 
-    async def abandon_group(self) -> None:
+    async def abandon(self) -> None:
         return
 
 
@@ -116,10 +123,23 @@ class Stage:
             while not condition():
                 await asyncio.sleep(0)
 
+    async def join(self, name: str) -> RunningActor:
+        actor = await start_actor(name, self.server, self.stack)
+        self.stack.push_async_callback(ended, actor.task)
+        self.actors[name] = actor
+        await actor.register()
+        return actor
+
     async def send(self, version: int) -> None:
         async with asyncio.timeout(10):
             await self.updater.offer(version, f"snapshot-{version}")
             await self.updater.all_served()
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError, ExceptionGroup):
+        await task
 
 
 @asynccontextmanager
@@ -234,7 +254,7 @@ async def test_with_no_actor_left_a_version_waits_for_the_next_one() -> None:
         await one.actors["a"].bus.remove_member("a")
         await one.updater.offer(1, "snapshot-1")
         async with asyncio.timeout(10):
-            while one.updater._coordinator.phase is not Phase.WAITING:
+            while one.updater._main.coordinator.phase is not Phase.WAITING:
                 await asyncio.sleep(0)
             await one.actors["a"].register()
             await one.updater.all_served()
@@ -259,7 +279,7 @@ async def test_a_tensor_parallel_actor_takes_consecutive_ranks() -> None:
     async with stage("a", "b") as one:
         await one.actors["a"].register(ranks=4)
         async with asyncio.timeout(10):
-            while one.updater._coordinator.present["a"].ranks != 4:
+            while one.updater._main.coordinator.present["a"].ranks != 4:
                 await asyncio.sleep(0)
         await one.send(0)
         assert one.port.opened == [(1, 6)]
@@ -353,3 +373,51 @@ async def test_a_bug_in_a_receive_is_not_swallowed() -> None:
             async with asyncio.timeout(10):
                 await one.actors["a"].task
         assert raised.group_contains(ZeroDivisionError)
+
+
+async def test_a_joiner_is_brought_up_to_date_at_once_and_the_others_stay_where_they_are() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        joiner = await one.join("b")
+        await one.until(lambda: joiner.receiver.served == [PolicyVersion(1, 0)])
+        assert joiner.receiver.joined == [(2, 1, 2)]
+        assert one.actors["a"].receiver.joined == [(1, 1, 2)]
+        await one.send(1)
+        assert joiner.receiver.served == one.actors["a"].receiver.served == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
+        assert one.port.opened == [(1, 2), (2, 2), (3, 3)]
+
+
+async def test_an_update_goes_on_while_a_joiner_is_stuck_and_takes_it_in_at_the_next_boundary() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        joiner = await one.join("b")
+        joiner.receiver.may_receive.clear()
+        await one.until(lambda: len(one.port.sent) == 2)
+        joiner.receiver.may_receive.set()
+        await one.send(1)
+        assert joiner.receiver.served[-1] == one.actors["a"].receiver.served[-1] == PolicyVersion(1, 1)
+
+
+async def test_an_actor_that_missed_a_version_is_brought_to_it_beside_the_epoch() -> None:
+    async with stage("a", "b", deadline_s=0.3) as one:
+        await one.send(0)
+        late = one.actors["b"].receiver
+        late.may_receive.clear()
+        await one.send(1)
+        assert list(one.updater.members) == ["a"]
+        late.may_receive.set()
+        await one.actors["b"].register()  # its heart beats
+        await one.until(lambda: late.served == [PolicyVersion(1, 0), PolicyVersion(1, 1)])
+
+
+async def test_an_actor_never_goes_back_to_an_older_version() -> None:
+    async with stage("a", "b") as one:
+        await one.send(0)
+        b = one.actors["b"]
+        b.gate.serve(PolicyVersion(1, 5))  # as if its heartbeat had stopped, and a commit had reached it all the same
+        await b.bus.remove_member("b")
+        await one.until(lambda: "b" not in one.updater.members)
+        await b.register()
+        await one.until(lambda: "b" in one.updater.reasons and "newer" in one.updater.reasons)
+        assert b.receiver.served == [PolicyVersion(1, 0)]
+        assert b.gate.announced == PolicyVersion(1, 0)

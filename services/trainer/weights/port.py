@@ -1,7 +1,7 @@
-"""The trainer's end of the collective, as the updater drives it: a store for the run, one group per epoch, broadcasts.
+"""The trainer's end of the collective, as the updater drives it: a store for the run, a group per epoch or joiner, broadcasts.
 
-A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; the next group does
-not wait for it. Decides nothing about membership.
+A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; other groups do not
+wait for it. Decides nothing about membership.
 """
 
 from __future__ import annotations
@@ -11,44 +11,51 @@ import asyncio
 from pipelinerl.errors import TransferError
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.group import Backend, GroupSpec, GroupStore, WeightGroup
-from services.trainer.updater import SentBytes
+from services.trainer.lane import SentBytes
 from services.trainer.weights.sender import Broadcast, Snapshot, WeightSender
 
 
 class CollectivePort:
-    """Implements `updater.TransferPort`. `host`: the address on which actors reach this pod, and so its store."""
+    """Implements `lane.TransferPort`. `host`: the address on which actors reach this pod, and so its store."""
 
     def __init__(self, sender: WeightSender, store: GroupStore, *, host: str, backend: Backend = "gloo") -> None:
         self.manifest: Manifest = sender.manifest
         self.backend: Backend = backend
-        self._sender, self._host, self._backend = sender, host, backend
-        self._store = store
-        self._meeting: asyncio.Task[WeightGroup] | None = None
+        self._sender, self._store, self._host = sender, store, host
+
+    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> CollectiveGroup:
+        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
+        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
+        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s))
+        return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting)
+
+
+class CollectiveGroup:
+    """Implements `lane.TransferGroup`."""
+
+    def __init__(self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup]) -> None:
+        self.store_address = store_address
+        self._sender = sender
+        self._meeting: asyncio.Task[WeightGroup] | None = meeting
         self._group: WeightGroup | None = None
         self._broadcast: Broadcast | None = None
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> str:
-        """Start meeting the ranks of `epoch`; returns the store's host:port for them."""
-        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self._backend, self._host)
-        self._meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s))
-        return f"{self._host}:{self._store.port}"
-
-    async def group_built(self) -> None:
+    async def built(self) -> None:
         """Returns when every rank has connected. Raises TransferError at the deadline."""
         if self._meeting is None:
-            raise TransferError("no group is being built")
+            raise TransferError("the group was abandoned")
         self._group = await asyncio.shield(self._meeting)
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
         """Send a Snapshot. Raises TransferError; the group is then closed."""
         assert isinstance(snapshot, Snapshot)
         if self._group is None:
-            raise TransferError("no group is open")
+            raise TransferError("the group is not built")
         self._broadcast = self._sender.broadcast(snapshot, self._group, deadline_s)
         result = await asyncio.shield(asyncio.wrap_future(self._broadcast.done))
         return SentBytes(result.checksum, result.num_bytes, result.seconds)
 
-    async def abandon_group(self) -> None:
+    async def abandon(self) -> None:
         """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""
         meeting, group, broadcast = self._meeting, self._group, self._broadcast
         self._meeting = self._group = self._broadcast = None

@@ -1,0 +1,224 @@
+"""One transfer group and the state machine that directs it: the epoch of all actors, or a joiner's side group.
+
+Performs its coordinator's actions that concern the group itself: opening, announcing, broadcasting, committing, aborting,
+deadlines. What they mean for the run (a version is served, an actor left) goes back to `updater.py`, which owns the lanes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipelinerl.control import Abort, Announce, Backend, Commit, EpochMember, EpochStart, Serving, Staged
+from pipelinerl.errors import TransferError
+from pipelinerl.weights.manifest import Manifest
+from services.trainer import coordinator as c
+
+log = logging.getLogger(__name__)
+
+Order = EpochStart | Announce | Commit | Abort
+"""What the trainer says to actors about a transfer."""
+Outcome = c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers
+"""Actions that concern more than the lane."""
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    checksum: int
+    num_bytes: int
+    seconds: float
+
+
+class TransferGroup(Protocol):
+    """The trainer's end of one collective group."""
+
+    store_address: str
+    """host:port where its members meet."""
+
+    async def built(self) -> None:
+        """Returns when every rank has connected. Raises `TransferError` at the deadline."""
+        ...
+
+    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
+        """Raises `TransferError`."""
+        ...
+
+    async def abandon(self) -> None:
+        """Tears it down in bounded time, whatever it is stuck in."""
+        ...
+
+
+class TransferPort(Protocol):
+    """Makes groups; `services.trainer.weights.port` implements it over torch."""
+
+    manifest: Manifest
+    backend: Backend
+
+    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> TransferGroup:
+        """Opens the group of this epoch and starts building it. Raises `TransferError`."""
+        ...
+
+
+@dataclass
+class UpdateRecord:
+    """What one version's update took. Seconds, bytes."""
+
+    version: int
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    round_trip_s: float = 0.0
+    receive_s: dict[str, float] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+    def note(self, answer: Staged | Serving) -> None:
+        """What an actor measured."""
+        match answer:
+            case Staged():
+                self.receive_s[answer.actor] = answer.receive_s
+                self.prepare_s[answer.actor] = answer.prepare_s
+            case Serving():
+                self.stall_s[answer.actor] = answer.stall_s
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What lanes share. `say` sends an order, `post` brings an event to `Lane.step`, `spawn` starts a task."""
+
+    port: TransferPort
+    say: Callable[[str, Order], Awaitable[None]]
+    post: Callable[[Lane, c.Event], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    incarnation: int
+    deadline_s: float
+
+
+class Lane:
+    """See the module. `side`: of one joiner, beside the epoch of the others."""
+
+    def __init__(self, around: Surroundings, coordinator: c.Coordinator, *, side: bool = False) -> None:
+        self._around, self.coordinator, self.side = around, coordinator, side
+        self.record = UpdateRecord(-1)
+        self._snapshot: object = None
+        self._begun_at = 0.0
+        self._group: TransferGroup | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, version: int, snapshot: object) -> None:
+        """What the next `VersionReady` will send."""
+        self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
+
+    async def step(self, event: c.Event) -> list[Outcome]:
+        """Takes an event of this lane and performs what follows from it; returns what concerns the run."""
+        outcomes: list[Outcome] = []
+        for action in self.coordinator.step(event):
+            await self._perform(action)
+            if isinstance(action, c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers):
+                outcomes.append(action)
+        return outcomes
+
+    async def close(self) -> None:
+        """Ends what is under way, in bounded time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._stop_transfer()
+
+    async def _perform(self, action: c.Action) -> None:
+        around = self._around
+        match action:
+            case c.FormGroup(epoch, members):
+                await self._form_group(epoch, members)
+            case c.SendVersion(epoch, version):
+                announce = Announce(
+                    around.incarnation, epoch, version, around.port.manifest.manifest_id, around.deadline_s
+                )
+                await around.say("announce", announce)
+                self._task = around.spawn(self._broadcast(epoch, version))
+            case c.SendCommit(epoch, version):
+                await around.say("commit", Commit(around.incarnation, epoch, version))
+            case c.SendAbort(epoch, version, reason):
+                log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
+                await around.say("abort", Abort(around.incarnation, epoch, version, reason, ""))
+                await self._stop_transfer()
+            case c.SetDeadline(token):
+                self._set_deadline(token)
+            case c.WaitingForMembers():
+                await self._stop_transfer()
+            case c.VersionServed():
+                self.record.round_trip_s = time.monotonic() - self._begun_at
+                self._snapshot = None
+            case c.Evicted(actor, epoch, reason):
+                log.warning("actor %s leaves epoch %d: %s", actor, epoch, reason)
+
+    async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
+        await self._stop_transfer()
+        around = self._around
+        world_size = 1 + sum(member.ranks for member in members)
+        try:
+            group = await around.port.open_group(epoch, world_size, around.deadline_s)
+        except TransferError as error:
+            around.post(self, c.TransferFailed(epoch, str(error)))
+            return
+        self._group = group
+        await around.say(
+            "epoch",
+            EpochStart(
+                incarnation=around.incarnation,
+                epoch=epoch,
+                store_address=group.store_address,
+                backend=around.port.backend,
+                world_size=world_size,
+                members=epoch_members(members),
+                manifest_id=around.port.manifest.manifest_id,
+                deadline_s=around.deadline_s,
+                side=self.side,
+            ),
+        )
+        self._task = around.spawn(self._await_group(group, epoch))
+
+    async def _await_group(self, group: TransferGroup, epoch: int) -> None:
+        try:
+            await group.built()
+        except TransferError as error:
+            self._around.post(self, c.TransferFailed(epoch, str(error)))
+        else:
+            self._around.post(self, c.GroupBuilt(epoch))
+
+    async def _broadcast(self, epoch: int, version: int) -> None:
+        assert self._group is not None
+        try:
+            sent = await self._group.broadcast(self._snapshot, self._around.deadline_s)
+        except TransferError as error:
+            self._around.post(self, c.TransferFailed(epoch, str(error)))
+            return
+        self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
+        self._around.post(self, c.BytesSent(epoch, version, sent.checksum))
+
+    async def _stop_transfer(self) -> None:
+        task, group = self._task, self._group
+        self._task = self._group = None
+        if group is not None:
+            await group.abandon()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _set_deadline(self, token: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._around.deadline_s, lambda: self._around.post(self, c.DeadlinePassed(token)))
+
+
+def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
+    """Rank layout: rank 0 is the trainer, then each actor's ranks in the members' order. Pure."""
+    laid_out, next_rank = [], 1
+    for member in members:
+        laid_out.append(EpochMember(member.actor, member.process, next_rank, member.ranks))
+        next_rank += member.ranks
+    return tuple(laid_out)
