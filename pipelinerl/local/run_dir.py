@@ -51,6 +51,11 @@ class RunDir:
         return self.path / "pids.json"
 
     @property
+    def scale(self) -> Path:
+        """`{"actors": N}`: how many there should be, once somebody asked for another number than the recipe's."""
+        return self.path / "scale.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

@@ -12,13 +12,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from pipelinerl.config.load import recipe_yaml
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import PipelineRLError, ServiceError
+from pipelinerl.local.actors import ActorPool
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.initial_model import initial_model
 from pipelinerl.local.nats_server import NatsServer
@@ -26,6 +27,7 @@ from pipelinerl.local.process import Launch, ServiceDied, ServiceProcess, log_ta
 from pipelinerl.local.progress import Display
 from pipelinerl.local.progress_view import RunState
 from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.scaling import read_wish
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches
 from pipelinerl.local.stop_budget import StopBudget
 from pipelinerl.local.summary import read_jsonl
@@ -35,6 +37,8 @@ from pipelinerl.local.watch import background, follow_trainer, pid_ended, watch_
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
+_SCALED_GRACE_S = 15.0
+"""For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
 """For what a process that ended by itself left behind: the clock of the orderly stop does not start for that."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -96,14 +100,14 @@ class LocalRun:
             actors = await stack.enter_async_context(self._actors(address, model_dir))
             launch = self._launches.trainer(address, model_dir)
             trainer = await stack.enter_async_context(self._process("trainer", launch))
-            await stack.enter_async_context(background(watch_actors(actors, self._state)))
+            await stack.enter_async_context(background(watch_actors(lambda: actors.services, self._state)))
             await self._until_trained(trainer, verifier, actors, nats)
 
     async def _until_trained(
         self,
         trainer: ServiceProcess,
         verifier: SupervisedService,
-        actors: Sequence[SupervisedService],
+        actors: ActorPool,
         nats: NatsServer,
     ) -> None:
         """Waits for the trainer's end. Raises `ServiceError` when it failed, or when what it needs is gone for good."""
@@ -112,7 +116,8 @@ class LocalRun:
                 group.create_task(self._follow(trainer)),
                 group.create_task(self._watch_nats(nats)),
                 group.create_task(verifier.keep()),
-                group.create_task(self._keep_actors(actors)),
+                group.create_task(actors.keep()),
+                group.create_task(self._scale(actors)),
             ]
             code = await trainer.wait()
             self._over = True
@@ -130,22 +135,14 @@ class LocalRun:
         log = self.run_dir.log("nats")
         raise ServiceError(f"nats-server ended while the run went on; end of {log}:\n{log_tail(log)}")
 
-    async def _keep_actors(self, actors: Sequence[SupervisedService]) -> None:
-        """Keeps each actor running; one that is given up is a note, the last one the run's end."""
-        failures: list[ServiceDied] = []
-
-        async def keep(actor: SupervisedService) -> None:
-            try:
-                await actor.keep()
-            except ServiceDied as died:
-                failures.append(died)
-                if len(failures) == len(actors):
-                    raise
-                self._note(f"{actor.name} is given up: {died}")
-
-        async with asyncio.TaskGroup() as group:
-            for actor in actors:
-                group.create_task(keep(actor))
+    async def _scale(self, actors: ActorPool) -> None:
+        """Brings the actors to the number that `pipelinerl scale` asks for."""
+        while True:
+            wish = read_wish(self.run_dir)
+            if wish is not None and wish != len(actors.services) and not self._finished():
+                self._note(f"scaling from {len(actors.services)} to {wish} actors")
+                await actors.scale(wish, _SCALED_GRACE_S)
+            await asyncio.sleep(_REFRESH_S)
 
     # Services as context managers: started on the way in, stopped within their share of the time on the way out.
 
@@ -164,20 +161,24 @@ class LocalRun:
     async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
         self._state.on_phase("starting the verifier")
         service = self._supervised(self._launches.verifier())
-        async with self._stopped_after("verifier", [service]):
+        try:
             process = await service.start()
             address = await process.ready(_VERIFIER_READY_S)
             service.launch = self._launches.verifier(again=address)
             yield service, address.grpc
+        finally:
+            await service.stop(self._budget.grace_s("verifier"))
 
     @asynccontextmanager
-    async def _actors(self, verifier: str, model_dir: str) -> AsyncIterator[list[SupervisedService]]:
-        launches = [self._launches.actor(index, verifier, model_dir) for index in range(self.recipe.actor.count)]
-        services = [self._supervised(launch) for launch in launches]
-        async with self._stopped_after("actor", services):
-            for service in services:
-                await service.start()
-            yield services
+    async def _actors(self, verifier: str, model_dir: str) -> AsyncIterator[ActorPool]:
+        pool = ActorPool(
+            lambda number: self._supervised(self._launches.actor(number, verifier, model_dir)), self._note, self._forget
+        )
+        try:
+            await pool.scale(self.recipe.actor.count, _SCALED_GRACE_S)
+            yield pool
+        finally:
+            await pool.stop(self._budget.grace_s("actor"))
 
     @asynccontextmanager
     async def _process(self, kind: str, launch: Launch) -> AsyncIterator[ServiceProcess]:
@@ -190,14 +191,6 @@ class LocalRun:
             await process.terminate(self._budget.grace_s(kind) if process.returncode is None else _ENDED_GRACE_S)
             if not (self._over or self._budget.started):  # the run goes on without it
                 self._forget(launch.name)
-
-    @asynccontextmanager
-    async def _stopped_after(self, kind: str, services: Sequence[SupervisedService]) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            grace_s = self._budget.grace_s(kind)
-            await asyncio.gather(*(service.stop(grace_s) for service in services))
 
     def _supervised(self, launch: Launch) -> SupervisedService:
         return SupervisedService(

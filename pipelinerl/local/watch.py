@@ -36,10 +36,10 @@ async def _follow_status(link: TrainerLink, state: RunState) -> None:
         await asyncio.sleep(_ASK_S)
 
 
-async def watch_actors(services: Sequence[SupervisedService], state: RunState) -> None:
-    """Asks every actor for its state, once a second."""
+async def watch_actors(services: Callable[[], Sequence[SupervisedService]], state: RunState) -> None:
+    """Asks every actor there is for its state, once a second."""
     while True:
-        state.on_actors(await asyncio.gather(*(_actor(service) for service in services)))
+        state.on_actors(await asyncio.gather(*(_actor(service) for service in services())))
         await asyncio.sleep(_ASK_S)
 
 

@@ -1,0 +1,71 @@
+"""`pipelinerl scale actors N --run-dir DIR`: adds or removes actors of a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from pipelinerl.errors import ServiceError
+
+NAME = "scale"
+HELP = "change the number of actors of a running local run (in a cluster: kubectl scale)"
+_LOOK_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["actors"], help="what to scale")
+    parser.add_argument("count", metavar="N", type=int, help="how many there should be")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="how long to wait for them (300 s)")
+    parser.add_argument("--no-wait", action="store_true", help="ask for it and return")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Waits until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
+    from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.local.scaling import check_count, running_pids, write_wish
+
+    run_dir = RunDir(args.run_dir, args.run_dir.name)
+    check_count(args.count)
+    running_pids(run_dir)
+    write_wish(run_dir, args.count)
+    if args.no_wait:
+        return 0
+    asyncio.run(_until_there(args.run_dir, args.count, args.timeout))
+    return 0
+
+
+async def _until_there(folder: Path, count: int, timeout_s: float) -> None:
+    shown = ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                phases = await _phases(folder)
+                line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
+                if line != shown:
+                    shown = line
+                    print(line, file=sys.stderr, flush=True)
+                if len(phases) == count and all(phase == "serving" for phase in phases.values()):
+                    return
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise ServiceError(
+            f"{count} actors do not all serve after {timeout_s:g} s: {shown}. The run goes on; look at its logs"
+        ) from None
+
+
+async def _phases(folder: Path) -> dict[str, str]:
+    """What each actor of the run says it is at. Raises `FieldError` when the run has ended meanwhile."""
+    from pipelinerl.local.follow import actor_view
+    from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.local.scaling import running_pids
+    from pipelinerl.service.address import read_address
+
+    run_dir = RunDir(folder, folder.name)
+    phases: dict[str, str] = {}
+    for name in sorted(name for name in running_pids(run_dir) if name.startswith("actor-")):
+        file = run_dir.address(name)
+        phases[name] = (await actor_view(name, read_address(file).grpc)).phase if file.is_file() else "starting"
+    return phases

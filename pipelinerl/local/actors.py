@@ -1,0 +1,87 @@
+"""The actors of a local run: as many as asked for, each kept running, more or fewer of them while the run goes on.
+
+What a Deployment does in a cluster. An actor that cannot be kept running is given up with a note; the run ends when that is
+so of every one there is. With zero actors asked for the trainer waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count as numbers
+
+from pipelinerl.local.process import ServiceDied
+from pipelinerl.local.supervisor import SupervisedService
+
+
+class ActorPool:
+    """`make` prepares the service of actor number i; `note` hears what a person should; `on_gone` the names scaled away."""
+
+    def __init__(
+        self,
+        make: Callable[[int], SupervisedService],
+        note: Callable[[str], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._make, self._note, self._on_gone = make, note, on_gone
+        self._services: dict[int, SupervisedService] = {}
+        self._kept: dict[int, asyncio.Task[None]] = {}
+        self._given_up: set[int] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def services(self) -> list[SupervisedService]:
+        """Those asked for, by number; they may be starting or given up."""
+        return [service for _, service in sorted(self._services.items())]
+
+    async def scale(self, count: int, grace_s: float) -> None:
+        """Starts or stops actors until there are `count`: the highest numbers go, the lowest free ones come.
+
+        Returns when those to be stopped have ended (`grace_s` after SIGTERM at most) and the others are started, which is
+        not yet serving. Raises `ServiceError` when one cannot be executed.
+        """
+        surplus = sorted(self._services)[count:]
+        await asyncio.gather(*(self._remove(number, grace_s) for number in surplus))
+        free = (number for number in numbers() if number not in self._services)
+        for number in [next(free) for _ in range(count - len(self._services))]:
+            service = self._make(number)
+            await service.start()
+            self._services[number] = service
+            if self._tasks is not None:
+                self._keep(number)
+
+    async def keep(self) -> None:
+        """Restarts those that end. Runs until cancelled; raises the last `ServiceDied` when every actor is given up."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for number in self._services:
+                    self._keep(number)
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(service.stop(grace_s) for service in self._services.values()))
+
+    def _keep(self, number: int) -> None:
+        assert self._tasks is not None
+        self._kept[number] = self._tasks.create_task(self._keep_running(number))
+
+    async def _keep_running(self, number: int) -> None:
+        try:
+            await self._services[number].keep()
+        except ServiceDied as died:
+            self._given_up.add(number)
+            if self._given_up >= set(self._services):
+                raise
+            self._note(f"{died.name} is given up: {died}")
+
+    async def _remove(self, number: int, grace_s: float) -> None:
+        service = self._services.pop(number)
+        self._given_up.discard(number)
+        kept = self._kept.pop(number, None)
+        await service.stop(grace_s)
+        if kept is not None:
+            kept.cancel()  # it may be waiting for its next restart
+            await asyncio.wait({kept})
+        self._on_gone(service.name)
