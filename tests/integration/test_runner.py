@@ -326,3 +326,34 @@ async def test_services_of_a_killed_runner_end_too(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
     for pid in session_pids(pids["actor-0"]):  # the fake's sleeping child; vLLM's engine core watches its parent itself
         os.kill(pid, signal.SIGKILL)
+
+
+async def scale(run: Run, count: int) -> asyncio.subprocess.Process:
+    command = ("-m", "pipelinerl.cli", "scale", "actors", str(count), "--run-dir", str(run.dir.path), "--timeout", "30")
+    return await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+
+
+async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=100_000), {})
+    async with running(run) as ending:
+        first = (await run.until_step(1))["actor-0"]
+        for count in (3, 1, 0, 2):
+            command = await scale(run, count)
+            _, said = await command.communicate()
+            assert command.returncode == 0, said
+            assert sum(name.startswith("actor-") for name in run.pids()) == count
+            if count:
+                assert (run.pids()["actor-0"] == first) == (count != 2), "the longest-serving one stays"
+        assert not ending.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await ending).interrupted
+
+
+@pytest.mark.parametrize(("count", "said"), [("-1", "0 to 64 actors"), ("2", "has ended")])
+async def test_scaling_names_what_is_wrong(tmp_path: Path, count: str, said: str) -> None:
+    run = Run(tmp_path / "run", recipe(steps=1), {})
+    await run.end()
+    command = await scale(run, int(count))
+    _, errors = await command.communicate()
+    assert command.returncode == 2
+    assert said in errors.decode()
