@@ -1,0 +1,285 @@
+"""Actors without an inference engine, as processes: real protocol, NATS and collective; weights that nobody decodes with.
+
+For fault tests and for benchmarks with many members: they start in a fraction of a second, and can be told to die, freeze, hang
+or fail in the middle of a phase. What they serve is reported as the checksum of their weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.control import RunEnd
+from pipelinerl.errors import TransferError
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl_torch.chunks import checksum
+from pipelinerl_torch.group import GroupSpec, WeightGroup
+from services.actor.gate import ServingGate
+from services.actor.membership import Heartbeat
+from services.actor.metrics import ActorMetrics
+from services.actor.updates import UpdateListener
+from services.actor.weights.staged import StagedWeights
+from services.actor.weights.staging import Receiver
+
+Phase = Literal["joining", "receiving", "staged", "committing", "serving"]
+"""Where a member can break: in the group before it says so, after a first tensor, when all is staged before it says so,
+before the swap, after it."""
+PHASES: tuple[Phase, ...] = ("joining", "receiving", "staged", "committing", "serving")
+How = Literal["dies", "freezes", "hangs", "fails"]
+"""SIGKILL to itself, SIGSTOP to itself, waits for ever while its heart beats, raises."""
+STALL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Break:
+    """What happens on reaching `phase`, of policy version `version` where the phase is of a version."""
+
+    phase: Phase
+    how: How
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """One member and whom it talks to."""
+
+    url: str
+    run: str
+    name: str
+    limits: StreamLimits
+    breaks: Break | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member says: it `joined` an epoch (`number`), `serves` a version (`number`, `checksum`), or `breaks` now."""
+
+    kind: Literal["joined", "serves", "breaks"]
+    number: int
+    checksum: int = 0
+
+
+class LightReceiver:
+    """Implements `services.actor.updates.WeightReceiver` over plain tensors."""
+
+    def __init__(self, spec: MemberSpec, reports: Connection) -> None:
+        self._spec, self._reports = spec, reports
+        self._manifest: Manifest | None = None
+        self._group: WeightGroup | None = None
+        self._staged: dict[str, Tensor] = {}
+        self._aborted = threading.Event()
+        self._idle = threading.Lock()
+        self._broken = False
+        self.weights: dict[str, Tensor] = {}
+
+    def say(self, report: Report) -> None:
+        self._reports.send_bytes(json.dumps(asdict(report)).encode())
+
+    async def prepare(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    async def join_group(
+        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None:
+        host, _, port = store_address.rpartition(":")
+        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", "127.0.0.1")
+        self._leave()
+        self._group = await asyncio.to_thread(WeightGroup.connect, spec, deadline_s)
+        self.say(Report("joined", epoch))
+        await asyncio.to_thread(self._reach, "joining", None)
+
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        return await asyncio.to_thread(self._receive, version, deadline_s)
+
+    def _receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        if self._group is None or self._manifest is None:
+            raise TransferError("no transfer group is joined")
+        with self._idle:
+            receiver = Receiver(
+                self._group, self._manifest, version, timeout_s=deadline_s, stall_timeout_s=STALL_TIMEOUT_S,
+                aborted=self._aborted,
+            )  # fmt: skip
+            self._staged = {}
+            try:
+                for name, tensor in receiver.tensors():
+                    self._staged[name] = tensor.clone()
+                    self._reach("receiving", version)
+            except TransferError:
+                self._leave()
+                raise
+            self._reach("staged", version)
+            receipt = receiver.receipt
+            return StagedWeights(receipt.checksum, receipt.num_bytes, receipt.receive_s, 0.0)
+
+    async def commit(self, version: PolicyVersion) -> float:
+        await asyncio.to_thread(self._reach, "committing", version)
+        self.weights, self._staged = self._staged, {}
+        self.say(Report("serves", version.number, weights_checksum(self.weights)))
+        await asyncio.to_thread(self._reach, "serving", version)
+        return 0.0
+
+    async def discard(self) -> None:
+        self._aborted.set()
+        await asyncio.to_thread(self._forget)
+
+    def _forget(self) -> None:
+        with self._idle:
+            self._staged = {}
+            self._aborted.clear()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _reach(self, phase: Phase, version: PolicyVersion | None) -> None:
+        breaks = self._spec.breaks
+        if self._broken or breaks is None or breaks.phase != phase:
+            return
+        if version is not None and breaks.version != version.number:
+            return
+        self._broken = True
+        self.say(Report("breaks", breaks.version))
+        match breaks.how:
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freezes":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hangs":
+                threading.Event().wait()
+            case "fails":
+                raise TransferError(f"told to fail while {phase}")
+
+
+def weights_checksum(weights: dict[str, Tensor]) -> int:
+    """CRC-32 over all tensors in the order of their names."""
+    laid_out = [weights[name].contiguous().view(-1).view(torch.uint8) for name in sorted(weights)]
+    return checksum(torch.cat(laid_out))
+
+
+async def _live(spec: MemberSpec, reports: Connection) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    receiver, gate, process = LightReceiver(spec, reports), ServingGate(max_lag=None), uuid.uuid4().hex[:12]
+
+    async def on_end(_: RunEnd) -> None:
+        stop.set()
+
+    async with connect(spec.url, spec.run, limits=spec.limits, name=spec.name, request_timeout_s=2.0) as bus:
+        listener = UpdateListener(
+            bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=spec.name, process=process, on_end=on_end
+        )
+        heartbeat = Heartbeat(
+            bus, gate, lambda: listener.manifest_id, actor=spec.name, process=process, grpc_address="-:1", ranks=1
+        )
+        tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run())]
+        await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await heartbeat.leave()
+        for task in (*tasks, stopped):
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def main(spec: MemberSpec, reports: Connection) -> None:
+    """A member's process. Ends with SIGTERM, with the run, or when its listener fails."""
+    torch.set_num_threads(1)
+    asyncio.run(_live(spec, reports))
+    os._exit(0)  # a thread may hang, as it was told to
+
+
+@dataclass
+class LightMember:
+    """The watcher's end of a member."""
+
+    spec: MemberSpec
+    process: Any
+    reports: list[Report] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def served(self) -> list[Report]:
+        """Versions it has served, in order."""
+        return [report for report in self.reports if report.kind == "serves"]
+
+    @property
+    def version(self) -> int:
+        """-1: none yet."""
+        return self.served[-1].number if self.served else -1
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    @property
+    def broke(self) -> bool:
+        return any(report.kind == "breaks" for report in self.reports)
+
+    async def until_serving(self, version: int, timeout_s: float = 30.0) -> None:
+        await self.until(lambda: self.version >= version, timeout_s)
+
+    async def until(self, condition: Any, timeout_s: float = 30.0) -> None:
+        """Raises TimeoutError with what it has said so far."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise TimeoutError(f"{self.name} has said {self.reports}") from None
+
+    def heard(self, report: Report) -> None:
+        self.reports.append(report)
+        self._changed.set()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.light_members"])
+    return context
+
+
+@asynccontextmanager
+async def light_member(spec: MemberSpec) -> AsyncIterator[LightMember]:
+    """Starts a member's process; kills it at the block's end if it still runs."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    process = _context().Process(target=main, args=(spec, sending), name=spec.name, daemon=True)
+    await asyncio.to_thread(process.start)
+    sending.close()
+    member, loop = LightMember(spec, process), asyncio.get_running_loop()
+
+    def read() -> None:
+        try:
+            while receiving.poll():
+                member.heard(Report(**json.loads(receiving.recv_bytes())))
+        except (EOFError, OSError):
+            loop.remove_reader(receiving.fileno())
+
+    loop.add_reader(receiving.fileno(), read)
+    try:
+        yield member
+    finally:
+        if process.is_alive():
+            process.kill()
+        await asyncio.to_thread(process.join, 10)
+        loop.remove_reader(receiving.fileno())
+        receiving.close()
