@@ -4,6 +4,10 @@ Built from a key-value store that the trainer hosts, without torch's global proc
 (and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
 same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
 
+Ranks meet in two steps. First each checks in at the store, and rank 0 waits for all; only then do they connect to each
+other. So a rank that never comes keeps nobody inside a collective library, and when rank 0 gives the meeting up, those
+who wait are told at once.
+
 Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
 timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once.
 
@@ -13,6 +17,7 @@ It does not decide who is a member, and sends tensors, not weights.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,9 +27,13 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed
+from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed, TransferAborted
 
 Backend = Literal["gloo", "nccl"]
+
+_GO, _VOID = "go", "void"
+"""Keys of a meeting: all have checked in; it was given up."""
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -74,18 +83,22 @@ class WeightGroup:
         self._store: TCPStore | None = store
 
     @classmethod
-    def connect(cls, spec: GroupSpec, timeout_s: float) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks.
+    def connect(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event | None = None) -> WeightGroup:
+        """Meet the other `spec.world - 1` ranks. `given_up` ends the wait early; set on rank 0, for everybody.
 
-        Raises DeadlineExceeded when they are not all there within `timeout_s`, GroupFailed when the store is unreachable.
+        Raises DeadlineExceeded when they are not all there within `timeout_s`, TransferAborted when the meeting was given
+        up, GroupFailed when the store is unreachable.
         """
         deadline = time.monotonic() + timeout_s
+        given_up = given_up or threading.Event()
         try:
             # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
             store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
+            meeting = PrefixStore(spec.name, store)
+            _check_in(spec, meeting, deadline, timeout_s, given_up)
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             store.set_timeout(left)
-            group = _process_group(spec, PrefixStore(spec.name, store), left)
+            group = _process_group(spec, meeting, left)
         except (RuntimeError, ValueError) as error:  # torch's DistError family and Gloo's own are RuntimeErrors
             if time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
@@ -119,6 +132,28 @@ class WeightGroup:
         group, self._pg, self._store = self._pg, None, None
         if group is not None and self.spec.backend == "nccl":
             group.abort()
+
+
+def _check_in(
+    spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
+) -> None:
+    """Returns when all ranks have checked in. Raises DeadlineExceeded, TransferAborted."""
+    if spec.rank == 0:
+        awaited = [f"here/{rank}" for rank in range(1, spec.world)]
+    else:
+        meeting.set(f"here/{spec.rank}", b"1")
+        awaited = [_GO]
+    while not meeting.check(awaited):
+        late = time.monotonic() >= deadline
+        if spec.rank == 0 and (late or given_up.is_set()):
+            meeting.set(_VOID, b"1")
+        if given_up.is_set() or (spec.rank and meeting.check([_VOID])):
+            raise TransferAborted(f"the meeting of {spec.name} was given up")
+        if late:
+            raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
+        given_up.wait(_LOOK_S)
+    if spec.rank == 0:
+        meeting.set(_GO, b"1")
 
 
 def _process_group(spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> Any:

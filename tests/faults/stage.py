@@ -7,7 +7,7 @@ control channel, in order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,11 @@ class FaultStage:
         async with asyncio.timeout(UPDATE_WITHIN_S):
             await self.updater.all_served()
         assert not self.running.done()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(UPDATE_WITHIN_S):
+            while not condition():
+                await asyncio.sleep(0.01)
 
     async def all_on(self, version: int, members: list[LightMember]) -> None:
         """After any faults: each of these comes to serve exactly the bytes of `version`."""

@@ -6,13 +6,14 @@ left out, and it (or its successor) is brought back beside the others.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
 import pytest
 
 from benchmarks.light_members import PHASES, Break, How, Phase
-from tests.faults.stage import fault_stage
+from tests.faults.stage import UPDATE_WITHIN_S, fault_stage
 
 BROKEN_AT = 1
 
@@ -55,7 +56,7 @@ async def test_a_member_that_leaves_in_order_costs_nothing(tmp_path: Path) -> No
         a, b = await stage.start_all("a", "b")
         await stage.update(0)
         b.send(signal.SIGTERM)
-        await b.until(lambda: not b.process.is_alive() or stage.updater.num_present == 1)
+        await asyncio.to_thread(b.process.join, UPDATE_WITHIN_S)
         await stage.update(1)
         await stage.all_on(1, [a])
 
@@ -78,7 +79,7 @@ async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_pat
         await stage.update(0)
         joiners = [await stage.start(name) for name in "bcd"]
         await stage.all_on(0, joiners)
-        assert sorted(stage.joins) == ["b", "c", "d"]
+        await stage.until(lambda: sorted(stage.joins) == ["b", "c", "d"])
         assert [report.kind for report in first.reports] == ["joined", "serves"], "the others notice nothing"
         await stage.update(1)
         await stage.all_on(1, [first, *joiners])

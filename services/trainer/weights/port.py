@@ -7,6 +7,7 @@ wait for it. Decides nothing about membership.
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from pipelinerl.errors import TransferError
 from pipelinerl.weights.manifest import Manifest
@@ -26,16 +27,19 @@ class CollectivePort:
     async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
-        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s))
-        return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting)
+        given_up = threading.Event()
+        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up))
+        return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting, given_up)
 
 
 class CollectiveGroup:
     """Implements `lane.TransferGroup`."""
 
-    def __init__(self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup]) -> None:
+    def __init__(
+        self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup], given_up: threading.Event
+    ) -> None:
         self.store_address = store_address
-        self._sender = sender
+        self._sender, self._given_up = sender, given_up
         self._meeting: asyncio.Task[WeightGroup] | None = meeting
         self._group: WeightGroup | None = None
         self._broadcast: Broadcast | None = None
@@ -64,6 +68,7 @@ class CollectiveGroup:
         elif group is not None:
             group.close()
         elif meeting is not None:
+            self._given_up.set()  # tells those who wait in it, too
             meeting.add_done_callback(_close_late_group)
 
 
