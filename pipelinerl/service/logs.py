@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "color_message", "taskName"),
+    "vllm_process_name",  # vLLM puts it into every record of the process
+}
 _CHATTY = ("uvicorn.error", "asyncio", "httpx")
 
 

@@ -429,25 +429,3 @@ def test_service_without_settings_is_the_users_mistake() -> None:
     assert errors.startswith(
         "error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'"
     )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_service_dies_with_its_parent() -> None:
-    child = textwrap.dedent(SERVICE).format(body="await stop.wait()")
-    parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
-        env={
-            **os.environ,
-            "PIPELINERL_RUN": "r",
-            "PIPELINERL_RECIPE": "recipe.yaml",
-            "PIPELINERL_INSTANCE": "test-0",
-            "PIPELINERL_DIE_WITH_PARENT": "1",
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "up\n"
-        parent.kill()
-        assert parent.stdout.read() == ""  # returns when the orphan, too, has closed its end

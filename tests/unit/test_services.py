@@ -61,7 +61,7 @@ def test_threads_reach_the_processes(tmp_path: Path) -> None:
     assert made.trainer(VERIFIER, "").environment["OMP_NUM_THREADS"] == "4"
     assert made.actor(0, VERIFIER, "").environment["OMP_NUM_THREADS"] == "2"
     assert made.verifier().environment["OMP_NUM_THREADS"] == "1"
-    assert made.initial_model((), all_cores=8).environment["OMP_NUM_THREADS"] == "8"
+    assert made.initial_model((), threads=8).environment["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_restarted_verifier_keeps_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
