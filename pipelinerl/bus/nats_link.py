@@ -140,7 +140,8 @@ class NatsLink:
         if self._connected.is_set():
             return
         try:
-            await asyncio.wait_for(self._connected.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
         except TimeoutError:
             raise BusError(f"not connected to {self.url}: {self._last_error or 'connection lost'}") from None
 

@@ -120,7 +120,8 @@ class PromptPuller:
         if self._ready:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._answered.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error

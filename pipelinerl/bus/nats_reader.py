@@ -130,7 +130,8 @@ class OrderedReader:
             return
         self._wake.clear()
         try:
-            await asyncio.wait_for(self._wake.wait(), _SILENCE_S)
+            async with asyncio.timeout(_SILENCE_S):  # `wait_for` may swallow a cancellation that comes with a message
+                await self._wake.wait()
         except TimeoutError:
             if self._link.is_connected:  # not even heartbeats: the consumer or its server is gone
                 self.restart()

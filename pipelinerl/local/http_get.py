@@ -8,7 +8,8 @@ import asyncio
 async def http_status(address: str, path: str, timeout_s: float) -> int | None:
     """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
     try:
-        return await asyncio.wait_for(_get(address, path), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await _get(address, path)
     except (OSError, TimeoutError, ValueError, IndexError):
         return None
 

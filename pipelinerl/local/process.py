@@ -139,7 +139,8 @@ class ServiceProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self.wait()), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await asyncio.shield(self.wait())
         leftover_s = min(_LEFTOVER_S, max(0.0, deadline - loop.time()))
         if self.returncode is not None and await session_ended(self.pid, leftover_s):
             return self.returncode

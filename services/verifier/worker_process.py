@@ -107,7 +107,8 @@ class WorkerProcess:
     async def gone(self) -> WorkerGone:
         """How it ended. Its end of the pipe is closed, or it has exited."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.ended), 1.0)
+            async with asyncio.timeout(1.0):
+                await asyncio.shield(self.ended)
         code = self._process.returncode
         if code is None:
             return WorkerGone("it closed its pipe", retired=False)

@@ -13,9 +13,11 @@ from typing import TypeVar
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.nats_reader import OrderedReader
 from pipelinerl.bus.protocol import MemberEvent, StreamLimits
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from pipelinerl.local.nats_server import NatsServer
@@ -319,3 +321,38 @@ async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_fl
             results = await asyncio.gather(*publishes, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         assert await bus.publish_sequence(b"fine", "after") >= 1
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_reader_that_is_cancelled_just_when_a_message_comes_is_cancelled(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """`asyncio.wait_for` of Python 3.11 forgets such a cancellation: whoever waits for the task would wait for ever."""
+    loop, receive = asyncio.get_running_loop(), OrderedReader._on_message
+    to_cancel: list[asyncio.Task[object]] = []
+
+    def cancel_after(turns_of_the_loop: int) -> None:
+        if turns_of_the_loop:
+            loop.call_soon(cancel_after, turns_of_the_loop - 1)
+        else:
+            to_cancel.pop().cancel()
+
+    async def receive_and_cancel(reader: OrderedReader, message: Msg) -> None:
+        await receive(reader, message)
+        if to_cancel:
+            cancel_after(turns)
+
+    monkeypatch.setattr(OrderedReader, "_on_message", receive_and_cancel)
+    async with connected(server) as bus, bus.watch_control(("end",)) as messages:
+
+        async def read_on() -> None:
+            async for _ in messages:
+                pass
+
+        reading = asyncio.create_task(read_on())
+        await asyncio.sleep(0)
+        to_cancel.append(reading)
+        await bus.publish_control("end", b"any")
+        done, _ = await asyncio.wait([reading], timeout=5)
+        assert done
+        assert reading.cancelled()

@@ -44,7 +44,8 @@ class WorkerLink:
     async def hellos(self, timeout_s: float) -> list[wire.Hello]:
         """Every worker's first message. Raises TransferError when they are not all there in time."""
         try:
-            await asyncio.wait_for(asyncio.shield(self._all_here), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._all_here)
         except TimeoutError as error:
             message = f"{len(self._hellos)} of {self._num_workers} vLLM workers connected within {timeout_s} s"
             raise TransferError(message) from error
