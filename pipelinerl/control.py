@@ -56,8 +56,6 @@ class EpochStart:
     manifest_id: str
     deadline_s: float
     """Seconds a member has to join; who has not is left out of the next epoch."""
-    side: bool = False
-    """A joiner's own group, beside the epoch of the others: who is not in it stays where it is."""
 
 
 @dataclass(frozen=True)

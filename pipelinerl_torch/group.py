@@ -141,19 +141,19 @@ def _check_in(
     if spec.rank == 0:
         awaited = [f"here/{rank}" for rank in range(1, spec.world)]
     else:
-        meeting.set(f"here/{spec.rank}", b"1")
+        meeting.set(f"here/{spec.rank}", "1")
         awaited = [_GO]
     while not meeting.check(awaited):
         late = time.monotonic() >= deadline
         if spec.rank == 0 and (late or given_up.is_set()):
-            meeting.set(_VOID, b"1")
+            meeting.set(_VOID, "1")
         if given_up.is_set() or (spec.rank and meeting.check([_VOID])):
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if late:
             raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
         given_up.wait(_LOOK_S)
     if spec.rank == 0:
-        meeting.set(_GO, b"1")
+        meeting.set(_GO, "1")
 
 
 def _process_group(spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> Any:

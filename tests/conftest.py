@@ -10,6 +10,11 @@ import pytest
 from pipelinerl.local.nats_server import NatsServer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--histories", type=int, default=20, help="random fault histories to play")
+    parser.addoption("--first-seed", type=int, default=0, help="of the random fault histories")
+
+
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One real server on a free loopback port. Tests that stop or restart a server start their own."""

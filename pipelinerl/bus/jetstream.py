@@ -20,7 +20,7 @@ from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
 from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
-from pipelinerl.bus.subjects import FROM_ACTOR, Subjects, check_actor_name, check_control, used_before
+from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
 
 _MSG_ID = "Nats-Msg-Id"
@@ -135,8 +135,10 @@ class JetStreamBus:
         await self._publisher.store(self._subjects.control(kind, actor), payload)
 
     @contextlib.asynccontextmanager
-    async def watch_control(self, kinds: Sequence[str]) -> AsyncIterator[AsyncIterator[ControlMessage]]:
-        subjects = tuple(self._subjects.control(kind, "*" if kind in FROM_ACTOR else "") for kind in kinds)
+    async def watch_control(
+        self, kinds: Sequence[str], actor: str = ""
+    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+        subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
         async with OrderedReader(self._link, ReadPlan(self._subjects.control_stream, subjects)) as reader:
             yield _ControlMessages(reader, prefix=self._subjects.control(""))
 

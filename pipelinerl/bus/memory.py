@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 
 from pipelinerl.bus.memory_streams import LastPerKey, Log, Members, WorkQueue
 from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
-from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before
+from pipelinerl.bus.subjects import EVERY_ACTOR, Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError, PayloadTooLarge
 
 _Item = TypeVar("_Item")
-_MEMBER = ("member",)
+_MEMBER = (("member", EVERY_ACTOR),)
 
 
 def _now_s() -> float:
@@ -189,13 +189,15 @@ class MemoryBus:
         self.server.notify()
 
     @contextlib.asynccontextmanager
-    async def watch_control(self, kinds: Sequence[str]) -> AsyncIterator[AsyncIterator[ControlMessage]]:
-        position = 0
+    async def watch_control(
+        self, kinds: Sequence[str], actor: str = ""
+    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+        position, pairs = 0, watched(kinds, actor)
         self._streams()
 
         def poll() -> ControlMessage | None:
             nonlocal position
-            change = self._streams().control.after(position, kinds)
+            change = self._streams().control.after(position, pairs)
             if change is None:
                 return None
             position = change.position

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.bus.protocol import LogEntry, StreamInfo, StreamLimits
+from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.errors import BusError
 
 
@@ -165,9 +166,13 @@ class LastPerKey:
         change = self._last.get(key)
         return change.payload if change else None
 
-    def after(self, position: int, kinds: Collection[str]) -> Change | None:
-        """The next change behind `position` of a key whose first part is one of `kinds`."""
-        behind = (change for change in self._last.values() if change.position > position and change.key[0] in kinds)
+    def after(self, position: int, pairs: Collection[tuple[str, str]]) -> Change | None:
+        """The next change behind `position` of a key among `pairs`, in which `EVERY_ACTOR` stands for any name."""
+
+        def matches(key: tuple[str, str]) -> bool:
+            return key in pairs or (key[1] != "" and (key[0], EVERY_ACTOR) in pairs)
+
+        behind = (change for change in self._last.values() if change.position > position and matches(change.key))
         return min(behind, default=None)
 
 

@@ -157,9 +157,12 @@ class Bus(Protocol):
         the second. Raises `BusError`."""
         ...
 
-    def watch_control(self, kinds: Sequence[str]) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
+    def watch_control(
+        self, kinds: Sequence[str], actor: str = ""
+    ) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
         """The last message of each matching subject, then every new one, in stream order.
-        An answer kind (`staged`) matches the answers of all actors."""
+        An answer kind (`staged`) matches the answers of all actors; an order (`commit`) matches those to all, and those
+        to `actor` alone (`subjects.EVERY_ACTOR`: to any one)."""
         ...
 
     async def put_member(self, actor: str, payload: bytes) -> None:

@@ -72,7 +72,7 @@ class Subjects:
         return f"{self.run}.sequences"
 
     def control(self, kind: str, actor: str = "") -> str:
-        """Subject of one kind of control message; answers carry the actor's name as the last token."""
+        """Subject of one kind of control message; an answer, or an order to one actor, ends with the actor's name."""
         return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
 
     @property
@@ -82,16 +82,28 @@ class Subjects:
 
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
+TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
+"""Orders that the trainer may address to one actor, on its side group."""
+EVERY_ACTOR = "*"
+
+
+def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
+    """(kind, actor) pairs that a watcher of `kinds` sees: answers of all, orders to all and those to `actor`.
+
+    `actor` empty: no order to a single one; `EVERY_ACTOR`: to any. `EVERY_ACTOR` in a pair matches any name.
+    """
+    pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
+    return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raises `FieldError` unless `kind` is a control message of the trainer (`actor` empty) or an actor's answer."""
+    """Raises `FieldError` unless `kind` is an order to all (`actor` empty) or to one, or an actor's answer."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
-    if kind in FROM_ACTOR:
+    if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):
         check_actor_name(actor)
     elif actor:
-        raise FieldError("actor", actor, f"control messages of kind {kind!r} come from the trainer: leave it empty")
+        raise FieldError("actor", actor, f"control messages of kind {kind!r} are for all actors: leave it empty")
 
 
 def used_before(run: str, streams: Sequence[str]) -> FieldError:

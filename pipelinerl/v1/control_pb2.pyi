@@ -61,7 +61,7 @@ class EpochMember(_message.Message):
     def __init__(self, actor: _Optional[str] = ..., process: _Optional[str] = ..., first_rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class EpochStart(_message.Message):
-    __slots__ = ("incarnation", "epoch", "store_address", "backend", "world_size", "members", "manifest_id", "deadline_s", "side")
+    __slots__ = ("incarnation", "epoch", "store_address", "backend", "world_size", "members", "manifest_id", "deadline_s")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +70,6 @@ class EpochStart(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    SIDE_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     epoch: int
     store_address: str
@@ -79,8 +78,7 @@ class EpochStart(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[EpochMember]
     manifest_id: str
     deadline_s: float
-    side: bool
-    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., store_address: _Optional[str] = ..., backend: _Optional[str] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[EpochMember, _Mapping]]] = ..., manifest_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., side: _Optional[bool] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., store_address: _Optional[str] = ..., backend: _Optional[str] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[EpochMember, _Mapping]]] = ..., manifest_id: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class EpochJoined(_message.Message):
     __slots__ = ("actor", "incarnation", "epoch")

@@ -89,7 +89,8 @@ class UpdateListener:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
             messages = await until_taken(
-                lambda: stack.enter_async_context(self._bus.watch_control(kinds)), "follow the control channel"
+                lambda: stack.enter_async_context(self._bus.watch_control(kinds, self._instance)),
+                "follow the control channel",
             )
             async for message in messages:
                 await self._handle(message)
@@ -138,8 +139,6 @@ class UpdateListener:
 
     async def _on_epoch(self, epoch: EpochStart) -> None:
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
-        if me is None and epoch.side:
-            return
         await self._stop_receiving()
         if me is None:
             self.epoch = None

@@ -6,7 +6,9 @@ actions to perform, in order; `services.trainer.updater` performs them and feeds
 Invariants that the tests drive every order of events against:
   * `SendCommit(v)` only after every member of the epoch has staged v in that epoch with the sender's checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
-  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left.
+  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left;
+  * who came late, or failed, is not in an epoch with others before `MemberReady` says that it has served a version on a
+    side group: no actor holds up the others twice.
 
 The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`joining.py`).
 Deliberately not here: when a joiner gets a side group, and anything that knows what bytes are.
@@ -45,6 +47,14 @@ class MemberDown:
     """Removed its registration, or its heartbeat expired."""
 
     actor: str
+
+
+@dataclass(frozen=True)
+class MemberReady:
+    """It serves a version that a side group brought it: it may be in the next epoch. `process`: which one of that name."""
+
+    actor: str
+    process: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,7 @@ class HoldCommits:
 Event = (
     MemberUp
     | MemberDown
+    | MemberReady
     | VersionReady
     | MemberJoined
     | GroupBuilt
@@ -227,8 +238,11 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         """The current epoch's."""
         self.present: dict[str, Member] = {}
-        """All that are registered; those not in the epoch join at the next boundary."""
+        """All that are registered."""
+        self._newcomers: set[str] = set()
+        """Came after the first version was offered: not in an epoch with others before `MemberReady`."""
         self._benched: set[str] = set()
+        """Failed in an epoch: the same, and tried again without others only when its heart beats."""
         self._group_stands = False
         self._round = _Round()
         self._held_above: int | None = None
@@ -245,6 +259,8 @@ class Coordinator:
                 return self._member_up(member)
             case MemberDown(actor):
                 return self._member_down(actor)
+            case MemberReady(actor, process):
+                return self._member_ready(actor, process)
             case VersionReady(version):
                 return self._version_ready(version)
             case HoldCommits(above):
@@ -264,27 +280,37 @@ class Coordinator:
     # --- events --------------------------------------------------------------------------------------------------
 
     def _member_up(self, member: Member) -> list[Action]:
-        known = self.members.get(member.actor)
-        self.present[member.actor] = member
-        if known is not None and known.process != member.process:
-            self._benched.discard(member.actor)
-            return self._lose({member.actor}, "restarted as a new process")
+        actor, before = member.actor, self.present.get(member.actor)
+        self.present[actor] = member
+        if before is None or before.process != member.process:
+            self._benched.discard(actor)
+            if self.version >= 0:
+                self._newcomers.add(actor)
+        if actor in self.members and self.members[actor].process != member.process:
+            return self._lose({actor}, "restarted as a new process")
         if self.phase is Phase.WAITING:
             # Nobody else is left: an evicted member whose heart still beats may try again, once per heartbeat.
-            self._benched.discard(member.actor)
+            self._benched.discard(actor)
             return self._form()
         return []
+
+    def _member_ready(self, actor: str, process: str) -> list[Action]:
+        if actor not in self.present or self.present[actor].process != process:
+            return []
+        self._benched.discard(actor)
+        self._newcomers.discard(actor)
+        return self._form() if self.phase is Phase.WAITING else []
 
     def _member_down(self, actor: str) -> list[Action]:
         self.present.pop(actor, None)
         self._benched.discard(actor)
+        self._newcomers.discard(actor)
         return self._lose({actor}, "left, or its heartbeat stopped") if actor in self.members else []
 
     def _version_ready(self, version: int) -> list[Action]:
         assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
         self.version = version
-        self._benched.clear()
-        if self._group_stands and self.members == self.present:
+        if self._group_stands and self.members == self._eligible():
             return self._send()
         return self._form()
 
@@ -342,13 +368,19 @@ class Coordinator:
     def _form(self) -> list[Action]:
         self._group_stands = False
         self.epoch = next(self._epochs)
-        self.members = {a: m for a, m in sorted(self.present.items()) if a not in self._benched}
+        self.members = self._eligible()
+        self._newcomers -= set(self.members)
         self._round = _Round()
         if not self.members:
             self.phase = Phase.WAITING
             return [WaitingForMembers(self.version)]
         self.phase = Phase.FORMING
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
+
+    def _eligible(self) -> dict[str, Member]:
+        """Members of an epoch that begins now, in the order of their ranks: newcomers only if there is nobody else."""
+        able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
+        return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
     def _send(self) -> list[Action]:
         self.phase = Phase.SENDING

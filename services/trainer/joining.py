@@ -1,8 +1,8 @@
 """Which actors get a side group of their own, as a pure state machine: those registered that serve no current version.
 
 An actor that comes, or that was left out of an epoch, is brought to the newest served version at once on a group of the
-trainer and itself, beside the epoch of the others. At the next boundary it is a member of the epoch like any other:
-a side transfer that has not come to its commit by then is given up for it, since the epoch brings a newer version.
+trainer and itself, beside the epoch of the others. Once it serves that, it is a member of the next epoch like any other;
+until then it cannot hold anybody up.
 
 `services.trainer.updater` performs the actions, one lane for each. Not here: what happens within a transfer.
 """

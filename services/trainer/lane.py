@@ -87,10 +87,10 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What lanes share. `say` sends an order, `post` brings an event to `Lane.step`, `spawn` starts a task."""
+    """What lanes share. `say` sends an order to all or to one actor, `post` takes an event to a lane, `spawn` starts a task."""
 
     port: TransferPort
-    say: Callable[[str, Order], Awaitable[None]]
+    say: Callable[[str, Order, str], Awaitable[None]]
     post: Callable[[Lane, c.Event], None]
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     incarnation: int
@@ -98,10 +98,10 @@ class Surroundings:
 
 
 class Lane:
-    """See the module. `side`: of one joiner, beside the epoch of the others."""
+    """See the module. `joiner`: whose side group this is, and the only one spoken to; empty: the epoch of all."""
 
-    def __init__(self, around: Surroundings, coordinator: c.Coordinator, *, side: bool = False) -> None:
-        self._around, self.coordinator, self.side = around, coordinator, side
+    def __init__(self, around: Surroundings, coordinator: c.Coordinator, *, joiner: str = "") -> None:
+        self._around, self.coordinator, self.joiner = around, coordinator, joiner
         self.record = UpdateRecord(-1)
         self._snapshot: object = None
         self._begun_at = 0.0
@@ -128,6 +128,9 @@ class Lane:
             self._timer.cancel()
         await self._stop_transfer()
 
+    async def _say(self, kind: str, order: Order) -> None:
+        await self._around.say(kind, order, self.joiner)
+
     async def _perform(self, action: c.Action) -> None:
         around = self._around
         match action:
@@ -137,13 +140,13 @@ class Lane:
                 announce = Announce(
                     around.incarnation, epoch, version, around.port.manifest.manifest_id, around.deadline_s
                 )
-                await around.say("announce", announce)
+                await self._say("announce", announce)
                 self._task = around.spawn(self._broadcast(epoch, version))
             case c.SendCommit(epoch, version):
-                await around.say("commit", Commit(around.incarnation, epoch, version))
+                await self._say("commit", Commit(around.incarnation, epoch, version))
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
-                await around.say("abort", Abort(around.incarnation, epoch, version, reason, ""))
+                await self._say("abort", Abort(around.incarnation, epoch, version, reason, ""))
                 await self._stop_transfer()
             case c.SetDeadline(token):
                 self._set_deadline(token)
@@ -165,7 +168,7 @@ class Lane:
             around.post(self, c.TransferFailed(epoch, str(error)))
             return
         self._group = group
-        await around.say(
+        await self._say(
             "epoch",
             EpochStart(
                 incarnation=around.incarnation,
@@ -176,7 +179,6 @@ class Lane:
                 members=epoch_members(members),
                 manifest_id=around.port.manifest.manifest_id,
                 deadline_s=around.deadline_s,
-                side=self.side,
             ),
         )
         self._task = around.spawn(self._await_group(group, epoch))

@@ -86,6 +86,11 @@ class WeightUpdater:
         return self._main.coordinator.members
 
     @property
+    def joining(self) -> frozenset[str]:
+        """Actors that are being brought to the served version on side groups."""
+        return frozenset(self._sides)
+
+    @property
     def epoch(self) -> int:
         return self._main.coordinator.epoch
 
@@ -273,7 +278,7 @@ class WeightUpdater:
 
     async def _begin_side(self, member: c.Member, version: int) -> None:
         log.info("actor %s is brought to version %d on a side group", member.actor, version)
-        lane = Lane(self._around, c.Coordinator(self._epochs), side=True)
+        lane = Lane(self._around, c.Coordinator(self._epochs), joiner=member.actor)
         lane.begin(version, self._served_snapshot)
         self._sides[member.actor] = lane
         lane.coordinator.step(c.MemberUp(member))
@@ -283,6 +288,7 @@ class WeightUpdater:
         for outcome in await lane.step(event):
             actor = next(actor for actor, other in self._sides.items() if other is lane)
             if isinstance(outcome, c.VersionServed):
+                self._post(self._main, c.MemberReady(actor, lane.coordinator.members[actor].process))
                 await self._sides.pop(actor).close()
                 self._on_joined(actor, lane.record)
                 await self._side(self._joining.side_served(actor, outcome.version))
@@ -297,9 +303,9 @@ class WeightUpdater:
         async with self._served_changed:
             self._served_changed.notify_all()
 
-    async def _say(self, kind: str, order: Order) -> None:
+    async def _say(self, kind: str, order: Order, actor: str) -> None:
         payload = encode_control(order)
-        await until_taken(lambda: self._bus.publish_control(kind, payload), f"say {kind!r}")
+        await until_taken(lambda: self._bus.publish_control(kind, payload, actor), f"say {kind!r}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)

@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from pipelinerl.bus.protocol import Bus, MemberEvent, PromptDelivery, StreamLimits
+from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from tests.contract.conftest import LIMITS, Connect, run_streams
 
@@ -462,6 +463,23 @@ async def test_answers_of_all_actors_match_their_kind(bus: Bus) -> None:
     ]
 
 
+async def test_an_order_to_one_actor_reaches_it_and_does_not_replace_those_to_others(bus: Bus) -> None:
+    for actor in ("a", "b"):
+        await bus.publish_control("epoch", actor.encode(), actor=actor)
+    await bus.publish_control("epoch", b"all")
+    async with (
+        bus.watch_control(["epoch"], "a") as mine,
+        bus.watch_control(["epoch"]) as nobodys,
+        bus.watch_control(["epoch"], EVERY_ACTOR) as every,
+    ):
+        read = [await soon(mine), await soon(mine)]
+        assert [(message.actor, message.payload) for message in read] == [("a", b"a"), ("", b"all")]
+        assert (await soon(nobodys)).payload == b"all"
+        assert [(await soon(every)).payload for _ in range(3)] == [b"a", b"b", b"all"]
+        assert await is_quiet(mine)
+        assert await is_quiet(nobodys)
+
+
 async def test_each_actors_last_answer_is_kept(bus: Bus) -> None:
     for actor in ("a", "b"):
         for version in (b"1", b"2"):
@@ -474,7 +492,13 @@ async def test_each_actors_last_answer_is_kept(bus: Bus) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "actor", "field"),
-    [("anounce", "", "kind"), ("announce", "actor-0", "actor"), ("staged", "", "actor"), ("staged", "a.b", "actor")],
+    [
+        ("anounce", "", "kind"),
+        ("end", "actor-0", "actor"),
+        ("announce", "a.b", "actor"),
+        ("staged", "", "actor"),
+        ("staged", "a.b", "actor"),
+    ],
 )
 async def test_a_control_message_that_nobody_would_get_is_refused(bus: Bus, kind: str, actor: str, field: str) -> None:
     with pytest.raises(FieldError) as caught:

@@ -17,6 +17,7 @@ import torch
 from benchmarks.light_members import Break, LightMember, MemberSpec, light_member, weights_checksum
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.control import Commit, EpochStart, Serving, Staged
 from pipelinerl.control_codec import decode_control
 from pipelinerl.local.nats_server import NatsServer
@@ -73,6 +74,9 @@ class FaultStage:
     async def update(self, version: int) -> None:
         """Returns when everyone who is left serves it."""
         await self.offer(version)
+        await self.served()
+
+    async def served(self) -> None:
         async with asyncio.timeout(UPDATE_WITHIN_S):
             await self.updater.all_served()
         assert not self.running.done()
@@ -91,21 +95,31 @@ class FaultStage:
     def check(self) -> None:
         """The invariants of docs/weight-updates.md over all that has happened."""
         for member in self.members:
-            versions = [report.number for report in member.served]
-            assert versions == sorted(versions), f"{member.name} went back: {versions}"
-            for report in member.served:
-                assert report.checksum == self.checksums[report.number], f"{member.name} served other bytes"
+            self._serves_only_recorded_versions_and_never_an_older_one(member)
+        self._commits_come_after_all_have_staged()
+
+    def _serves_only_recorded_versions_and_never_an_older_one(self, member: LightMember) -> None:
+        versions = [report.number for report in member.served]
+        assert versions == sorted(set(versions)), f"{member.name} went back, or swapped twice: {versions}"
+        for report in member.served:
+            assert report.checksum == self.checksums[report.number], f"{member.name} served other bytes"
+
+    def _commits_come_after_all_have_staged(self) -> None:
+        epochs: dict[int, set[str]] = {}
         committed: set[tuple[int, int]] = set()
         staged: set[tuple[str, int, int]] = set()
         for message in self.said:
             match message:
+                case EpochStart():
+                    epochs[message.epoch] = {member.actor for member in message.members}
                 case Staged():
                     staged.add((message.actor, message.epoch, message.version))
                 case Commit():
                     committed.add((message.epoch, message.version))
+                    missing = {a for a in epochs[message.epoch] if (a, message.epoch, message.version) not in staged}
+                    assert not missing, f"{message} before {missing} had staged it"
                 case Serving():
                     assert (message.epoch, message.version) in committed
-                    assert (message.actor, message.epoch, message.version) in staged
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -148,6 +162,6 @@ async def fault_stage(folder: Path) -> AsyncIterator[FaultStage]:
 
 
 async def _listen(stage: FaultStage) -> None:
-    async with stage.bus.watch_control(tuple(HEARD)) as messages:
+    async with stage.bus.watch_control(tuple(HEARD), EVERY_ACTOR) as messages:
         async for message in messages:
             stage.said.append(decode_control(message.payload, HEARD[message.kind]))

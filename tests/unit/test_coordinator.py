@@ -91,7 +91,7 @@ def test_the_deadline_evicts_those_who_did_not_answer() -> None:
     assert machine.step(c.DeadlinePassed(token)) == []
 
 
-def test_an_evicted_member_is_back_at_the_next_version() -> None:
+def test_an_evicted_member_is_back_when_it_has_shown_that_it_can() -> None:
     machine = formed(A, B)
     machine.step(c.MemberFailed("b", 1, "disk full"))
     machine.step(c.GroupBuilt(2))
@@ -99,7 +99,21 @@ def test_an_evicted_member_is_back_at_the_next_version() -> None:
     machine.step(c.BytesSent(2, 1, CHECKSUM))
     machine.step(c.MemberStaged("a", 2, 1, CHECKSUM))
     machine.step(c.MemberServing("a", 2, 1))
-    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(3, (A, B))
+    assert machine.step(c.VersionReady(2))[0] == c.SendVersion(2, 2)
+    machine.step(c.BytesSent(2, 2, CHECKSUM))
+    machine.step(c.MemberStaged("a", 2, 2, CHECKSUM))
+    machine.step(c.MemberServing("a", 2, 2))
+    assert machine.step(c.MemberReady("b", "b-1")) == []
+    assert machine.step(c.VersionReady(3))[0] == c.FormGroup(3, (A, B))
+
+
+def test_who_stays_broken_while_its_heart_beats_costs_the_others_one_deadline_only() -> None:
+    machine = committing(A, B)
+    machine.step(c.MemberServing("a", 1, 1))
+    actions = machine.step(c.DeadlinePassed(machine._deadline_token))
+    assert actions == [c.Evicted("b", 1, "deadline passed while committing"), c.VersionServed(1, 1, ("a",))]
+    machine.step(c.MemberUp(B))
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A,))
 
 
 def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
@@ -109,19 +123,32 @@ def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
     assert machine.step(c.MemberUp(B))[0] == c.FormGroup(3, (B,))
 
 
-def test_a_restarted_process_replaces_its_old_self() -> None:
+def test_a_restarted_process_leaves_the_epoch_and_is_a_newcomer() -> None:
     machine = formed(A, B)
-    again = c.Member("b", "b-2")
-    actions = machine.step(c.MemberUp(again))
+    actions = machine.step(c.MemberUp(c.Member("b", "b-2")))
     assert actions[0] == c.Evicted("b", 1, "restarted as a new process")
-    assert actions[2] == c.FormGroup(2, (A, again))
+    assert actions[2] == c.FormGroup(2, (A,))
 
 
-def test_a_joiner_waits_for_the_next_version() -> None:
+def test_a_joiner_is_in_the_next_epoch_once_it_serves_a_version() -> None:
     machine = committing(A)
     assert machine.step(c.MemberUp(B)) == []
     machine.step(c.MemberServing("a", 1, 1))
-    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A, B))
+    assert machine.step(c.MemberReady("b", "b-0")) == [], "another process of this name"
+    assert machine.step(c.VersionReady(2))[0] == c.SendVersion(1, 2)
+    assert machine.step(c.MemberReady("b", "b-1")) == []
+    machine.step(c.BytesSent(1, 2, CHECKSUM))
+    machine.step(c.MemberStaged("a", 1, 2, CHECKSUM))
+    machine.step(c.MemberServing("a", 1, 2))
+    assert machine.step(c.VersionReady(3))[0] == c.FormGroup(2, (A, B))
+
+
+def test_newcomers_form_the_epoch_when_there_is_nobody_else() -> None:
+    machine = committing(A)
+    machine.step(c.MemberServing("a", 1, 1))
+    machine.step(c.MemberUp(B))
+    machine.step(c.MemberDown("a"))
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (B,))
 
 
 def test_held_commits_stage_but_do_not_commit_and_outlive_the_deadline() -> None:
@@ -165,11 +192,14 @@ class World:
         self.staged: set[tuple[str, int, int]] = set()
         self.epochs: dict[int, tuple[c.Member, ...]] = {}
         self.served: list[int] = []
+        self.unproven: set[str] = set()
         self.next_version = 0
 
     def feed(self, event: c.Event) -> None:
         if isinstance(event, c.MemberStaged):
             self.staged.add((event.actor, event.epoch, event.version))
+        if isinstance(event, c.MemberReady) and self.machine.present.get(event.actor, A).process == event.process:
+            self.unproven.discard(event.actor)
         for action in self.machine.step(event):
             self.react(action)
 
@@ -178,7 +208,10 @@ class World:
             case c.FormGroup(epoch, members):
                 assert epoch not in self.epochs, "an epoch's membership never changes"
                 assert not self.epochs or epoch > max(self.epochs)
+                names = {member.actor for member in members}
+                assert not names & self.unproven or names <= self.unproven, "who failed or came late holds up others"
                 self.epochs[epoch] = members
+                self.unproven -= names
                 self.pending.append(c.GroupBuilt(epoch))
                 self.pending += [c.MemberJoined(m.actor, epoch) for m in members if self.is_alive(m)]
             case c.SendVersion(epoch, version):
@@ -192,6 +225,8 @@ class World:
                         assert (member.actor, epoch, version) in self.staged, "commit without staged in this epoch"
                     if self.is_alive(member):
                         self.pending.append(c.MemberServing(member.actor, epoch, version))
+            case c.Evicted(actor, _, _):
+                self.unproven.add(actor)
             case c.SetDeadline(token):
                 self.pending.append(c.DeadlinePassed(token))
             case c.VersionServed(version, _, _):
@@ -208,6 +243,8 @@ class World:
         if choice < 0.1:
             self.births += 1
             self.alive[name] = c.Member(name, f"{name}-{self.births}")
+            if self.next_version:
+                self.unproven.add(name)
             self.feed(c.MemberUp(self.alive[name]))
         elif choice < 0.2 and name in self.alive:
             del self.alive[name]
@@ -217,6 +254,8 @@ class World:
             self.feed(c.MemberFailed(name, self.machine.epoch, "disk full"))
         elif choice < 0.3:
             self.feed(c.TransferFailed(self.machine.epoch, "connection reset"))
+        elif choice < 0.33 and name in self.alive:
+            self.feed(c.MemberReady(name, self.random.choice([self.alive[name].process, "another"])))
         elif choice < 0.35:
             self.feed(c.HoldCommits(self.random.choice([None, self.next_version - 1])))
         elif self.pending:

@@ -42,7 +42,7 @@ def test_a_version_that_was_served_meanwhile_is_brought_too() -> None:
     assert joining.side_served("b", 3) == [BeginSide(B, 4)]
 
 
-def test_the_epoch_takes_over_from_a_side_group() -> None:
+def test_an_epoch_that_takes_it_ends_its_side_group() -> None:
     joining = serving(A)
     joining.up(B)
     assert joining.formed([A, B]) == [EndSide("b")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 from pipelinerl.errors import TransferError
 from pipelinerl.weights.manifest import Manifest
@@ -56,7 +57,9 @@ class CollectiveGroup:
         if self._group is None:
             raise TransferError("the group is not built")
         self._broadcast = self._sender.broadcast(snapshot, self._group, deadline_s)
-        result = await asyncio.shield(asyncio.wrap_future(self._broadcast.done))
+        done = asyncio.wrap_future(self._broadcast.done)
+        done.add_done_callback(_heed)  # nobody else does when this wait is cancelled
+        result = await asyncio.shield(done)
         return SentBytes(result.checksum, result.num_bytes, result.seconds)
 
     async def abandon(self) -> None:
@@ -70,6 +73,11 @@ class CollectiveGroup:
         elif meeting is not None:
             self._given_up.set()  # tells those who wait in it, too
             meeting.add_done_callback(_close_late_group)
+
+
+def _heed(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 def _close_late_group(meeting: asyncio.Task[WeightGroup]) -> None:

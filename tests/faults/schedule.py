@@ -1,0 +1,137 @@
+"""Random histories of a run's membership: who starts, breaks, dies, freezes, thaws or leaves, between and during updates.
+
+Drawn from a seed and nothing else, so that a history that broke something can be played again. `play` performs one on a
+`FaultStage` and ends with what must hold after any of them: one more update, and everyone who lives serves its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.light_members import PHASES, Break, How, LightMember
+from tests.faults.stage import DEADLINE_S, FaultStage
+
+HOWS: tuple[How, ...] = ("dies", "freezes", "hangs", "fails")
+MOST_MEMBERS = 5
+NUM_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """`offer`: the next version, without waiting for it. The others are of `member`; `breaks` of one that starts."""
+
+    what: Literal["start", "kill", "freeze", "thaw", "leave", "offer"]
+    member: str = ""
+    breaks: Break | None = None
+
+
+def random_history(seed: int, num_steps: int = NUM_STEPS) -> list[Step]:
+    """At least every third step is an offer; the first step starts a member. Pure."""
+    draw = random.Random(seed)
+    return list(_steps(draw, num_steps))
+
+
+def _steps(draw: random.Random, num_steps: int) -> Iterator[Step]:
+    running: list[str] = []
+    frozen: list[str] = []
+    started, version = 0, 0
+    for index in range(num_steps):
+        possible = ["offer"] * 3
+        possible += ["start"] * (3 if len(running) < 2 else 2 if len(running) + len(frozen) < MOST_MEMBERS else 0)
+        possible += ["kill", "freeze", "leave"] if len(running) > 1 else []
+        possible += ["thaw"] * (2 if frozen else 0)
+        what = "start" if index == 0 else "offer" if index % 3 == 2 else draw.choice(possible)
+        match what:
+            case "offer":
+                version += 1
+                yield Step("offer")
+            case "start":
+                name = f"m{started}"
+                started += 1
+                running.append(name)
+                yield Step("start", name, _random_break(draw, version))
+            case "thaw":
+                name = frozen.pop(draw.randrange(len(frozen)))
+                running.append(name)
+                yield Step("thaw", name)
+            case "kill" | "freeze" | "leave":
+                name = running.pop(draw.randrange(len(running)))
+                if what == "freeze":
+                    frozen.append(name)
+                yield Step(what, name)
+
+
+def _random_break(draw: random.Random, version: int) -> Break | None:
+    """Half of those that start break on their own, now or within the next two versions."""
+    if draw.random() < 0.5:
+        return None
+    return Break(draw.choice(PHASES), draw.choice(HOWS), version + draw.randrange(3))
+
+
+async def play(stage: FaultStage, history: list[Step]) -> None:
+    """Performs it, then thaws all and brings them to one more version. A run that nobody is left to serve gets a member."""
+    version = 0
+    for step in history:
+        if step.what == "offer":
+            await _offer(stage, version)
+            version += 1
+        elif step.what == "start":
+            await stage.start(step.member, step.breaks)
+        else:
+            _signal(stage, step)
+    await stage.start("last")
+    thawing = asyncio.create_task(_thaw_all(stage))
+    try:
+        await _offer(stage, version)
+        await _served(stage)
+        gone = {step.member for step in history if step.what in ("kill", "leave")}
+        await stage.all_on(version, [m for m in stage.members if m.name not in gone and not _may_be_lost(m)])
+    finally:
+        thawing.cancel()
+
+
+async def _thaw_all(stage: FaultStage) -> None:
+    """Again and again: some freeze only on reaching the last version."""
+    while True:
+        for member in filter(is_alive, stage.members):
+            member.send(signal.SIGCONT)
+        await asyncio.sleep(0.2)
+
+
+def _signal(stage: FaultStage, step: Step) -> None:
+    member = next(member for member in stage.members if member.name == step.member)
+    numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT, "leave": signal.SIGTERM}
+    if is_alive(member):
+        with suppress(ProcessLookupError):
+            member.send(numbers[step.what])
+
+
+async def _offer(stage: FaultStage, version: int) -> None:
+    await _with_somebody_left(stage, asyncio.create_task(stage.offer(version)))
+
+
+async def _served(stage: FaultStage) -> None:
+    await _with_somebody_left(stage, asyncio.create_task(stage.served()))
+
+
+async def _with_somebody_left(stage: FaultStage, work: asyncio.Task[None]) -> None:
+    """Awaits `work`, which may wait for ever when no member can serve: then another one comes, as a platform would see to."""
+    while not (await asyncio.wait({work}, timeout=DEADLINE_S))[0]:
+        if not any(is_alive(member) and not member.broke for member in stage.members):
+            await stage.start(f"rescue-{len(stage.members)}")
+    await work
+
+
+def is_alive(member: LightMember) -> bool:
+    return bool(member.process.is_alive())
+
+
+def _may_be_lost(member: LightMember) -> bool:
+    """Told to die or to hang for ever on reaching some version."""
+    return member.spec.breaks is not None and member.spec.breaks.how in ("dies", "hangs")
