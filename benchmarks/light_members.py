@@ -7,6 +7,7 @@ or fail in the middle of a phase. What they serve is reported as the checksum of
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -45,6 +47,7 @@ PHASES: tuple[Phase, ...] = ("joining", "receiving", "staged", "committing", "se
 How = Literal["dies", "freezes", "hangs", "fails"]
 """SIGKILL to itself, SIGSTOP to itself, waits for ever while its heart beats, raises."""
 STALL_TIMEOUT_S = 2.0
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class MemberSpec:
     name: str
     limits: StreamLimits
     breaks: Break | None = None
+    address: str = "127.0.0.1"
+    """On which other ranks reach it."""
+    namespace: str = ""
+    """Of the network that its process lives in; empty: this machine's."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class LightReceiver:
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
     ) -> None:
         host, _, port = store_address.rpartition(":")
-        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", "127.0.0.1")
+        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", self._spec.address)
         self._leave()
         self._group = await asyncio.to_thread(WeightGroup.connect, spec, deadline_s)
         self.say(Report("joined", epoch))
@@ -199,9 +206,19 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
 
 def main(spec: MemberSpec, reports: Connection) -> None:
     """A member's process. Ends with SIGTERM, with the run, or when its listener fails."""
+    if spec.namespace:
+        _enter_network(spec.namespace)
     torch.set_num_threads(1)
     asyncio.run(_live(spec, reports))
     os._exit(0)  # a thread may hang, as it was told to
+
+
+def _enter_network(namespace: str) -> None:
+    """For this thread and those it starts. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 @dataclass
@@ -229,6 +246,15 @@ class LightMember:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
+
+    @property
+    def is_running(self) -> bool:
+        """Neither gone nor stopped by a signal."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "TZX"
 
     @property
     def broke(self) -> bool:

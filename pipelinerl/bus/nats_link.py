@@ -209,7 +209,8 @@ async def open_link(
         yield link
     finally:
         if link.client.options:  # else it has refused the url itself, and there is nothing to close
-            await link.client.close()
+            with contextlib.suppress(OSError):  # the server is gone already
+                await link.client.close()
 
 
 def read_login(credentials: Path | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback only, keeps its streams in the folder it is given and dies with its parent. It sets up neither
-users nor TLS nor a cluster: on Kubernetes the chart brings NATS.
+It listens on loopback unless told otherwise, keeps its streams in the folder it is given and dies with its parent. It sets
+up neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class NatsServer:
     """Configuration, log and streams; kept when the server stops."""
     port: int = 0
     """0 = any free port."""
+    host: str = "127.0.0.1"
+    """Address it listens on."""
     max_payload_bytes: int = 64 * 1024**2
     """Largest message; 64 MiB is also NATS's own upper bound."""
     max_storage_bytes: int = 1 << 40
@@ -117,7 +119,7 @@ class NatsServer:
         # JSON is valid nats-server configuration, and quotes paths for us.
         return json.dumps(
             {
-                "host": "127.0.0.1",
+                "host": self.host,
                 "port": self.port or -1,
                 "max_payload": self.max_payload_bytes,
                 "max_pending": 4 * self.max_payload_bytes,
@@ -169,5 +171,5 @@ class NatsServer:
     def _startup_error(self) -> ServiceError:
         tail = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
         if any("address already in use" in line for line in tail):
-            return ServiceError(f"port {self.port} of 127.0.0.1 is in use: choose another, or 0 for any free one")
+            return ServiceError(f"port {self.port} of {self.host} is in use: choose another, or 0 for any free one")
         return ServiceError(f"nats-server ended while starting: {tail[-1] if tail else 'no output'} (log: {self._log})")

@@ -123,7 +123,7 @@ async def _served(stage: FaultStage) -> None:
 async def _with_somebody_left(stage: FaultStage, work: asyncio.Task[None]) -> None:
     """Awaits `work`, which may wait for ever when no member can serve: then another one comes, as a platform would see to."""
     while not (await asyncio.wait({work}, timeout=DEADLINE_S))[0]:
-        if not any(is_alive(member) and not member.broke for member in stage.members):
+        if not any(member.is_running and not member.broke for member in stage.members):
             await stage.start(f"rescue-{len(stage.members)}")
     await work
 

@@ -1,0 +1,91 @@
+"""A network of this machine's own: members in network namespaces on one bridge, whose cables can be pulled.
+
+Linux, root and iproute2 only. Nothing leaves the machine: the bridge has no route to anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_NUMBERS = itertools.count(1)
+
+
+def why_not_here() -> str:
+    """Why no such network can be made here; empty when it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("ip") is None:
+        return "needs iproute2 (`ip`)"
+    try:
+        with private_network():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not allowed here: {error.stderr.decode().strip()}"
+
+
+@dataclass
+class PrivateNetwork:
+    """`host`: this process's address on it. Addresses are of 10.213.0.0/16, one /24 a network."""
+
+    name: str
+    subnet: str
+    namespaces: list[str] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        return f"{self.subnet}.1"
+
+    def add(self) -> Place:
+        """A new namespace with an address, connected to the others and to this process."""
+        number = len(self.namespaces) + 2
+        place = Place(f"{self.name}-{number}", f"{self.subnet}.{number}", f"{self.name}v{number}")
+        self.namespaces.append(place.namespace)
+        _ip("netns", "add", place.namespace)
+        _ip("link", "add", place.cable, "type", "veth", "peer", "name", "eth0", "netns", place.namespace)
+        _ip("link", "set", place.cable, "master", self.name, "up")
+        _ip("-n", place.namespace, "addr", "add", f"{place.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", place.namespace, "link", "set", device, "up")
+        return place
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member's process lives."""
+
+    namespace: str
+    address: str
+    cable: str
+
+    def cut(self) -> None:
+        """Packets vanish both ways, as when a switch dies: nobody is told."""
+        _ip("link", "set", self.cable, "down")
+
+    def mend(self) -> None:
+        _ip("link", "set", self.cable, "up")
+
+
+@contextmanager
+def private_network() -> Iterator[PrivateNetwork]:
+    """Removes the namespaces and the bridge at the end, and with them their cables."""
+    number = next(_NUMBERS)
+    network = PrivateNetwork(f"prl{os.getpid() % 100000}{number}", f"10.213.{number % 250}")
+    _ip("link", "add", network.name, "type", "bridge")
+    try:
+        _ip("addr", "add", f"{network.host}/24", "dev", network.name)
+        _ip("link", "set", network.name, "up")
+        yield network
+    finally:
+        for namespace in network.namespaces:
+            _ip("netns", "del", namespace)
+        _ip("link", "del", network.name)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10)
