@@ -138,6 +138,7 @@ class TrainingRun:
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
+            on_joined=self._report.joined,
         )
         self._feeder = Feeder(
             bus,
@@ -204,7 +205,11 @@ class TrainingRun:
         ledger = self._books.ledger
         reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
         summary = self._report.write_summary(
-            ledger.counts.as_dict(), reasons, self._loop.version, interrupted=not finished
+            ledger.counts.as_dict(),
+            reasons,
+            self._loop.version,
+            interrupted=not finished,
+            evictions=self._updater.evictions,
         )
         log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
 

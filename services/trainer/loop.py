@@ -244,7 +244,12 @@ class OptimizerLoop:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def _record(self, figures: Mapping[str, Any], batch: list[TrainingGroup], timer: StepTimer, step_s: float) -> None:
-        record: StepRecord = {"step": self.version, "policy_version": self.version, **figures}
+        record: StepRecord = {
+            "step": self.version,
+            "policy_version": self.version,
+            "served_version": self._updater.served_version,
+            **figures,
+        }
         record["step_s"] = {**timer.seconds, "total": step_s}
         record["sequences"] = self._books.ledger.counts.as_dict()
         self._on_step(record, batch)

@@ -35,6 +35,9 @@ class TrainerMetrics:
         self.tokens_trained = Counter(prefix + "tokens_trained", "Completion tokens trained on.", registry=registry)
         self.bad_messages = Gauge(prefix + "bad_messages", "Messages set aside since start.", registry=registry)
         self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
+        self.join_seconds = Histogram(
+            prefix + "join_seconds", "Bringing one actor to the served version on a side group.", registry=registry
+        )
         self.phase_seconds = Histogram(
             prefix + "step_phase_seconds", "Time of one optimizer step by phase.", ["phase"], registry=registry
         )

@@ -95,6 +95,8 @@ class RunTotals:
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
+    join_s: list[float] = field(default_factory=list)
+    """Seconds in which a side group brought an actor to the served version."""
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0

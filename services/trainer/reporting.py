@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
-from services.trainer.records import RunFiles, RunTotals, StepRecord, mean
+from services.trainer.records import RunFiles, RunTotals, StepRecord, mean, percentile
 
 SAMPLES_PER_STEP = 2
 
@@ -32,6 +32,7 @@ class _Latest:
     mismatch: float | None = None
     parity_failures: int = 0
     update: UpdateRecord | None = None
+    joins: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RunReport:
@@ -78,6 +79,12 @@ class RunReport:
         self.totals.transfer_s.append(update.transfer_s)
         self.totals.stall_s.extend(update.stall_s.values())
 
+    def joined(self, actor: str, update: UpdateRecord) -> None:
+        """A side group has brought `actor` to the served version; `round_trip_s` is what that took."""
+        self._latest.joins.append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
+        self.totals.join_s.append(update.round_trip_s)
+        self._metrics.join_seconds.observe(update.round_trip_s)
+
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Completes one step's record, writes it everywhere and returns it."""
         record = self._complete(figures, batch, tokens_arrived)
@@ -110,6 +117,7 @@ class RunReport:
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
             "weight_update": update_figures(latest.update) if latest.update else None,
             "stall_s": max(latest.update.stall_s.values(), default=None) if latest.update else None,
+            "joins": latest.joins,
             "logprob_mismatch": latest.mismatch,
             "parity_failures": latest.parity_failures,
             "actor_busy_fraction": self.actor_busy_fraction(),
@@ -158,7 +166,13 @@ class RunReport:
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
     def write_summary(
-        self, sequences: Mapping[str, int], reasons: Mapping[str, Mapping[str, int]], version: int, *, interrupted: bool
+        self,
+        sequences: Mapping[str, int],
+        reasons: Mapping[str, Mapping[str, int]],
+        version: int,
+        *,
+        interrupted: bool,
+        evictions: int = 0,
     ) -> dict[str, Any]:
         """summary.json from everything so far. `reasons`: sequences by outcome and reason, from the ledger."""
         totals, wall_s = self.totals, time.monotonic() - self._started_at
@@ -184,6 +198,11 @@ class RunReport:
                 totals.sequences_multi_version / totals.sequences_trained if totals.sequences_trained else None
             ),
             "weight_updates": totals.weight_updates(),
+            "membership": {
+                "joins": len(totals.join_s),
+                "join_s_p50": percentile(totals.join_s, 50),
+                "evictions": evictions,
+            },
             "logprob_mismatch_max": max(totals.logprob_mismatch, default=None),
             "parity_failures": totals.parity_failures,
             "mismatch_kl_mean": mean(totals.mismatch_kl),

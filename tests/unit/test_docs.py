@@ -176,7 +176,17 @@ def test_an_undescribed_key_is_found() -> None:
 def test_every_file_of_the_run_directory_is_described() -> None:
     text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
     run = RunDir(Path("runs/a"), "a")
-    files = [run.recipe, run.metrics, run.samples, run.summary, run.pids, run.report, run.checkpoint, run.nats_store]
+    files = [
+        run.recipe,
+        run.metrics,
+        run.samples,
+        run.summary,
+        run.pids,
+        run.report,
+        run.checkpoint,
+        run.nats_store,
+        run.scale,
+    ]
     assert [path.name for path in files if f"`{path.name}" not in text] == []
 
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.types import VersionSpan
 from services.trainer import policy_trainer
 from services.trainer.evaluation import HeldoutResult
+from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import TokenMetrics
 from services.trainer.learn.optimizer import OptimizerReport
@@ -113,3 +114,16 @@ def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
     for report, wanted in ((taken, [1, 1, {0: 1}, 1]), (skipped, [0, 0, {}, 1])):
         figures = policy_trainer.step_figures(StepOutcome(1, report, tokens, 0.5), make_recipe())
         assert [figures[key] for key in keys] == wanted
+
+
+def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
+    desk.report.joined("actor-1", UpdateRecord(3, round_trip_s=0.5))
+    desk.report.joined("actor-2", UpdateRecord(4, round_trip_s=1.5))
+    record = desk.step()
+    assert record["joins"] == [
+        {"actor": "actor-1", "version": 3, "join_s": 0.5},
+        {"actor": "actor-2", "version": 4, "join_s": 1.5},
+    ]
+    assert desk.step()["joins"] == []
+    assert desk.summary()["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": 0}
+    assert desk.exported("join_seconds_count") == 2
