@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed, TransferAborted
+from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed, RanksMissing, TransferAborted
 
 Backend = Literal["gloo", "nccl"]
 
@@ -86,8 +86,8 @@ class WeightGroup:
     def connect(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event | None = None) -> WeightGroup:
         """Meet the other `spec.world - 1` ranks. `given_up` ends the wait early; set on rank 0, for everybody.
 
-        Raises DeadlineExceeded when they are not all there within `timeout_s`, TransferAborted when the meeting was given
-        up, GroupFailed when the store is unreachable.
+        Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
+        not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
         """
         deadline = time.monotonic() + timeout_s
         given_up = given_up or threading.Event()
@@ -137,7 +137,7 @@ class WeightGroup:
 def _check_in(
     spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
 ) -> None:
-    """Returns when all ranks have checked in. Raises DeadlineExceeded, TransferAborted."""
+    """Returns when all ranks have checked in. Raises DeadlineExceeded (on rank 0 RanksMissing), TransferAborted."""
     if spec.rank == 0:
         awaited = [f"here/{rank}" for rank in range(1, spec.world)]
     else:
@@ -150,7 +150,10 @@ def _check_in(
         if given_up.is_set() or (spec.rank and meeting.check([_VOID])):
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if late:
-            raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
+            if spec.rank:
+                raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
+            missing = tuple(rank for rank in range(1, spec.world) if not meeting.check([f"here/{rank}"]))
+            raise RanksMissing(spec.name, missing, spec.world, timeout_s)
         given_up.wait(_LOOK_S)
     if spec.rank == 0:
         meeting.set(_GO, "1")

@@ -30,6 +30,14 @@ class DeadlineExceeded(GroupFailed):
         super().__init__(group, f"{waiting_for} took longer than {timeout_s:.1f} s")
 
 
+class RanksMissing(DeadlineExceeded):
+    """Not everybody came to the meeting. Only rank 0 knows who."""
+
+    def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
+        self.ranks = ranks
+        super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} never came,", timeout_s)
+
+
 class ChunkCorrupt(TransferError):
     """The bytes of one chunk are not those whose checksum the trainer sent."""
 

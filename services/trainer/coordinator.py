@@ -108,10 +108,11 @@ class MemberFailed:
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """The trainer's end of the group, or of a broadcast, failed."""
+    """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not come to the group."""
 
     epoch: int
     reason: str
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,10 @@ class Coordinator:
         """All that are registered."""
         self._newcomers: set[str] = set()
         """Came after the first version was offered: not in an epoch with others before `MemberReady`."""
-        self._benched: set[str] = set()
-        """Failed in an epoch: the same, and tried again without others only when its heart beats."""
+        self._benched: dict[str, int] = {}
+        """Failed in an epoch, the when-th failure of the run: the same, and when there is nobody else, they are tried one
+        at a time as their hearts beat, the one whose failure is the longest ago first."""
+        self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()
         self._held_above: int | None = None
@@ -268,8 +271,10 @@ class Coordinator:
                 return self._advance()
             case DeadlinePassed(token):
                 return self._deadline(token)
-            case TransferFailed(epoch, reason):
-                return self._restart(reason) if epoch == self.epoch and self._under_way else []
+            case TransferFailed(epoch, reason, missing):
+                if epoch != self.epoch or not self._under_way:
+                    return []
+                return self._lose(set(missing), reason) if missing else self._restart(reason)
             case MemberFailed(actor, epoch, reason):
                 return self._lose({actor}, reason) if epoch == self.epoch and actor in self.members else []
         if event.epoch != self.epoch:
@@ -283,27 +288,26 @@ class Coordinator:
         actor, before = member.actor, self.present.get(member.actor)
         self.present[actor] = member
         if before is None or before.process != member.process:
-            self._benched.discard(actor)
+            self._benched.pop(actor, None)
             if self.version >= 0:
                 self._newcomers.add(actor)
         if actor in self.members and self.members[actor].process != member.process:
             return self._lose({actor}, "restarted as a new process")
-        if self.phase is Phase.WAITING:
-            # Nobody else is left: an evicted member whose heart still beats may try again, once per heartbeat.
-            self._benched.discard(actor)
+        if self.phase is Phase.WAITING and actor == min(self._benched, key=self._benched.__getitem__, default=actor):
+            self._benched.pop(actor, None)
             return self._form()
         return []
 
     def _member_ready(self, actor: str, process: str) -> list[Action]:
         if actor not in self.present or self.present[actor].process != process:
             return []
-        self._benched.discard(actor)
+        self._benched.pop(actor, None)
         self._newcomers.discard(actor)
         return self._form() if self.phase is Phase.WAITING else []
 
     def _member_down(self, actor: str) -> list[Action]:
         self.present.pop(actor, None)
-        self._benched.discard(actor)
+        self._benched.pop(actor, None)
         self._newcomers.discard(actor)
         return self._lose({actor}, "left, or its heartbeat stopped") if actor in self.members else []
 
@@ -395,7 +399,9 @@ class Coordinator:
     def _lose(self, actors: set[str], reason: str) -> list[Action]:
         """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason) for actor in sorted(actors)]
-        self._benched |= actors & {a for a in self.present if self.present[a] == self.members.get(a)}
+        for actor in actors:
+            if self.present.get(actor) == self.members.get(actor):
+                self._benched[actor] = next(self._failures)
         self._group_stands = False
         if self.phase is Phase.COMMITTING:
             for actor in actors:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipelinerl.control import Abort, Announce, Backend, Commit, EpochMember, EpochStart, Serving, Staged
 from pipelinerl.errors import TransferError
+from pipelinerl.weights.errors import RanksMissing
 from pipelinerl.weights.manifest import Manifest
 from services.trainer import coordinator as c
 
 log = logging.getLogger(__name__)
 
+MEETING_SHARE = 0.8
+"""Of the deadline, for a group's members to meet: a meeting knows who did not come, and says so before the deadline of the
+phase, which would blame all whom it kept waiting."""
 Order = EpochStart | Announce | Commit | Abort
 """What the trainer says to actors about a transfer."""
 Outcome = c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers
@@ -40,7 +44,7 @@ class TransferGroup(Protocol):
     """host:port where its members meet."""
 
     async def built(self) -> None:
-        """Returns when every rank has connected. Raises `TransferError` at the deadline."""
+        """Returns when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
         ...
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
@@ -163,7 +167,7 @@ class Lane:
         around = self._around
         world_size = 1 + sum(member.ranks for member in members)
         try:
-            group = await around.port.open_group(epoch, world_size, around.deadline_s)
+            group = await around.port.open_group(epoch, world_size, MEETING_SHARE * around.deadline_s)
         except TransferError as error:
             around.post(self, c.TransferFailed(epoch, str(error)))
             return
@@ -181,11 +185,13 @@ class Lane:
                 deadline_s=around.deadline_s,
             ),
         )
-        self._task = around.spawn(self._await_group(group, epoch))
+        self._task = around.spawn(self._await_group(group, epoch, members))
 
-    async def _await_group(self, group: TransferGroup, epoch: int) -> None:
+    async def _await_group(self, group: TransferGroup, epoch: int, members: tuple[c.Member, ...]) -> None:
         try:
             await group.built()
+        except RanksMissing as error:
+            self._around.post(self, c.TransferFailed(epoch, str(error), actors_of(error.ranks, members)))
         except TransferError as error:
             self._around.post(self, c.TransferFailed(epoch, str(error)))
         else:
@@ -224,3 +230,13 @@ def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
         laid_out.append(EpochMember(member.actor, member.process, next_rank, member.ranks))
         next_rank += member.ranks
     return tuple(laid_out)
+
+
+def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
+    """Whose ranks these are, each actor once. Pure."""
+    wanted = set(ranks)
+    return tuple(
+        member.actor
+        for member in epoch_members(members)
+        if wanted & set(range(member.first_rank, member.first_rank + member.ranks))
+    )

@@ -12,6 +12,7 @@ from pipelinerl.weights.errors import (
     GroupFailed,
     ManifestDiffers,
     OutOfStep,
+    RanksMissing,
     TransferAborted,
 )
 from pipelinerl_torch.chunks import Unpacker, checksum, chunk_of, describe, pack, version_checksum
@@ -293,6 +294,25 @@ def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
         actor.broadcast(torch.zeros(4), 0.2)
     with pytest.raises(DeadlineExceeded):
         WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
+
+
+def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did() -> None:
+    store = GroupStore("127.0.0.1")
+    told: list[BaseException] = []
+
+    def wait_as(rank: int) -> None:
+        try:
+            WeightGroup.connect(spec(store, "epoch-1", rank, 4), 20)
+        except TransferAborted as error:
+            told.append(error)
+
+    punctual = threading.Thread(target=wait_as, args=(2,))
+    punctual.start()
+    with pytest.raises(RanksMissing) as caught:
+        WeightGroup.connect(spec(store, "epoch-1", 0, 4), 0.5)
+    assert caught.value.ranks == (1, 3)
+    punctual.join(10)
+    assert len(told) == 1
 
 
 def test_closed_group_says_so() -> None:

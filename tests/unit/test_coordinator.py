@@ -123,6 +123,28 @@ def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
     assert machine.step(c.MemberUp(B))[0] == c.FormGroup(3, (B,))
 
 
+def test_only_those_who_did_not_come_to_the_meeting_are_left_out() -> None:
+    machine = c.Coordinator()
+    for member in (A, B):
+        machine.step(c.MemberUp(member))
+    machine.step(c.VersionReady(1))
+    actions = machine.step(c.TransferFailed(1, "one rank never came", ("b",)))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[2] == c.FormGroup(2, (A,))
+
+
+def test_with_only_failed_ones_left_the_one_that_failed_longest_ago_is_tried_first() -> None:
+    machine = formed(A, B)
+    machine.step(c.MemberFailed("a", 1, "disk full"))
+    actions = machine.step(c.MemberFailed("b", 2, "hangs"))
+    assert actions[-1] == c.WaitingForMembers(1)
+    assert machine.step(c.MemberUp(B)) == []
+    assert machine.step(c.MemberUp(A))[0] == c.FormGroup(4, (A,))
+    machine.step(c.MemberFailed("a", 4, "disk full"))
+    assert machine.step(c.MemberUp(A)) == [], "it is b's turn"
+    assert machine.step(c.MemberUp(B))[0] == c.FormGroup(6, (B,))
+
+
 def test_a_restarted_process_leaves_the_epoch_and_is_a_newcomer() -> None:
     machine = formed(A, B)
     actions = machine.step(c.MemberUp(c.Member("b", "b-2")))

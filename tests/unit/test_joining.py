@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.trainer.coordinator import Member
 from services.trainer.joining import Action, BeginSide, EndSide, Joining
+from services.trainer.lane import actors_of
 
 A, B, C = Member("a", "a-1"), Member("b", "b-1"), Member("c", "c-1")
 
@@ -73,6 +74,13 @@ def test_one_that_leaves_frees_its_place() -> None:
     assert joining.up(B) == [BeginSide(B, 3)]
     assert joining.up(C) == []
     assert joining.down("b") == [EndSide("b"), BeginSide(C, 3)]
+
+
+def test_missing_ranks_are_those_of_their_actors() -> None:
+    members = (Member("a", "a-1", ranks=2), Member("b", "b-1"), Member("c", "c-1", ranks=4))
+    assert actors_of((1, 2, 3), members) == ("a", "b")
+    assert actors_of((7,), members) == ("c",)
+    assert actors_of((), members) == ()
 
 
 @given(st.data())
