@@ -14,7 +14,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-unit check format proto benchmarks smollm2 clean
+.PHONY: help install run test test-unit soak check format proto benchmarks smollm2 clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,13 @@ run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to cha
 
 test: $(STAMP)  ## The whole test suite, end to end included
 	@$(BIN)/python -m pytest $(ARGS)
+
+HISTORIES ?= 300
+FIRST_SEED ?= 1000
+
+soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=300 FIRST_SEED=1000; about an hour)
+	@$(BIN)/python -m pytest -m soak $(ARGS)
+	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 
 test-unit: $(STAMP)  ## Only the tests that take seconds
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -131,13 +131,13 @@ class RunningCommand:
 
 @pytest.fixture
 def start_run(recipe: Path, tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
-    """Starts `pipelinerl run` on the tiny recipe; whatever is left at the end is killed."""
+    """Starts `pipelinerl run` on the tiny recipe, or on that named by `of`; whatever is left at the end is killed."""
     started: list[RunningCommand] = []
 
-    def start(*arguments: str) -> RunningCommand:
+    def start(*arguments: str, of: str = str(recipe)) -> RunningCommand:
         run_dir, output = tmp_path / f"run{len(started)}", tmp_path / f"output{len(started)}.txt"
         program = Path(sys.executable).with_name("pipelinerl")
-        command = [str(program), "run", str(recipe), "--run-dir", str(run_dir), *arguments]
+        command = [str(program), "run", of, "--run-dir", str(run_dir), *arguments]
         with output.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         started.append(RunningCommand(process, run_dir, output))

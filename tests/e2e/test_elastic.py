@@ -149,3 +149,27 @@ async def test_actors_come_die_freeze_and_leave_while_the_run_goes_on(start_run:
 async def test_an_engine_killed_and_frozen_in_every_phase_comes_back(start_run: Start) -> None:
     faults = [(fault, phase) for phase in PHASES for fault in (kill_in, freeze_in)]
     check(await play(started(start_run), faults), num_kills=len(PHASES), num_freezes=len(PHASES))
+
+
+@pytest.mark.soak
+async def test_the_default_recipe_learns_with_one_actor_then_three_then_one(start_run: Start) -> None:
+    """One of the three is killed on the way. Steps enough for engines that start slowly; the accuracy is the recipe's."""
+    watched = Watched(start_run("--set", "trainer.steps=400", of="arithmetic"))
+    await watched.steps_go_on()
+    await asyncio.to_thread(watched.scale, 3)
+    await watched.until_members(3)
+    for process in watched.processes():
+        process.kill()
+    await watched.steps_go_on()
+    await watched.until_members(3)
+    await asyncio.to_thread(watched.scale, 1)
+    await watched.until_members(1)
+    async with asyncio.timeout(900):
+        assert await asyncio.to_thread(watched.run.process.wait) == 0
+    summary = watched.run.summary()
+    assert summary["heldout_accuracy_first"] <= 0.5
+    assert summary["heldout_accuracy_last"] >= 0.9
+    assert summary["restarts"] == {VICTIM: 1}
+    assert ledger_adds_up(summary["sequences"])
+    assert summary["logprob_mismatch_max"] <= PARITY_NATS
+    print(json.dumps(summary, indent=1))
