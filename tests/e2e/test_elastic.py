@@ -69,7 +69,8 @@ class Watched:
         """The next control message of this kind; of the victim, where actors say it."""
         server = self.run.run_dir / "nats" / f"nats-server_{self.run.pids()['nats']}.ports"
         url = json.loads(server.read_bytes())["nats"][0]
-        async with connect(url, self.run.run_dir.name, name="test") as bus, bus.watch_control([kind]) as messages:
+        name = self.run.output.read_text().partition(":")[0]
+        async with connect(url, name, name="test") as bus, bus.watch_control([kind]) as messages:
             earlier = True
             async for message in messages:
                 if not earlier and message.actor in ("", VICTIM):
