@@ -1,9 +1,9 @@
 """The checksum of a chunk: sums of 64-bit words along rows and along columns, hashed. The same number on host and device.
 
-The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column sums, modulo
-2^64, are hashed with the number of bytes. Addition modulo 2^64 does not depend on its order, so host and device agree exactly;
-a device sends 8 KiB and 8 bytes per row to the host. Any change of one, two or three words is found, whatever they are, as is
-any exchange of rows, columns or two words: what escapes leaves every row's and every column's sum as it was.
+The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column sums,
+modulo 2^64, are hashed with the number of bytes. Addition modulo 2^64 does not depend on its order, so host and device agree
+exactly; a device sends 8 KiB and 8 bytes per row to the host. Any change of one, two or three words is found, whatever they
+are, as is any exchange of rows, columns or two words: what escapes leaves every row's and every column's sum as it was.
 
 Sums run at the speed of memory (over 15 GiB/s on one core here, where zlib's CRC-32 makes 3.6) and release the GIL. They guard
 against corruption and mix-ups, not against an attacker.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -35,6 +36,8 @@ Backend = Literal["gloo", "nccl"]
 _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
 _LOOK_S = 0.01
+_LET_GO_S = 0.5
+"""How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,38 @@ class WeightGroup:
         Raises DeadlineExceeded when they are not all there within `timeout_s`, TransferAborted when the meeting was given
         up, GroupFailed when the store is unreachable.
         """
-        deadline = time.monotonic() + timeout_s
         given_up = given_up or threading.Event()
+        meeting: Future[WeightGroup] = Future()
+        arguments = (meeting, spec, timeout_s, given_up, placement)
+        threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
+        left_s = timeout_s + _LET_GO_S
+        while not _done_within(meeting, min(left_s, _LET_GO_S)):
+            left_s -= _LET_GO_S
+            if given_up.is_set() or left_s <= 0:
+                meeting.add_done_callback(_close_late)
+                if given_up.is_set():
+                    raise TransferAborted(f"the meeting of {spec.name} was given up")
+                raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
+        return meeting.result()
+
+    @classmethod
+    def _meet(
+        cls,
+        meeting: Future[WeightGroup],
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event,
+        placement: Placement,
+    ) -> None:
+        """On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does."""
+        try:
+            meeting.set_result(cls._join(spec, timeout_s, given_up, placement))
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
+            meeting.set_exception(error)
+
+    @classmethod
+    def _join(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event, placement: Placement) -> WeightGroup:
+        deadline = time.monotonic() + timeout_s
         try:
             # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
             store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
@@ -120,7 +153,11 @@ class WeightGroup:
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
             transport = _transport(spec, meeting, left_s, placement, given_up)
-        except (RuntimeError, ValueError, TimeoutError) as error:  # torch's DistError family and Gloo's own: RuntimeErrors
+        except (
+            RuntimeError,
+            ValueError,
+            TimeoutError,
+        ) as error:  # torch's DistError family and Gloo's own: RuntimeErrors
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
@@ -171,6 +208,15 @@ class GlooTransport:
         self._group = None
 
 
+def _done_within(meeting: Future[WeightGroup], timeout_s: float) -> bool:
+    return bool(wait([meeting], timeout_s).done)
+
+
+def _close_late(meeting: Future[WeightGroup]) -> None:
+    if meeting.exception() is None:
+        meeting.result().close()
+
+
 def _check_in(
     spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
 ) -> None:
@@ -178,19 +224,19 @@ def _check_in(
     if spec.rank == 0:
         awaited = [f"here/{rank}" for rank in range(1, spec.world)]
     else:
-        meeting.set(f"here/{spec.rank}", b"1")
+        meeting.set(f"here/{spec.rank}", "1")
         awaited = [_GO]
     while not meeting.check(awaited):
         late = time.monotonic() >= deadline
         if spec.rank == 0 and (late or given_up.is_set()):
-            meeting.set(_VOID, b"1")
+            meeting.set(_VOID, "1")
         if given_up.is_set() or (spec.rank and meeting.check([_VOID])):
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if late:
             raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
         given_up.wait(_LOOK_S)
     if spec.rank == 0:
-        meeting.set(_GO, b"1")
+        meeting.set(_GO, "1")
 
 
 def _transport(

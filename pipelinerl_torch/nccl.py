@@ -44,7 +44,13 @@ class NcclTransport:
     """One communicator. Use `broadcast` from one thread at a time; `close` from any."""
 
     def __init__(
-        self, store: PrefixStore, rank: int, world: int, timeout_s: float, placement: Placement, given_up: threading.Event
+        self,
+        store: PrefixStore,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        placement: Placement,
+        given_up: threading.Event,
     ) -> None:
         """Connects: a first broadcast makes the communicator. Raises RuntimeError, TimeoutError or TransferAborted."""
         from torch.distributed import ProcessGroupNCCL  # absent from CPU builds

@@ -1,10 +1,16 @@
+import multiprocessing
+import os
+import queue
+import signal
 import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
+from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import (
     ChunkCorrupt,
@@ -330,6 +336,45 @@ def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
         actor.broadcast(torch.zeros(4), 0.2)
     with pytest.raises(DeadlineExceeded):
         WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
+
+
+def host_store(port: "multiprocessing.Queue[int]") -> None:
+    store = GroupStore("127.0.0.1")
+    port.put(store.port)
+    threading.Event().wait()
+
+
+def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_up() -> None:
+    """A stopped process keeps its connections and answers nothing, as an unreachable machine does."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    host = context.Process(target=host_store, args=(ports,), daemon=True)
+    host.start()
+    try:
+        store = TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False)
+        given_up, errors = threading.Event(), queue.Queue[Exception]()
+
+        def meet(name: str, timeout_s: float, given_up: threading.Event | None) -> None:
+            try:
+                WeightGroup.connect(GroupSpec("127.0.0.1", store.port, name, 1, 2), timeout_s, given_up)
+            except TransferError as error:
+                errors.put(error)
+
+        threads = [
+            threading.Thread(target=meet, args=arguments, daemon=True)
+            for arguments in (("epoch-1", 3.0, None), ("epoch-2", 600.0, given_up))
+        ]
+        for thread in threads:
+            thread.start()
+        while not store.check(["epoch-1/here/1", "epoch-2/here/1"]):
+            threading.Event().wait(0.01)
+        os.kill(host.pid, signal.SIGSTOP)
+        assert isinstance(errors.get(timeout=30), DeadlineExceeded)
+        given_up.set()
+        assert isinstance(errors.get(timeout=30), TransferAborted)
+    finally:
+        host.kill()
+        host.join()
 
 
 def test_closed_group_says_so() -> None:

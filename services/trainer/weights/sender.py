@@ -43,9 +43,7 @@ class TransferResult:
 class Snapshot:
     """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes], where and in what order `placement` says."""
 
-    def __init__(
-        self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST
-    ) -> None:
+    def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
