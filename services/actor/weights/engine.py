@@ -74,7 +74,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._loader is None or init_info.force_paused != self._force_paused:
             self._force_paused = init_info.force_paused
             self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
-            if self._reason:
+            if self._loader.mode == "paused":
                 logger.warning("weights are loaded while generation is paused: %s", self._reason)
         problem = ""
         manifest = Manifest.from_json(init_info.manifest)

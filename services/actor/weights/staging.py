@@ -1,9 +1,9 @@
 """Receives one version's chunks and hands out its tensors as they complete.
 
 The tensors go straight into the engine's layout beside the live weights (`shadow_model.py`), so that no second copy of all
-bytes is held. With one buffer, receiving and loading take turns; with more, a thread receives and checks the next chunks while the
-caller loads earlier ones. Memory here is that many chunks and at most one tensor that spans chunks. A chunk is used only after
-its checksum held.
+bytes is held. With one buffer, receiving and loading take turns; with more, a thread receives and checks the next chunks while
+the caller loads earlier ones. Memory here is that many chunks and at most one tensor that spans chunks. A chunk is used only
+after its checksum held.
 
 It does not know vLLM, does not decide what happens to a failed transfer, and does not close the group.
 """
