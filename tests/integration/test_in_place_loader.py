@@ -32,6 +32,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
     from services.actor.weights.shadow_model import ShadowModel
 
     torch.set_num_threads(1)
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     cpu = torch.device("cpu")
 
     def config_of(folder: str):
@@ -39,11 +40,15 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
             model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=256
         ).create_engine_config()
 
+    def model_of(config):
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+
     config = config_of(old)
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
         initialize_model_parallel(1, 1)
-    packed = get_model(vllm_config=config)
+    packed = model_of(config)
     config.model_config.enforce_eager = False  # as with CUDA graphs
     loader, reason = choose(packed, config, cpu, False)
     assert loader.mode == "paused"
@@ -52,7 +57,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
     config.compilation_config.static_forward_context.clear()
-    live = get_model(vllm_config=config)
+    live = model_of(config)
     loader, reason = choose(live, config, cpu, False)
     assert loader.mode == "in_place", reason
     assert reason.startswith("CUDA graphs")
@@ -65,7 +70,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
         loader.drop()
     assert {name: parameter.data_ptr() for name, parameter in live.named_parameters()} == addresses
 
-    fresh = dict(get_model(vllm_config=config_of(new)).named_parameters())
+    fresh = dict(model_of(config_of(new)).named_parameters())
     updated = dict(live.named_parameters())
     assert updated.keys() == fresh.keys()
     for name, parameter in updated.items():
