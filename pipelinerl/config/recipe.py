@@ -225,7 +225,8 @@ class TrainerConfig(Section):
 class WeightUpdateConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto",
-        description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs one on every side.",
+        description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
+        "the trainer's and the actors'.",
     )
     chunk_mib: float = Field(64.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
     staging_buffers: int = Field(

@@ -80,8 +80,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)], ids=["llama-tied", "qwen2-untied"])
 def test_model_updated_in_place_is_the_model_loaded_afresh(kind: str, tied: bool, tmp_path: Path) -> None:
     model = random_model(kind, tied)
     model.save_pretrained(tmp_path / "old")

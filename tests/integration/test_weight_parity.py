@@ -101,12 +101,19 @@ class Running:
         self.llm, self.model, self.store = llm, model, store
         self.backend, self.placement = backend, placement
         self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
+        self.prepared: list[str] = []
         self.client = self.new_client()
         self.group: WeightGroup | None = None
         self.epoch = 0
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
-        return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
+        return WeightUpdateClient(
+            self.llm,
+            bind_host="127.0.0.1",
+            stall_timeout_s=STALL_TIMEOUT_S,
+            on_prepared=lambda mode, reason: self.prepared.append(mode),
+            **options,
+        )
 
     async def connect(self) -> None:
         await self.client.prepare(self.sender.manifest)
@@ -314,9 +321,10 @@ async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied:
         assert run.client.mode == "paused"
         await check_switch(run, v[5], v[6], recompute=False)
 
-        run.client = await replaced(run)
+        run.client = await replaced(run, staging_buffers=1)
         assert run.client.mode == "shadow"
         await check_switch(run, v[6], v[7], recompute=False)
+        assert (run.prepared[0], run.prepared[-2:]) == ("shadow", ["paused", "shadow"])
 
 
 async def replaced(run: Running, **options: Any) -> WeightUpdateClient:
