@@ -35,6 +35,8 @@ Backend = Literal["gloo", "nccl"]
 
 _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
+_TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
+"""Its DistError family and Gloo's own are RuntimeErrors."""
 _LOOK_S = 0.01
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
@@ -117,10 +119,9 @@ class WeightGroup:
         meeting: Future[WeightGroup] = Future()
         arguments = (meeting, spec, timeout_s, given_up, placement)
         threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
-        left_s = timeout_s + _LET_GO_S
-        while not _done_within(meeting, min(left_s, _LET_GO_S)):
-            left_s -= _LET_GO_S
-            if given_up.is_set() or left_s <= 0:
+        latest = time.monotonic() + timeout_s + _LET_GO_S
+        while not wait([meeting], _LET_GO_S).done:
+            if given_up.is_set() or time.monotonic() >= latest:
                 meeting.add_done_callback(_close_late)
                 if given_up.is_set():
                     raise TransferAborted(f"the meeting of {spec.name} was given up")
@@ -153,11 +154,7 @@ class WeightGroup:
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
             transport = _transport(spec, meeting, left_s, placement, given_up)
-        except (
-            RuntimeError,
-            ValueError,
-            TimeoutError,
-        ) as error:  # torch's DistError family and Gloo's own: RuntimeErrors
+        except _TORCH_ERRORS as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
@@ -206,10 +203,6 @@ class GlooTransport:
 
     def close(self) -> None:
         self._group = None
-
-
-def _done_within(meeting: Future[WeightGroup], timeout_s: float) -> bool:
-    return bool(wait([meeting], timeout_s).done)
 
 
 def _close_late(meeting: Future[WeightGroup]) -> None:
