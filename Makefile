@@ -9,12 +9,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where pip finds the CPU build of torch, if not where it looks anyway, e.g. https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+# For gpu-check: an interpreter with the CUDA builds of torch and vLLM, and this project's other requirements
+GPU_PYTHON ?= python3
 RECIPE ?= arithmetic
 ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-unit soak check format proto benchmarks smollm2 clean
+.PHONY: help install run test test-unit soak gpu-check check format proto benchmarks smollm2 clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -47,6 +49,10 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 
 test-unit: $(STAMP)  ## Only the tests that take seconds
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+gpu-check:  ## The tests that need a GPU, in an environment that has one (GPU_PYTHON=...)
+	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'
+	@$(GPU_PYTHON) -m pytest -m gpu -v -rA $(ARGS) tests/gpu
 
 check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date
 	@$(BIN)/ruff check .

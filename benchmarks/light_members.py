@@ -31,7 +31,7 @@ from pipelinerl.control import RunEnd
 from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.chunks import checksum
+from pipelinerl_torch.checksum import checksum
 from pipelinerl_torch.group import GroupSpec, WeightGroup
 from services.actor.gate import ServingGate
 from services.actor.membership import Heartbeat
@@ -176,7 +176,7 @@ class LightReceiver:
 
 
 def weights_checksum(weights: dict[str, Tensor]) -> int:
-    """CRC-32 over all tensors in the order of their names."""
+    """Checksum over all tensors in the order of their names."""
     laid_out = [weights[name].contiguous().view(-1).view(torch.uint8) for name in sorted(weights)]
     return checksum(torch.cat(laid_out))
 

@@ -9,7 +9,8 @@ other. So a rank that never comes keeps nobody inside a collective library, and 
 who wait are told at once.
 
 Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
-timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once.
+timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once. NCCL can be
+interrupted (`nccl.py`).
 
 It does not decide who is a member, and sends tensors, not weights.
 """
@@ -19,21 +20,26 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.weights.errors import DeadlineExceeded, GroupFailed, RanksMissing, TransferAborted
+from pipelinerl_torch.placement import HOST, Placement
 
 Backend = Literal["gloo", "nccl"]
 
 _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
+_TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
+"""Its DistError family and Gloo's own are RuntimeErrors."""
 _LOOK_S = 0.01
+_LET_GO_S = 0.5
+"""How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -74,64 +80,134 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-class WeightGroup:
-    """An open group. Use from one thread at a time; `close` when done, also after an error."""
+class Transport(Protocol):
+    """A connected collective. `close` may be called from any thread, also during a broadcast; idempotent."""
 
-    def __init__(self, spec: GroupSpec, process_group: Any, store: TCPStore) -> None:
-        self.spec = spec
-        self._pg: Any = process_group
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """From rank 0. Raises RuntimeError, TimeoutError, TransferAborted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightGroup:
+    """An open group. Use from one thread at a time; `close` when done, also after an error.
+
+    `placement`: where the tensors that are broadcast must live.
+    """
+
+    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
+        self.spec, self.placement = spec, placement
+        self._transport: Transport | None = transport
         self._store: TCPStore | None = store
 
     @classmethod
-    def connect(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event | None = None) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks. `given_up` ends the wait early; set on rank 0, for everybody.
+    def connect(
+        cls,
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+        placement: Placement = HOST,
+    ) -> WeightGroup:
+        """Meet the other `spec.world - 1` ranks.
 
+        `given_up` ends the wait early; set on rank 0, for everybody. With NCCL it ends later broadcasts at once, too.
         Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
         not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
         """
-        deadline = time.monotonic() + timeout_s
         given_up = given_up or threading.Event()
+        meeting: Future[WeightGroup] = Future()
+        arguments = (meeting, spec, timeout_s, given_up, placement)
+        threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
+        latest = time.monotonic() + timeout_s + _LET_GO_S
+        while not wait([meeting], _LET_GO_S).done:
+            if given_up.is_set() or time.monotonic() >= latest:
+                meeting.add_done_callback(_close_late)
+                if given_up.is_set():
+                    raise TransferAborted(f"the meeting of {spec.name} was given up")
+                raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
+        return meeting.result()
+
+    @classmethod
+    def _meet(
+        cls,
+        meeting: Future[WeightGroup],
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event,
+        placement: Placement,
+    ) -> None:
+        """On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does."""
+        try:
+            meeting.set_result(cls._join(spec, timeout_s, given_up, placement))
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
+            meeting.set_exception(error)
+
+    @classmethod
+    def _join(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event, placement: Placement) -> WeightGroup:
+        deadline = time.monotonic() + timeout_s
         try:
             # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
             store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
             meeting = PrefixStore(spec.name, store)
             _check_in(spec, meeting, deadline, timeout_s, given_up)
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-            store.set_timeout(left)
-            group = _process_group(spec, meeting, left)
-        except (RuntimeError, ValueError) as error:  # torch's DistError family and Gloo's own are RuntimeErrors
-            if time.monotonic() >= deadline - 0.05 * timeout_s:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            store.set_timeout(timedelta(seconds=left_s))
+            transport = _transport(spec, meeting, left_s, placement, given_up)
+        except _TORCH_ERRORS as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
-        return cls(spec, group, store)
+        return cls(spec, transport, store, placement)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
 
-        Raises DeadlineExceeded or GroupFailed; the group is then unusable.
+        Raises DeadlineExceeded, GroupFailed, or (NCCL) TransferAborted; the group is then unusable.
         """
-        if self._pg is None:
+        transport = self._transport
+        if transport is None:
             raise GroupFailed(self.spec.name, "is closed")
-        timeout = timedelta(seconds=max(timeout_s, 0.001))
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timeout
         started = time.monotonic()
         try:
-            work = self._pg.broadcast([tensor], options)
-            work.wait(timeout)
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
-        except RuntimeError as error:
-            if time.monotonic() - started >= 0.95 * timeout_s:
+            transport.broadcast(tensor, timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() - started >= 0.95 * timeout_s:
                 raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Leave. Others waiting for this rank fail at once. Idempotent; waits for nobody."""
-        group, self._pg, self._store = self._pg, None, None
-        if group is not None and self.spec.backend == "nccl":
-            group.abort()
+        """Leave. Others waiting for this rank fail at once. Idempotent; waits for nobody, but for NCCL to let go."""
+        transport, self._transport, self._store = self._transport, None, None
+        if transport is not None:
+            transport.close()
+
+
+class GlooTransport:
+    """Gloo leaves a group when its object is gone."""
+
+    def __init__(self, spec: GroupSpec, store: PrefixStore, timeout_s: float) -> None:
+        gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
+        options = gloo_class._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        device = ProcessGroupGloo.create_device(hostname=spec.bind_host) if spec.bind_host else None
+        options._devices = [device or ProcessGroupGloo.create_default_device()]
+        self._group: Any = gloo_class(store, spec.rank, spec.world, options)
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        timeout = timedelta(seconds=max(timeout_s, 0.001))
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timeout
+        self._group.broadcast([tensor], options).wait(timeout)
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _close_late(meeting: Future[WeightGroup]) -> None:
+    if meeting.exception() is None:
+        meeting.result().close()
 
 
 def _check_in(
@@ -159,16 +235,11 @@ def _check_in(
         meeting.set(_GO, "1")
 
 
-def _process_group(spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> Any:
-    if spec.backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
+def _transport(
+    spec: GroupSpec, store: PrefixStore, timeout_s: float, placement: Placement, given_up: threading.Event
+) -> Transport:
+    if spec.backend == "gloo":
+        return GlooTransport(spec, store, timeout_s)
+    from pipelinerl_torch.nccl import NcclTransport
 
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return ProcessGroupNCCL(store, spec.rank, spec.world, nccl)
-    gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
-    gloo = gloo_class._Options()
-    gloo._timeout = timeout
-    device = ProcessGroupGloo.create_device(hostname=spec.bind_host) if spec.bind_host else None
-    gloo._devices = [device or ProcessGroupGloo.create_default_device()]
-    return gloo_class(store, spec.rank, spec.world, gloo)
+    return NcclTransport(store, spec.rank, spec.world, timeout_s, placement, given_up)

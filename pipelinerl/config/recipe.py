@@ -223,8 +223,15 @@ class TrainerConfig(Section):
 
 
 class WeightUpdateConfig(Section):
-    backend: Literal["auto", "gloo"] = Field("auto", description="Collective backend; gloo is the one there is so far.")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
+        "the trainer's and the actors'.",
+    )
     chunk_mib: float = Field(64.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    staging_buffers: int = Field(
+        2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
+    )
     wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
     deadline_s: float = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
     recompute_kv: bool = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")

@@ -127,7 +127,11 @@ class Actor:
             max_context=recipe.model.max_context,
         )
         receiver = WeightUpdateClient(
-            engine.llm, recompute_kv=recipe.weights.recompute_kv, bind_host=settings.advertise_host
+            engine.llm,
+            recompute_kv=recipe.weights.recompute_kv,
+            bind_host=settings.advertise_host,
+            staging_buffers=recipe.weights.staging_buffers,
+            on_prepared=self._prepared,
         )
         self._updates = UpdateListener(
             bus,
@@ -204,6 +208,10 @@ class Actor:
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
+
+    def _prepared(self, mode: str, reason: str) -> None:
+        self._metrics.show_weight_loader(mode)
+        log.info("weights are loaded by way of %s%s", mode, f": {reason}" if reason else "")
 
     async def _run_ended(self, end: RunEnd) -> None:
         log.info("the trainer ended the run at version %d: %s", end.version, end.reason or "done")

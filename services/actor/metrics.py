@@ -57,6 +57,9 @@ class ActorMetrics:
             registry=registry,
             buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5),
         )
+        self.weight_loader = Gauge(
+            prefix + "weight_loader", "1 for the way in which weights are loaded.", ["mode"], registry=registry
+        )
         self.verify_seconds = Histogram(
             prefix + "verify_seconds", "Verifier call as the actor sees it.", registry=registry
         )
@@ -72,6 +75,11 @@ class ActorMetrics:
         self.busy = BusyClock()
         self.tokens_total = 0
         self.finished_total = 0
+
+    def show_weight_loader(self, mode: str) -> None:
+        """`shadow`, `in_place` or `paused`; one at a time."""
+        self.weight_loader.clear()
+        self.weight_loader.labels(mode).set(1)
 
     def count_finished(self, reason: str, num_tokens: int) -> None:
         self.finished.labels(reason).inc()

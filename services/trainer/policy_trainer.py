@@ -18,7 +18,8 @@ from pipelinerl.errors import FieldError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupStore
+from pipelinerl_torch.group import Backend, GroupStore
+from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import load_policy
@@ -82,6 +83,7 @@ class TorchPolicyTrainer:
 def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolicyTrainer:
     """Loads model and tokenizer (seconds to minutes). Raises `FieldError` for what the user can mend."""
     on_gpu = torch.cuda.is_available()
+    backend = transfer_backend(recipe.weights.backend, on_gpu)
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -96,10 +98,18 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolic
     wire_dtype = "" if recipe.weights.wire_dtype == "model" else recipe.weights.wire_dtype
     chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
     manifest = describe(policy.model.named_parameters(), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
-    sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S)
+    placement = on_device(torch.device("cuda", torch.cuda.current_device())) if backend == "nccl" else HOST
+    sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=placement)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
-    port = CollectivePort(sender, store, host=settings.advertise_host, backend="gloo")
+    port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
     return TorchPolicyTrainer(learner, load_tokenizer(source, recipe), sender, port, recipe, settings.run_dir)
+
+
+def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
+    """Which backend a recipe's `weights.backend` means here. Raises `FieldError`. Pure."""
+    if wanted == "nccl" and not on_gpu:
+        raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
+    return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -22,7 +22,8 @@ from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import build_manifest
 from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl_torch.group import Backend, GroupSpec, GroupStore, WeightGroup
+from pipelinerl_torch.placement import HOST, Placement
 from services.actor.weights.staged import StagedWeights
 from services.actor.weights.update import WeightUpdateClient
 from services.trainer.weights.sender import TransferResult, WeightSender
@@ -89,30 +90,45 @@ class Sampled:
 class Running:
     """A trainer (this process) and an actor (vLLM's processes) with one transfer group between them."""
 
-    def __init__(self, llm: Any, model: PreTrainedModel, store: GroupStore) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        model: PreTrainedModel,
+        store: GroupStore,
+        backend: Backend = "gloo",
+        placement: Placement = HOST,
+    ) -> None:
         self.llm, self.model, self.store = llm, model, store
-        self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18))
+        self.backend, self.placement = backend, placement
+        self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
+        self.prepared: list[str] = []
         self.client = self.new_client()
         self.group: WeightGroup | None = None
         self.epoch = 0
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
-        return WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
+        return WeightUpdateClient(
+            self.llm,
+            bind_host="127.0.0.1",
+            stall_timeout_s=STALL_TIMEOUT_S,
+            on_prepared=lambda mode, reason: self.prepared.append(mode),
+            **options,
+        )
 
     async def connect(self) -> None:
         await self.client.prepare(self.sender.manifest)
         self.epoch += 1
         if self.group is not None:
             self.group.close()
-        spec = GroupSpec("127.0.0.1", self.store.port, f"epoch-{self.epoch}", 0, 2, "gloo", "127.0.0.1")
+        spec = GroupSpec("127.0.0.1", self.store.port, f"epoch-{self.epoch}", 0, 2, self.backend, "127.0.0.1")
         self.group, _ = await asyncio.gather(
-            asyncio.to_thread(WeightGroup.connect, spec, 20),
+            asyncio.to_thread(WeightGroup.connect, spec, 20, None, self.placement),
             self.client.join_group(
                 store_address=f"127.0.0.1:{self.store.port}",
                 epoch=self.epoch,
                 first_rank=1,
                 world_size=2,
-                backend="gloo",
+                backend=self.backend,
                 deadline_s=20,
             ),
         )
@@ -166,27 +182,30 @@ class Running:
 
 
 @asynccontextmanager
-async def running(kind: str, tied: bool, directory: Path) -> AsyncIterator[Running]:
+async def running(
+    kind: str, tied: bool, directory: Path, *, backend: Backend = "gloo", placement: Placement = HOST, **changes: Any
+) -> AsyncIterator[Running]:
+    """`changes`: engine arguments other than these."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     model = random_model(kind, tied)
     model.save_pretrained(directory)
-    arguments = AsyncEngineArgs(
-        model=str(directory),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=2**27,
-        enable_prefix_caching=False,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        weight_transfer_config={"backend": "pipelinerl"},
-    )
-    llm = AsyncLLM.from_engine_args(arguments)
-    run = Running(llm, model, GroupStore("127.0.0.1"))
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2**27,
+        "enable_prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": "pipelinerl"},
+    }
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | changes)))
+    run = Running(llm, model, GroupStore("127.0.0.1"), backend, placement)
     try:
         yield run
     finally:
@@ -302,9 +321,10 @@ async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied:
         assert run.client.mode == "paused"
         await check_switch(run, v[5], v[6], recompute=False)
 
-        run.client = await replaced(run)
+        run.client = await replaced(run, staging_buffers=1)
         assert run.client.mode == "shadow"
         await check_switch(run, v[6], v[7], recompute=False)
+        assert (run.prepared[0], run.prepared[-2:]) == ("shadow", ["paused", "shadow"])
 
 
 async def replaced(run: Running, **options: Any) -> WeightUpdateClient:

@@ -1,10 +1,16 @@
+import multiprocessing
+import os
+import queue
+import signal
 import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
+from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import (
     ChunkCorrupt,
@@ -15,9 +21,11 @@ from pipelinerl.weights.errors import (
     RanksMissing,
     TransferAborted,
 )
-from pipelinerl_torch.chunks import Unpacker, checksum, chunk_of, describe, pack, version_checksum
+from pipelinerl_torch.checksum import ROW_BYTES, checksum, host_sums, tensor_sums
+from pipelinerl_torch.chunks import Unpacker, chunk_of, describe, pack, version_checksum
 from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
 from pipelinerl_torch.header import ChunkHeader
+from pipelinerl_torch.placement import HOST
 from services.actor.weights.staging import Receiver
 from services.trainer.weights.sender import WeightSender
 
@@ -37,6 +45,8 @@ def small_weights() -> dict[str, torch.Tensor]:
 class Wire:
     """Stands in for a group: the sender's tensors are kept and handed to a receiver, who may be lied to."""
 
+    placement = HOST
+
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.closed = False
@@ -52,6 +62,8 @@ class Wire:
 
 
 class Replay:
+    placement = HOST
+
     def __init__(self, sent: list[torch.Tensor]) -> None:
         self.sent = list(sent)
 
@@ -103,10 +115,41 @@ def test_padding_does_not_depend_on_memory_contents() -> None:
     assert {checksum(pack(manifest, weights)) for _ in range(3)} == {checksum(pack(manifest, weights))}
 
 
-def test_checksum_is_crc32() -> None:
-    assert (
-        checksum(torch.tensor(list(b"123456789"), dtype=torch.uint8)) == 0xCBF43926
-    )  # the CRC's published check value
+def random_bytes(num_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, ROW_BYTES - 8, ROW_BYTES, 5 * ROW_BYTES, 5 * ROW_BYTES + 72])
+def test_sums_of_a_chunk_are_those_of_its_words_on_the_host_and_by_torch(num_bytes) -> None:
+    chunk = random_bytes(num_bytes)
+    padded = bytes(chunk.numpy()) + bytes(-num_bytes % ROW_BYTES or ROW_BYTES)
+    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
+    rows = [sum(words[at : at + 1024]) % 2**64 for at in range(0, len(words), 1024)]
+    columns = [sum(words[at::1024]) % 2**64 for at in range(1024)]
+
+    assert host_sums(chunk.numpy()).view("u8").tolist() == rows + columns
+    assert tensor_sums(chunk).numpy().view("u8").tolist() == rows + columns
+
+
+def test_checksum_notices_what_sums_could_miss() -> None:
+    chunk = random_bytes(3 * ROW_BYTES)
+    words = chunk.view(torch.int64)
+    changed = []
+    for change in (
+        lambda w: w[5].bitwise_xor_(1),
+        lambda w: w[5].bitwise_xor_(-(2**63)),
+        lambda w: w.__setitem__([5, 6], w[[6, 5]].clone()),  # two of one row
+        lambda w: w.__setitem__([5, 1029], w[[1029, 5]].clone()),  # two of one column
+        lambda w: w.copy_(w.view(3, 1024)[[1, 0, 2]].flatten()),  # two rows
+        lambda w: (w[5].add_(7), w[6].sub_(7)),
+    ):
+        copy = words.clone()
+        change(copy)
+        changed.append(checksum(copy.view(torch.uint8)))
+
+    assert len({checksum(chunk), *changed}) == 1 + len(changed)
+    assert checksum(torch.zeros(64, dtype=torch.uint8)) != checksum(torch.zeros(128, dtype=torch.uint8))
+    assert 0 <= checksum(chunk) < 2**56  # the header's field is a signed 64-bit one
 
 
 def test_version_checksum_depends_on_order_and_manifest() -> None:
@@ -313,6 +356,45 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did() -> N
     assert caught.value.ranks == (1, 3)
     punctual.join(10)
     assert len(told) == 1
+
+
+def host_store(port: "multiprocessing.Queue[int]") -> None:
+    store = GroupStore("127.0.0.1")
+    port.put(store.port)
+    threading.Event().wait()
+
+
+def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_up() -> None:
+    """A stopped process keeps its connections and answers nothing, as an unreachable machine does."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    host = context.Process(target=host_store, args=(ports,), daemon=True)
+    host.start()
+    try:
+        store = TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False)
+        given_up, errors = threading.Event(), queue.Queue[Exception]()
+
+        def meet(name: str, timeout_s: float, given_up: threading.Event | None) -> None:
+            try:
+                WeightGroup.connect(GroupSpec("127.0.0.1", store.port, name, 1, 2), timeout_s, given_up)
+            except TransferError as error:
+                errors.put(error)
+
+        threads = [
+            threading.Thread(target=meet, args=arguments, daemon=True)
+            for arguments in (("epoch-1", 3.0, None), ("epoch-2", 600.0, given_up))
+        ]
+        for thread in threads:
+            thread.start()
+        while not store.check(["epoch-1/here/1", "epoch-2/here/1"]):
+            threading.Event().wait(0.01)
+        os.kill(host.pid, signal.SIGSTOP)
+        assert isinstance(errors.get(timeout=30), DeadlineExceeded)
+        given_up.set()
+        assert isinstance(errors.get(timeout=30), TransferAborted)
+    finally:
+        host.kill()
+        host.join()
 
 
 def test_closed_group_says_so() -> None:

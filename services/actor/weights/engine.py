@@ -40,6 +40,7 @@ class InitInfo(WeightTransferInitInfo):
     socket_path: str
     manifest: str
     stall_timeout_s: float
+    staging_buffers: int
     force_paused: bool = False
 
 
@@ -73,7 +74,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._loader is None or init_info.force_paused != self._force_paused:
             self._force_paused = init_info.force_paused
             self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
-            if self._reason:
+            if self._loader.mode == "paused":
                 logger.warning("weights are loaded while generation is paused: %s", self._reason)
         problem = ""
         manifest = Manifest.from_json(init_info.manifest)
@@ -82,7 +83,15 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except ManifestMismatch as error:
             problem = str(error)
         hello = wire.Hello(get_world_group().rank_in_group, self._loader.mode, self._reason, problem)
-        self._worker = TransferWorker(hello, self._loader, manifest, init_info.socket_path, init_info.stall_timeout_s)
+        self._worker = TransferWorker(
+            hello,
+            self._loader,
+            manifest,
+            init_info.socket_path,
+            stall_timeout_s=init_info.stall_timeout_s,
+            staging_buffers=init_info.staging_buffers,
+            device=self.device,
+        )
 
     def start_weight_update(self) -> None:
         """Nothing: the weights are staged already."""

@@ -1,7 +1,8 @@
-"""What can be done with received tensors: two ways to get them into a vLLM model, one interface.
+"""What can be done with received tensors: three ways to get them into a vLLM model, one interface.
 
-`ShadowLoader` (shadow.py) prepares them in the background and swaps; `PausedLoader` (paused.py) keeps them and loads while
-generation is paused. `choose` says which one a model allows, and why.
+`ShadowLoader` (shadow.py) prepares them in the background and swaps; `InPlaceLoader` (in_place.py) prepares them in the
+background and copies; `PausedLoader` (paused.py) keeps them and loads while generation is paused. `choose` says which one a
+model allows, and why not a better one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Loader(Protocol):
         ...
 
     def swap(self) -> None:
-        """Make the loaded version the live one."""
+        """Make the loaded version the live one; on a device, by what is queued on the caller's stream."""
         ...
 
     def drop(self) -> None:
@@ -40,21 +41,15 @@ class Loader(Protocol):
         ...
 
 
-def shadow_obstacle(model: torch.nn.Module, vllm_config: VllmConfig) -> str:
-    """Why this model cannot be swapped module by module; empty when it can.
+def obstacle(model: torch.nn.Module, vllm_config: VllmConfig) -> str:
+    """Why no second instance of this model can be prepared for it beside it; empty when one can.
 
-    A swap is sound when the modules are the only holders of what depends on the weights. Compiled graphs bake packed
-    handles in, CUDA graphs hold addresses, quantised and MLA layers derive tensors elsewhere.
+    Quantised and MLA layers derive tensors elsewhere than on their own module.
     """
-    from vllm.config import CompilationMode
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        return "the model is compiled (set enforce_eager)"
-    if not vllm_config.model_config.enforce_eager:
-        return "CUDA graphs hold the weights' addresses (set enforce_eager)"
     if vllm_config.quant_config is not None:
         return "the model is quantised"
     if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
@@ -68,14 +63,33 @@ def shadow_obstacle(model: torch.nn.Module, vllm_config: VllmConfig) -> str:
     return ""
 
 
+def held_addresses(vllm_config: VllmConfig) -> str:
+    """What beside the modules knows where the weights lie; empty when nothing does."""
+    from vllm.config import CompilationMode
+
+    if vllm_config.compilation_config.mode != CompilationMode.NONE:
+        return "the model is compiled (set enforce_eager)"
+    if not vllm_config.model_config.enforce_eager:
+        return "CUDA graphs hold the weights' addresses (set enforce_eager)"
+    return ""
+
+
 def choose(
     model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool
 ) -> tuple[Loader, str]:
     """The loader for `model`, and why it is not the shadow one (empty when it is). Call it where no decode step runs."""
+    from services.actor.weights.in_place import InPlaceLoader
     from services.actor.weights.paused import PausedLoader
     from services.actor.weights.shadow import ShadowLoader
+    from services.actor.weights.shadow_model import ShadowModel
 
-    reason = "asked for" if force_paused else shadow_obstacle(model, vllm_config)
+    reason = "asked for" if force_paused else obstacle(model, vllm_config)
     if reason:
         return PausedLoader(model, vllm_config, device), reason
-    return ShadowLoader(model, vllm_config, device), ""
+    shadow = ShadowModel(model, vllm_config, device)
+    if not (reason := held_addresses(vllm_config)):
+        return ShadowLoader(shadow), ""
+    in_place = InPlaceLoader(shadow)
+    if problem := in_place.obstacle():
+        return PausedLoader(model, vllm_config, device), f"{reason}; {problem}"
+    return in_place, reason

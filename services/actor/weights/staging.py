@@ -1,9 +1,11 @@
 """Receives one version's chunks and hands out its tensors as they complete.
 
-The tensors go straight into the engine's layout beside the live weights (`shadow.py`), so that no second copy of all bytes
-is held: memory here is one chunk and at most one tensor that spans chunks. A chunk is used only after its checksum held.
+The tensors go straight into the engine's layout beside the live weights (`shadow_model.py`), so that no second copy of all
+bytes is held. With one buffer, receiving and loading take turns; with more, a thread receives and checks the next chunks while
+the caller loads earlier ones. Memory here is that many chunks and at most one tensor that spans chunks. A chunk is used only
+after its checksum held.
 
-It does not know vLLM, and does not decide what happens to a failed transfer.
+It does not know vLLM, does not decide what happens to a failed transfer, and does not close the group.
 """
 
 from __future__ import annotations
@@ -19,23 +21,32 @@ from torch import Tensor
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import ChunkCorrupt, TransferAborted
 from pipelinerl.weights.manifest import Chunk, Manifest
-from pipelinerl_torch.chunks import Unpacker, checksum, version_checksum
+from pipelinerl_torch.ahead import Ahead
+from pipelinerl_torch.checksum import checksum
+from pipelinerl_torch.chunks import Unpacker, version_checksum
 from pipelinerl_torch.group import WeightGroup
 from pipelinerl_torch.header import HEADER_SIZE, ChunkHeader
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """`checksum` of the whole version, from the bytes that arrived; `receive_s` waiting for them and checking them."""
+    """`checksum` of the whole version, from the bytes that arrived.
+
+    `receive_s`: receiving and checking, seconds; `waited_s`: what of it the caller of `tensors` has waited for.
+    """
 
     version: PolicyVersion
     checksum: int
     num_bytes: int
     receive_s: float
+    waited_s: float
 
 
 class Receiver:
-    """One version's receive. Iterate `tensors()` to the end, then take the `receipt`."""
+    """One version's receive. Iterate `tensors()` to the end, `close` in any case, then take the `receipt`.
+
+    `buffers`: chunks held at a time, the one being loaded included. The group may be closed only after `close`.
+    """
 
     def __init__(
         self,
@@ -46,41 +57,62 @@ class Receiver:
         timeout_s: float,
         stall_timeout_s: float,
         aborted: threading.Event,
+        buffers: int = 1,
     ) -> None:
         self._group, self._manifest, self._version = group, manifest, version
         self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
-        self._aborted = aborted
+        self._aborted, self._buffers = aborted, buffers
+        self._ahead: Ahead[Tensor] | None = None
         self._checksums: list[int] = []
-        self._receive_s = 0.0
+        self._receive_s = self._waited_s = 0.0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
-        unpacker = Unpacker(self._manifest)
-        for chunk in self._manifest.chunks:
+        unpacker, chunks = Unpacker(self._manifest), self._chunks()
+        for _ in self._manifest.chunks:
             started = time.monotonic()
-            raw = self._take(chunk)
-            self._receive_s += time.monotonic() - started
-            yield from unpacker.add(raw)
+            self._time_left()
+            raw = next(chunks)
+            self._waited_s += time.monotonic() - started
+            complete = unpacker.add(raw)
+            del raw
+            while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
+                yield complete.pop(0)
+
+    def close(self) -> None:
+        """Returns when nothing uses the group any more: at most the stall timeout. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _chunks(self) -> Iterator[Tensor]:
+        in_turn = (self._take(chunk) for chunk in self._manifest.chunks)
+        if self._buffers == 1:
+            return in_turn
+        self._ahead = Ahead(in_turn, self._buffers, f"receive-{self._version}")
+        return self._ahead
 
     @property
     def receipt(self) -> Receipt:
         """Valid once `tensors()` is exhausted."""
         assert len(self._checksums) == len(self._manifest.chunks)
         total = version_checksum(self._manifest.manifest_id, self._checksums)
-        return Receipt(self._version, total, self._manifest.total_bytes, self._receive_s)
+        return Receipt(self._version, total, self._manifest.total_bytes, self._receive_s, self._waited_s)
 
     def _take(self, chunk: Chunk) -> Tensor:
-        packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
-        self._group.broadcast(packed_header, self._time_left())
-        header = ChunkHeader.parse(packed_header)
-        header.check(self._version, chunk)
-        # New memory each time: the tensors handed out are views of it, and a model may keep one for a while.
-        raw = torch.empty(chunk.num_bytes, dtype=torch.uint8)
-        self._group.broadcast(raw, self._time_left())
-        actual = checksum(raw)
+        started, placement = time.monotonic(), self._group.placement
+        with placement.scope():
+            packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
+            self._group.broadcast(packed_header, self._time_left())
+            header = ChunkHeader.parse(packed_header)
+            header.check(self._version, chunk)
+            # New memory each time: the tensors handed out are views of it, and a model may keep one for a while.
+            raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
+            self._group.broadcast(raw, self._time_left())
+            actual = checksum(raw)
         if actual != header.checksum:
             raise ChunkCorrupt(self._version, chunk.index, header.checksum, actual)
         self._checksums.append(actual)
+        self._receive_s += time.monotonic() - started
         return raw
 
     def _time_left(self) -> float:

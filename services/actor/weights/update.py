@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ManifestMismatch, TransferError
@@ -38,6 +39,8 @@ class WeightUpdateClient:
     `recompute_kv`: let unfinished sequences recompute their KV cache under new weights (vLLM's `clear_cache`) instead of
     keeping the stale one. `stall_timeout_s`: the longest that one chunk may take; it bounds `discard`. `bind_host`: this
     pod's address on which other ranks reach it (gloo). `force_paused`: load while paused, for comparison.
+    `staging_buffers`: chunks that a worker holds at a time while it receives. `on_prepared(mode, reason)`: how weights will be
+    loaded, and why not in a better way.
     """
 
     def __init__(
@@ -48,12 +51,15 @@ class WeightUpdateClient:
         stall_timeout_s: float = 10.0,
         bind_host: str | None = None,
         force_paused: bool = False,
+        staging_buffers: int = 2,
+        on_prepared: Callable[[str, str], None] = lambda mode, reason: None,
     ) -> None:
         self._llm, self._recompute_kv = llm, recompute_kv
         self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
+        self._staging_buffers, self._on_prepared = staging_buffers, on_prepared
         self._link: WorkerLink | None = None
         self.mode = ""
-        """`shadow` or `paused` once prepared; `reason` says why not shadow."""
+        """`shadow`, `in_place` or `paused` once prepared; `reason` says why not shadow."""
         self.reason = ""
 
     async def label(self, version: PolicyVersion) -> None:
@@ -73,6 +79,7 @@ class WeightUpdateClient:
             "socket_path": link.path,
             "manifest": manifest.to_json(),
             "stall_timeout_s": self._stall_timeout_s,
+            "staging_buffers": self._staging_buffers,
             "force_paused": self._force_paused,
         }
         try:
@@ -85,6 +92,7 @@ class WeightUpdateClient:
             await link.close()
             raise ManifestMismatch(problem)
         self.mode, self.reason = hellos[0].mode, hellos[0].reason
+        self._on_prepared(self.mode, self.reason)
         self._link = link
 
     async def join_group(

@@ -21,7 +21,8 @@ from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import NothingStaged
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.group import GroupSpec, WeightGroup
+from pipelinerl_torch.group import Backend, GroupSpec, WeightGroup
+from pipelinerl_torch.placement import HOST, beside_model
 from services.actor.weights import wire
 from services.actor.weights.loading import Loader
 from services.actor.weights.staging import Receiver
@@ -33,17 +34,32 @@ RELEASE = "release"
 
 
 class TransferWorker:
-    """`stall_timeout_s`: the longest that one chunk may take; it also bounds a discard."""
+    """`stall_timeout_s`: the longest that one chunk may take; it also bounds a discard. `device`: the model's.
+
+    `staging_buffers`: chunks held at a time, the one being loaded included.
+    """
 
     def __init__(
-        self, hello: wire.Hello, loader: Loader, manifest: Manifest, socket_path: str, stall_timeout_s: float
+        self,
+        hello: wire.Hello,
+        loader: Loader,
+        manifest: Manifest,
+        socket_path: str,
+        *,
+        stall_timeout_s: float,
+        staging_buffers: int = 2,
+        device: torch.device = HOST.device,
     ) -> None:
         self._rank, self._loader, self._manifest = hello.worker_rank, loader, manifest
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s, self._staging_buffers = stall_timeout_s, staging_buffers
+        self._placement = beside_model(device)
         self._group: WeightGroup | None = None
         self._staged: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
+        self._discards = 0  # heard and not yet performed
+        self._closed = False
+        self._discarding = threading.Lock()
         self._requests: queue.Queue[wire.Request | str | None] = queue.Queue(MAX_WAITING_REQUESTS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(socket_path)
@@ -62,7 +78,9 @@ class TransferWorker:
     def swap(self) -> None:
         """Serve what is staged."""
         with self._loading:
+            self._placement.settle()  # nothing that is queued may still read the old weights
             self._loader.swap()
+            self._placement.settle()
             self._staged = None
         # Freeing the old weights takes time that the pause does not have to wait for.
         with contextlib.suppress(queue.Full):
@@ -70,7 +88,7 @@ class TransferWorker:
 
     def close(self) -> None:
         """End both threads. Returns at once; a transfer under way ends within the stall timeout."""
-        self._aborted.set()
+        self._abort_for_good()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -83,11 +101,11 @@ class TransferWorker:
                 for line in lines:
                     request = wire.decode_request(line)
                     if isinstance(request.body, wire.Discard):
-                        self._aborted.set()
+                        self._abort_until_discarded()
                     self._requests.put(request)
         except (OSError, ValueError) as error:
             log.info("the actor's connection ended: %s", error)
-        self._aborted.set()
+        self._abort_for_good()
         self._requests.put(None)
 
     def _work(self) -> None:
@@ -120,9 +138,12 @@ class TransferWorker:
     def _join(self, order: wire.Join) -> wire.Done:
         self._leave()
         rank = order.first_rank + self._rank
-        backend = "nccl" if order.backend == "nccl" else "gloo"
-        spec = GroupSpec(order.host, order.port, order.name, rank, order.world, backend, order.bind_host)  # type: ignore[arg-type]
-        self._group = WeightGroup.connect(spec, order.timeout_s)
+        backend: Backend = "nccl" if order.backend == "nccl" else "gloo"
+        if backend == "nccl" and self._placement is HOST:
+            raise TransferError("weights.backend is nccl, but this engine is on CPU: set weights.backend: gloo")
+        spec = GroupSpec(order.host, order.port, order.name, rank, order.world, backend, order.bind_host)
+        placement = self._placement if backend == "nccl" else HOST
+        self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
         return wire.Done()
 
     def _receive(self, order: wire.Receive) -> wire.Received:
@@ -136,26 +157,41 @@ class TransferWorker:
             timeout_s=order.timeout_s,
             stall_timeout_s=self._stall_timeout_s,
             aborted=self._aborted,
+            buffers=self._staging_buffers,
         )
         started = time.monotonic()
         try:
-            with self._loading:
+            with contextlib.closing(receiver), self._loading, self._placement.scope():
                 self._staged = None
                 self._loader.load(receiver.tensors())
+                self._placement.settle()
                 self._staged = version
         except BaseException:
             self._leave()
             raise
         receipt = receiver.receipt
-        prepare_s = time.monotonic() - started - receipt.receive_s
+        prepare_s = time.monotonic() - started - receipt.waited_s
         return wire.Received(receipt.checksum, receipt.num_bytes, receipt.receive_s, prepare_s)
 
     def _discard(self) -> wire.Done:
         with self._loading:
             self._staged = None
             self._loader.drop()
-        self._aborted.clear()
+        with self._discarding:
+            self._discards -= 1
+            if not self._discards and not self._closed:
+                self._aborted.clear()
         return wire.Done()
+
+    def _abort_until_discarded(self) -> None:
+        with self._discarding:
+            self._discards += 1
+            self._aborted.set()
+
+    def _abort_for_good(self) -> None:
+        with self._discarding:
+            self._closed = True
+            self._aborted.set()
 
     def _release(self) -> None:
         with self._loading:

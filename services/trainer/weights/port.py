@@ -28,8 +28,8 @@ class CollectivePort:
     async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
-        given_up = threading.Event()
-        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up))
+        given_up, placement = threading.Event(), self._sender.placement.another()
+        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement))
         return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting, given_up)
 
 
@@ -66,12 +66,12 @@ class CollectiveGroup:
         """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""
         meeting, group, broadcast = self._meeting, self._group, self._broadcast
         self._meeting = self._group = self._broadcast = None
+        self._given_up.set()  # tells those who wait in a meeting, too, and ends a broadcast that can be interrupted
         if broadcast is not None and not broadcast.done.done():
             broadcast.abort()  # its thread closes the group
         elif group is not None:
-            group.close()
+            await asyncio.to_thread(group.close)
         elif meeting is not None:
-            self._given_up.set()  # tells those who wait in it, too
             meeting.add_done_callback(_close_late_group)
 
 
@@ -82,4 +82,4 @@ def _heed(done: asyncio.Future[Any]) -> None:
 
 def _close_late_group(meeting: asyncio.Task[WeightGroup]) -> None:
     if not meeting.cancelled() and meeting.exception() is None:
-        meeting.result().close()
+        asyncio.get_running_loop().run_in_executor(None, meeting.result().close)

@@ -1,8 +1,9 @@
-"""Sends versions of the weights: a snapshot in host memory, then a broadcast of its chunks on a background thread.
+"""Sends versions of the weights: a snapshot in host or device memory, then a broadcast of its chunks on a background thread.
 
-`snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. The snapshot may be sent
+`snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. On a device it is queued on a
+stream of its own and the host goes on; what the optimizer queues next begins when the copy is done. The snapshot may be sent
 any number of times, on any group (a joiner's side group, a rebuilt one). On the wire, each chunk follows a header of
-int64[6]: magic, incarnation, version, chunk index, checksum, bytes.
+int64[6]: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed while one is sent.
 
 It knows neither members nor epochs nor messages; whoever calls it decides when a group is given up.
 """
@@ -21,9 +22,12 @@ from torch import Tensor
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import TransferAborted
 from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.chunks import checksum, chunk_of, pack, version_checksum
+from pipelinerl_torch.ahead import Ahead
+from pipelinerl_torch.checksum import checksum
+from pipelinerl_torch.chunks import chunk_of, pack, version_checksum
 from pipelinerl_torch.group import WeightGroup
 from pipelinerl_torch.header import ChunkHeader
+from pipelinerl_torch.placement import HOST, Placement
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,21 @@ class TransferResult:
 
 
 class Snapshot:
-    """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes]."""
+    """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes], where and in what order `placement` says."""
 
-    def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor) -> None:
-        self.manifest, self.version, self.stream = manifest, version, stream
+    def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
+        self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
     def chunk_checksum(self, index: int) -> int:
-        """CRC-32 of chunk `index`; computed once, so that the first broadcast overlaps it with sending."""
+        """Of chunk `index`; computed once, so that the first broadcast overlaps it with sending.
+
+        On a device it is queued behind the copy into `stream` and waited for: a chunk with a checksum is there.
+        """
         if index not in self._checksums:
-            self._checksums[index] = checksum(chunk_of(self.stream, self.manifest.chunks[index]))
+            with self._placement.scope():
+                value = checksum(chunk_of(self.stream, self.manifest.chunks[index]))
+            self._checksums[index] = value
         return self._checksums[index]
 
     @property
@@ -81,11 +90,13 @@ class Broadcast:
             self.done.set_result(result)
 
     def _send(self) -> TransferResult:
-        started, snapshot = time.monotonic(), self._snapshot
-        for chunk in snapshot.manifest.chunks:
-            header = ChunkHeader(snapshot.version, chunk.index, snapshot.chunk_checksum(chunk.index), chunk.num_bytes)
-            for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
-                self._group.broadcast(tensor, self._time_left())
+        started, snapshot, placement = time.monotonic(), self._snapshot, self._group.placement
+        checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
+        with placement.scope(), Ahead(checksums, 2, f"checksum-{snapshot.version}") as ready:
+            for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
+                header = ChunkHeader(snapshot.version, chunk.index, value, chunk.num_bytes)
+                for tensor in (header.to_tensor().to(placement.device), chunk_of(snapshot.stream, chunk)):
+                    self._group.broadcast(tensor, self._time_left())
         seconds = time.monotonic() - started
         return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
 
@@ -99,10 +110,11 @@ class WeightSender:
     """Takes snapshots and starts broadcasts.
 
     `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
+    `placement`: where snapshots are kept, the same as that of the groups they are sent on.
     """
 
-    def __init__(self, manifest: Manifest, *, stall_timeout_s: float = 10.0) -> None:
-        self.manifest, self._stall_timeout_s = manifest, stall_timeout_s
+    def __init__(self, manifest: Manifest, *, stall_timeout_s: float = 10.0, placement: Placement = HOST) -> None:
+        self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
 
     @torch.no_grad()
     def snapshot(
@@ -110,9 +122,12 @@ class WeightSender:
     ) -> Snapshot:
         """Copy the parameters (such as `model.named_parameters()`); they may change as soon as this returns.
 
-        Raises ManifestDiffers when they are not what the manifest describes.
+        On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
+        the manifest describes.
         """
-        return Snapshot(self.manifest, version, pack(self.manifest, dict(parameters)))
+        with self.placement.beside():
+            stream = pack(self.manifest, dict(parameters), self.placement.device)
+        return Snapshot(self.manifest, version, stream, self.placement)
 
     def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
         """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""

@@ -1,0 +1,51 @@
+"""In which order a device copies, computes and checks: nobody waits who need not, nobody reads too early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipelinerl.types import PolicyVersion
+from pipelinerl_torch.checksum import checksum
+from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.placement import HOST, beside_model, on_device
+from services.trainer.weights.sender import WeightSender
+
+pytestmark = pytest.mark.gpu
+LONG = 2_000_000_000
+"""Cycles: about a second."""
+
+
+def test_checksum_on_the_device_is_that_of_the_host() -> None:
+    for num_bytes in (64, 8192, 2**20 + 64, 2**26):
+        chunk = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+        assert checksum(chunk.cuda()) == checksum(chunk)
+
+
+def test_snapshot_is_of_the_weights_before_the_next_step_and_the_host_does_not_wait() -> None:
+    weights = {"w": torch.ones(1_000_000, device="cuda")}
+    sender = WeightSender(describe(weights.items()), placement=on_device(torch.device("cuda:0")))
+    torch.cuda.synchronize()
+
+    torch.cuda._sleep(LONG)  # the optimizer step that makes this version
+    weights["w"].mul_(2)
+    snapshot = sender.snapshot(PolicyVersion(1, 1), weights)
+    weights["w"].mul_(10)  # the next one
+    assert not torch.cuda.current_stream().query()
+
+    torch.cuda.synchronize()
+    assert snapshot.stream.view(torch.float32)[:1_000_000].eq(2).all()
+
+
+def test_decoding_does_not_wait_for_what_is_loaded_beside_it() -> None:
+    placement = beside_model(torch.device("cuda:0"))
+    torch.cuda.synchronize()
+    with placement.scope():
+        torch.cuda._sleep(LONG)
+    torch.ones(10, device="cuda").sum().item()
+    assert not placement.stream.query()
+    torch.cuda.synchronize()
+
+
+def test_a_model_on_the_host_has_no_stream() -> None:
+    assert beside_model(torch.device("cpu")) is HOST

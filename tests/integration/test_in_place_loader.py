@@ -1,0 +1,94 @@
+"""Weights copied in place into vLLM's own model classes, compared with the same classes loaded afresh from a checkpoint.
+
+On CPU vLLM packs each linear layer's weight and keeps only the packed form, which nothing can be copied into: that this is
+refused is tested, and then packing is switched off, so that the model is as it is on a GPU. An engine with CUDA graphs is in
+tests/gpu.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from tests.integration.test_weight_parity import change_strongly, random_model
+
+
+def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
+    """In a process of its own: vLLM's parallel state is the process's."""
+    import vllm._custom_ops as ops
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import utils as layers
+    from vllm.model_executor.model_loader import get_model
+
+    from services.actor.weights.in_place import InPlaceLoader
+    from services.actor.weights.loading import choose
+    from services.actor.weights.shadow_model import ShadowModel
+
+    torch.set_num_threads(1)
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    cpu = torch.device("cpu")
+
+    def config_of(folder: str):
+        return EngineArgs(
+            model=folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=256
+        ).create_engine_config()
+
+    def model_of(config):
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+
+    config = config_of(old)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    packed = model_of(config)
+    config.model_config.enforce_eager = False  # as with CUDA graphs
+    loader, reason = choose(packed, config, cpu, False)
+    assert loader.mode == "paused"
+    assert "derives cpu_linear" in reason, reason
+
+    ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *_: False
+    config.compilation_config.static_forward_context.clear()
+    live = model_of(config)
+    loader, reason = choose(live, config, cpu, False)
+    assert loader.mode == "in_place", reason
+    assert reason.startswith("CUDA graphs")
+
+    loader = InPlaceLoader(ShadowModel(live, config, cpu))
+    addresses = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
+    for folder in (new, old, new):
+        loader.load(load_file(f"{folder}/model.safetensors").items())
+        loader.swap()
+        loader.drop()
+    assert {name: parameter.data_ptr() for name, parameter in live.named_parameters()} == addresses
+
+    fresh = dict(model_of(config_of(new)).named_parameters())
+    updated = dict(live.named_parameters())
+    assert updated.keys() == fresh.keys()
+    for name, parameter in updated.items():
+        assert parameter.numel() > 0, name
+        assert torch.equal(parameter, fresh[name]), name
+    assert (live.lm_head.weight is live.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)], ids=["llama-tied", "qwen2-untied"])
+def test_model_updated_in_place_is_the_model_loaded_afresh(kind: str, tied: bool, tmp_path: Path) -> None:
+    model = random_model(kind, tied)
+    model.save_pretrained(tmp_path / "old")
+    change_strongly(model, seed=1)
+    model.save_pretrained(tmp_path / "new")
+
+    arguments = (str(tmp_path / "old"), str(tmp_path / "new"), tied, str(tmp_path / "meeting"))
+    process = multiprocessing.get_context("spawn").Process(target=update_in_place, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -1,0 +1,124 @@
+"""The copy into live weights, on a small tree of modules; the real models are in tests/integration and tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pipelinerl.errors import TransferError
+from services.actor.weights.in_place import InPlaceLoader
+
+
+class Toy(nn.Module):
+    """An embedding, a linear layer and a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(4, 3), nn.Linear(3, 3, bias=False)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.linear.quant_method = "unquantised"
+
+
+class ToyShadow:
+    """As `ShadowModel`: `load` takes parameters as they are; `after` is what post-processing does."""
+
+    def __init__(self, live: Toy, after: Callable[[Toy], None] = lambda model: None) -> None:
+        self.model, self._after = Toy(), after
+        self.pairs = list(zip(live.modules(), self.model.modules(), strict=True))
+        self.names = [name for name, _ in live.named_modules()]
+        self._pristine = {module: set(module.__dict__) for module in self.model.modules()}
+
+    def load(self, tensors) -> None:
+        self.model.load_state_dict(dict(tensors), strict=False)
+        self._after(self.model)
+
+    def post_process_nothing(self) -> None:
+        self._after(self.model)
+
+    def derived(self, module: nn.Module) -> list[str]:
+        return [name for name in module.__dict__ if name not in self._pristine[module]]
+
+    def drop(self) -> None:
+        for module in self.model.modules():
+            for name in self.derived(module):
+                del module.__dict__[name]
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    return {"embed.weight": torch.arange(12.0).view(4, 3), "linear.weight": torch.ones(3, 3) * 7}
+
+
+def test_weights_change_where_they_lie_and_a_tied_one_once() -> None:
+    live = Toy()
+    loader = InPlaceLoader(ToyShadow(live))  # type: ignore[arg-type]
+    assert loader.obstacle() == ""
+    before = {name: (parameter.data_ptr(), id(parameter)) for name, parameter in live.named_parameters()}
+    writes = live.embed.weight._version
+
+    loader.load(new_weights().items())
+    assert not torch.equal(live.linear.weight, new_weights()["linear.weight"])  # not before the swap
+    loader.swap()
+
+    for name, tensor in new_weights().items():
+        assert torch.equal(live.get_parameter(name), tensor)
+    assert live.head.weight is live.embed.weight
+    assert live.embed.weight._version == writes + 1
+    assert {name: (p.data_ptr(), id(p)) for name, p in live.named_parameters()} == before
+
+
+def test_nothing_is_copied_twice_or_after_a_drop() -> None:
+    loader = InPlaceLoader(ToyShadow(Toy()))  # type: ignore[arg-type]
+    loader.load(new_weights().items())
+    loader.swap()
+    with pytest.raises(TransferError):
+        loader.swap()
+    loader.load(new_weights().items())
+    loader.drop()
+    with pytest.raises(TransferError):
+        loader.swap()
+
+
+def packed(model: Toy) -> None:
+    handle = model.linear.weight.clone()
+    model.linear.apply_packed = lambda x: x @ handle
+
+
+def transposed(model: Toy) -> None:
+    model.linear.weight = nn.Parameter(model.linear.weight.t().contiguous().t())
+
+
+def smaller(model: Toy) -> None:
+    model.linear.weight = nn.Parameter(torch.empty(0))
+
+
+def added(model: Toy) -> None:
+    model.linear.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [(packed, "derives apply_packed"), (transposed, "laid out"), (smaller, "laid out"), (added, "scale")],
+)
+def test_what_post_processing_makes_of_weights_can_forbid_it(after, says) -> None:
+    loader = InPlaceLoader(ToyShadow(Toy(), after))  # type: ignore[arg-type]
+    assert loader.obstacle().startswith("linear: ")
+    assert says in loader.obstacle()
+
+
+def test_a_function_that_holds_no_weights_forbids_nothing() -> None:
+    def choose_kernel(model: Toy) -> None:
+        model.linear.kernel = lambda x, weight: nn.functional.linear(x, weight)
+
+    assert InPlaceLoader(ToyShadow(Toy(), choose_kernel)).obstacle() == ""  # type: ignore[arg-type]
+
+
+def test_a_head_that_only_happens_to_be_tied_forbids_it() -> None:
+    """The model's own class would make them two: after an update they may differ."""
+    live = Toy()
+    shadow = ToyShadow(live)
+    shadow.model.head.weight = nn.Parameter(torch.zeros(4, 3))
+    assert "tied" in InPlaceLoader(shadow).obstacle()  # type: ignore[arg-type]

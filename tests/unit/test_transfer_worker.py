@@ -1,0 +1,208 @@
+"""The transfer thread of a vLLM worker with a real socket, store and Gloo; only the model is absent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from services.actor.weights import wire
+from services.actor.weights.link import Answer, WorkerLink
+from services.actor.weights.worker import TransferWorker
+from services.trainer.weights.sender import TransferResult, WeightSender
+
+WEIGHTS = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
+MANIFEST = describe(WEIGHTS.items(), chunk_bytes=8192)
+VERSION = PolicyVersion(1, 4)
+FOREVER_S = 600.0
+SOON_S = 30.0
+"""Far below FOREVER_S and above anything that ends by itself."""
+
+
+@dataclass
+class KeepingLoader:
+    """Keeps what it is given. `on_tensor` may fail."""
+
+    mode: str = "test"
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    live: dict[str, Tensor] = field(default_factory=dict)
+    on_tensor: Callable[[str], None] = lambda name: None
+
+    def check(self, manifest: Manifest) -> None:
+        return
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.drop()
+        for name, tensor in tensors:
+            self.on_tensor(name)
+            self.loaded[name] = tensor.clone()
+
+    def swap(self) -> None:
+        self.live, self.loaded = self.loaded, {}
+
+    def drop(self) -> None:
+        self.loaded = {}
+
+
+@dataclass
+class Engine:
+    """An actor's workers, as vLLM would have them, and the actor's end of their socket."""
+
+    link: WorkerLink
+    workers: list[TransferWorker]
+    loaders: list[KeepingLoader]
+
+    async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[Answer]:
+        order = wire.Join("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1", timeout_s)
+        return await self.link.ask(order)
+
+    async def receive(self, version: PolicyVersion = VERSION) -> list[Answer]:
+        return await self.link.ask(wire.Receive(version.incarnation, version.number, FOREVER_S))
+
+
+@asynccontextmanager
+async def engine(
+    *loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 5.0
+) -> AsyncIterator[Engine]:
+    link = await WorkerLink.listen(len(loaders))
+    workers = []
+    try:
+        for rank, loader in enumerate(loaders):
+            hello = wire.Hello(rank, loader.mode)
+            worker = await asyncio.to_thread(
+                TransferWorker,
+                hello,
+                loader,
+                MANIFEST,
+                link.path,
+                stall_timeout_s=stall_timeout_s,
+                staging_buffers=staging_buffers,
+            )
+            workers.append(worker)
+        await link.hellos(SOON_S)
+        async with asyncio.timeout(SOON_S):
+            yield Engine(link, workers, list(loaders))
+    finally:
+        for worker in workers:
+            worker.close()
+        await link.close()
+
+
+async def trainer(store: GroupStore, name: str, world: int) -> WeightGroup:
+    spec = GroupSpec("127.0.0.1", store.port, name, 0, world, "gloo", "127.0.0.1")
+    return await asyncio.to_thread(WeightGroup.connect, spec, SOON_S)
+
+
+async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> TransferResult:
+    sender = WeightSender(MANIFEST)
+    return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, WEIGHTS), group, SOON_S).done)
+
+
+@pytest.mark.parametrize("staging_buffers", [1, 2, 5])
+async def test_both_ranks_of_one_actor_stage_the_senders_bytes(staging_buffers: int) -> None:
+    """Real Gloo between three ranks; what a rank keeps of a tensor is its model's own business."""
+    store = GroupStore()
+    async with engine(KeepingLoader(), KeepingLoader(), staging_buffers=staging_buffers) as actor:
+        joined, group = await asyncio.gather(actor.join(store, "epoch-1", 3), trainer(store, "epoch-1", 3))
+        staged, sent = await asyncio.gather(actor.receive(), send(group))
+
+        assert joined == [wire.Done(), wire.Done()]
+        assert [answer.checksum for answer in staged if isinstance(answer, wire.Received)] == [sent.checksum] * 2
+        for loader in actor.loaders:
+            assert loader.loaded.keys() == WEIGHTS.keys()
+            assert all(torch.equal(loader.loaded[name], tensor) for name, tensor in WEIGHTS.items())
+        for worker in actor.workers:
+            worker.check_staged(VERSION)
+        group.close()
+
+
+async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        joining = asyncio.create_task(actor.join(store, "epoch-1", 3))  # neither the trainer nor rank 2 ever comes
+        await until_checked_in(store, "epoch-1")
+        assert await actor.link.ask(wire.Discard()) == [wire.Done()]
+        [answer] = await joining
+        assert isinstance(answer, wire.Failed)
+        assert answer.kind == "TransferAborted"
+
+        [joined], group = await asyncio.gather(actor.join(store, "epoch-2", 2), trainer(store, "epoch-2", 2))
+        assert joined == wire.Done()
+        group.close()
+
+
+async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        asks = (wire.Discard(), wire.Join("127.0.0.1", store.port, "e", 1, 2, "gloo", None, FOREVER_S), wire.Discard())
+        answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks))
+        assert [type(answer) for [answer] in answers] == [wire.Done, wire.Failed, wire.Done]
+
+
+async def test_closing_ends_a_join_under_way() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        joining = asyncio.create_task(actor.join(store, "epoch-1", 2))
+        await until_checked_in(store, "epoch-1")
+        actor.workers[0].close()
+        await asyncio.gather(joining, return_exceptions=True)  # an answer, if it was faster than the socket's end
+        await until_no_thread("weights-_work")
+
+
+@pytest.mark.parametrize("staging_buffers", [1, 2])
+async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging_buffers: int) -> None:
+    def fail(name: str) -> None:
+        if name == "w2":
+            raise ValueError("does not fit")
+
+    store = GroupStore()
+    async with engine(KeepingLoader(on_tensor=fail), staging_buffers=staging_buffers) as actor:
+        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        sending = asyncio.create_task(send(group))
+        [answer] = await actor.receive()
+        assert answer == wire.Failed("ValueError", "does not fit")
+        await asyncio.gather(sending, return_exceptions=True)  # small enough to be in the kernel's buffers already
+        await until_no_thread("receive-")
+        [again] = await actor.receive()
+        assert isinstance(again, wire.Failed)  # it has left
+
+
+@pytest.mark.parametrize("staging_buffers", [1, 2])
+async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: int) -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader(), staging_buffers=staging_buffers, stall_timeout_s=0.5) as actor:
+        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        receiving = asyncio.create_task(actor.receive())
+        assert await actor.link.ask(wire.Discard()) == [wire.Done()]
+        [answer] = await receiving
+        assert isinstance(answer, wire.Failed)
+        await until_no_thread("receive-")
+        group.close()
+
+
+async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
+    async with engine(KeepingLoader()) as actor:
+        [answer] = await actor.link.ask(wire.Join("127.0.0.1", 1, "epoch-1", 1, 2, "nccl", None, 1.0))
+        assert isinstance(answer, wire.Failed)
+        assert "weights.backend" in answer.problem
+
+
+async def until_checked_in(store: GroupStore, name: str) -> None:
+    """Rank 1 waits in the meeting."""
+    while not await asyncio.to_thread(store._store.check, [f"{name}/here/1"]):
+        await asyncio.sleep(0.01)
+
+
+async def until_no_thread(prefix: str) -> None:
+    while any(thread.name.startswith(prefix) for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
