@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
 
@@ -33,11 +32,15 @@ def execute(args: argparse.Namespace) -> int:
     write_wish(run_dir, args.count)
     if args.no_wait:
         return 0
+    import asyncio
+
     asyncio.run(_until_there(args.run_dir, args.count, args.timeout))
     return 0
 
 
 async def _until_there(folder: Path, count: int, timeout_s: float) -> None:
+    import asyncio
+
     shown = ""
     try:
         async with asyncio.timeout(timeout_s):

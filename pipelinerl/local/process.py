@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import signal
 from asyncio.subprocess import Process
@@ -21,6 +22,8 @@ from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.http_get import http_status
 from pipelinerl.local.session import kill_session, session_ended, session_pids
 from pipelinerl.service.address import ServiceAddress, read_address
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _TAIL_LINES = 20
@@ -131,7 +134,8 @@ class ServiceProcess:
         """SIGTERM to the process, SIGKILL to it and all it started after `grace_s`. Returns the exit code.
 
         Only the process itself gets the SIGTERM: it stops its own workers in its own order. Those that outlive it get a
-        second to notice, and then SIGKILL.
+        second to notice, and then SIGKILL. A kernel that takes its time to end them (gigabytes to free on a machine that
+        swaps) is not waited for without end: that they die is certain, and what the run did stands.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
@@ -144,7 +148,9 @@ class ServiceProcess:
         leftover_s = min(_LEFTOVER_S, max(0.0, deadline - loop.time()))
         if self.returncode is not None and await session_ended(self.pid, leftover_s):
             return self.returncode
-        return await self.kill_and_wait()
+        if not await self._killed():
+            _log.warning("%s: processes %s are still ending after SIGKILL", self.name, session_pids(self.pid))
+        return -signal.SIGKILL if self.returncode is None else self.returncode
 
     def kill(self) -> None:
         """SIGKILL to the process and all it started, at once, without waiting."""
@@ -155,11 +161,17 @@ class ServiceProcess:
 
         Raises `ServiceError` when the kernel cannot end one (it hangs in a device or a dead network disk).
         """
+        if await self._killed():
+            return await self.wait()
+        raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
+
+    async def _killed(self) -> bool:
         for _ in range(_KILL_ROUNDS):
             self.kill()  # again: a worker may have forked while we killed
             if await session_ended(self.pid, _KILL_WAIT_S):
-                return await self.wait()
-        raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
+                await self.wait()
+                return True
+        return False
 
 
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:

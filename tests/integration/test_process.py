@@ -199,3 +199,19 @@ async def test_an_environment_that_cannot_be_passed_is_a_service_error(tmp_path:
     launch = Launch("odd", ("x" * 300_000,), os.environ, tmp_path / "odd.log", tmp_path / "odd.json")
     with pytest.raises(ServiceError, match="odd cannot be started"):
         await ServiceProcess.start(launch)
+
+
+async def test_a_kernel_that_takes_its_time_with_the_dead_does_not_fail_a_stop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(SERVICE)
+    await process.address(timeout_s=10)
+
+    async def not_yet(session: int, timeout_s: float) -> bool:
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pipelinerl.local.process.session_ended", not_yet)
+        assert await process.terminate(grace_s=5) == -signal.SIGTERM
+        with pytest.raises(ServiceError, match="survive SIGKILL"):
+            await process.kill_and_wait()
