@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 
 from pipelinerl.local.nats_server import NatsServer
 
-
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
