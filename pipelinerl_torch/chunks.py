@@ -29,12 +29,18 @@ def describe(
 
 
 @torch.no_grad()
-def pack(manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Tensor:
+def pack(
+    manifest: Manifest,
+    parameters: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    into: Tensor | None = None,
+) -> Tensor:
     """Copy the parameters into one stream: uint8[total_bytes] on `device`, converted to the wire dtypes, padding zeroed.
 
-    Raises ManifestDiffers if a parameter is missing or has another shape or dtype than the manifest says.
+    `into`: such a stream that may be overwritten. Raises ManifestDiffers if a parameter is missing or has another shape or
+    dtype than the manifest says.
     """
-    stream = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+    stream = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device) if into is None else into
     for spec, offset, size in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):
         tensor = _checked(spec, parameters)
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)

@@ -228,7 +228,7 @@ class WeightUpdateConfig(Section):
         description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
         "the trainer's and the actors'.",
     )
-    chunk_mib: float = Field(64.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    chunk_mib: float = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
     staging_buffers: int = Field(
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )

@@ -404,3 +404,17 @@ def test_closed_group_says_so() -> None:
     alone.close()
     with pytest.raises(GroupFailed):
         alone.broadcast(torch.zeros(1), 1)
+
+
+def test_the_memory_of_a_snapshot_that_nobody_holds_is_used_for_the_next() -> None:
+    weights = {"w": torch.arange(6.0)}
+    sender = WeightSender(describe(weights.items()))
+    first = sender.snapshot(PolicyVersion(1, 1), weights)
+    second = sender.snapshot(PolicyVersion(1, 2), weights)
+    assert first.stream.data_ptr() != second.stream.data_ptr(), "both are held"
+    freed = first.stream.data_ptr()
+    del first
+    third = sender.snapshot(PolicyVersion(1, 3), {"w": torch.zeros(6)})
+    assert third.stream.data_ptr() == freed
+    assert second.stream.view(torch.float32)[:6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not third.stream.any()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from pipelinerl_torch.chunks import chunk_of, pack, version_checksum
 from pipelinerl_torch.group import WeightGroup
 from pipelinerl_torch.header import ChunkHeader
 from pipelinerl_torch.placement import HOST, Placement
+
+MOST_SPARE = 1
+"""Buffers of snapshots that are gone, kept for the next: new memory costs more than the copy into it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class WeightSender:
 
     def __init__(self, manifest: Manifest, *, stall_timeout_s: float = 10.0, placement: Placement = HOST) -> None:
         self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
+        self._spare: deque[Tensor] = deque(maxlen=MOST_SPARE)
 
     @torch.no_grad()
     def snapshot(
@@ -125,9 +131,13 @@ class WeightSender:
         On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
         the manifest describes.
         """
+        into = self._spare.pop() if self._spare else None
         with self.placement.beside():
-            stream = pack(self.manifest, dict(parameters), self.placement.device)
-        return Snapshot(self.manifest, version, stream, self.placement)
+            stream = pack(self.manifest, dict(parameters), self.placement.device, into)
+        snapshot = Snapshot(self.manifest, version, stream, self.placement)
+        if self.placement.stream is None:  # a device's allocator keeps its memory itself, and knows when it is free
+            weakref.finalize(snapshot, self._spare.append, stream)
+        return snapshot
 
     def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
         """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""
