@@ -152,7 +152,7 @@ def update_row(
     updates: list[Update] = [update for block in mine for update in block.updates]
     quiet: list[Window] = [window for block in mine for window in block.quiet]
     step_s, normal = median_step(steps, quiet), rate_in(steps, quiet)
-    during = rate_in(steps, [update.moving for update in updates]) / normal
+    during = rate_in(steps, [update.moving for update in updates]) / normal if way == "in flight" else None
     stalls = [update.stall_s for update in updates]
     gaps = [stall_before(steps, str(update.version), step_s) for update in updates]
     lost = [normal * (update.whole[1] - update.whole[0]) - tokens_in(steps, [update.whole]) for update in updates]
@@ -172,7 +172,7 @@ def update_row(
         "step_ms": milliseconds(step_s),
         "in_progress": case.in_progress,
         "decoding_tokens_per_s": round(normal, 1),
-        "decoding_during_receive": round(during, 3),
+        "decoding_during_receive": None if during is None else round(during, 3),
         "tokens_lost": round(statistics.median(lost), 1),
         "receive_ms": milliseconds(statistics.median(update.receive_s for update in updates)),
         "prepare_ms": milliseconds(statistics.median(update.prepare_s for update in updates)),
