@@ -4,7 +4,7 @@
 
 * `membership`: light members, a process each (real protocol, NATS and Gloo; 1 MB of weights, no engine), with the product's
   default times.
-* `control_channel`: simulated members, the product's listener and heartbeat each, in a few processes on a real
+* `control_channel`: simulated members, a consumer and the product's heartbeat each, in a few processes on a real
   nats-server, with no bytes to send: what the control channel and the trainer's state machines alone take.
 
 All on one machine, whose cores the members share: with 64 of them, waking 64 processes is in every figure.

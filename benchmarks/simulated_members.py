@@ -1,4 +1,4 @@
-"""Many simulated actors in a few processes: the product's listener and heartbeat each, with weights that are never sent.
+"""Many simulated actors in a few processes: a consumer, the product's heartbeat and the answers of an actor each, no weights.
 
 They answer each order as an actor would that takes no time for it. Their trainer's end is `NoBytesPort`. What is left is the
 control channel: NATS, its messages, and the trainer's state machines.
@@ -11,26 +11,24 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.control import Backend, RunEnd
+from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.control import Announce, Backend, Commit, EpochJoined, EpochStart, Serving, Staged
+from pipelinerl.control_codec import decode_control, encode_control
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest, build_manifest
 from services.actor.gate import ServingGate
 from services.actor.membership import Heartbeat
-from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener
-from services.actor.weights.staged import StagedWeights
 from services.trainer.lane import SentBytes
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])
 CHECKSUM = 1
+ORDERS = {"epoch": EpochStart, "announce": Announce, "commit": Commit}
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -57,57 +55,72 @@ class NoBytesGroup:
         return
 
 
-class NoBytesReceiver:
-    """Implements `services.actor.updates.WeightReceiver`."""
+class SimulatedMember:
+    """Follows the control channel by a consumer of its own, and answers at once what is for it.
 
-    async def prepare(self, manifest: Manifest) -> None:
-        return
+    Orders are decoded once a process: a thousand decodings of the same thousand members, which a thousand machines would do
+    at the same time, would otherwise be most of what is measured.
+    """
 
-    async def join_group(self, **where: object) -> None:
-        return
+    def __init__(self, bus: Bus, name: str) -> None:
+        self._bus, self._name = bus, name
+        self._epoch = 0
+        self.gate = ServingGate(max_lag=None)
 
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        return StagedWeights(CHECKSUM, MANIFEST.total_bytes, 0.0, 0.0)
+    async def run(self, following: asyncio.Event) -> None:
+        """Runs until cancelled."""
+        async with self._bus.watch_control(tuple(ORDERS)) as messages:
+            following.set()
+            async for message in messages:
+                await self._answer(decoded(message.kind, message.payload))
 
-    async def commit(self, version: PolicyVersion) -> float:
-        return 0.0
+    async def _answer(self, order: object) -> None:
+        match order:
+            case EpochStart() if self._name in actors_of(order):
+                self._epoch = order.epoch
+                await self._say("joined", EpochJoined(self._name, order.incarnation, order.epoch))
+            case Announce() if order.epoch == self._epoch:
+                staged = Staged(
+                    self._name, order.incarnation, order.epoch, order.version, CHECKSUM, MANIFEST.total_bytes, 0.0, 0.0
+                )
+                await self._say("staged", staged)
+            case Commit() if order.epoch == self._epoch:
+                self.gate.serve(PolicyVersion(order.incarnation, order.version))
+                await self._say("serving", Serving(self._name, order.incarnation, order.epoch, order.version, 0.0))
 
-    async def discard(self) -> None:
-        return
+    async def _say(self, kind: str, answer: EpochJoined | Staged | Serving) -> None:
+        await self._bus.publish_control(kind, encode_control(answer), self._name)
 
 
-async def _never(_: RunEnd) -> None:
-    raise AssertionError("nobody ends this run")
+@lru_cache(maxsize=16)
+def decoded(kind: str, payload: bytes) -> object:
+    return decode_control(payload, ORDERS[kind])
+
+
+@lru_cache(maxsize=16)
+def actors_of(epoch: EpochStart) -> frozenset[str]:
+    return frozenset(member.actor for member in epoch.members)
 
 
 async def _live(url: str, names: Sequence[str], limits: StreamLimits, orders: Connection) -> None:
     """Listens for all, says so, and starts the hearts when told to."""
-    metrics = ActorMetrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(
             connect(url, RUN, limits=limits, name=names[0], request_timeout_s=REQUEST_TIMEOUT_S)
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        hearts = []
-        for name in names:
-            gate = ServingGate(max_lag=None)
-            listener = UpdateListener(
-                bus, NoBytesReceiver(), gate, metrics, instance=name, process=f"p-{name}", on_end=_never
-            )
-            tasks.create_task(listener.run())
-            hearts.append(
-                Heartbeat(bus, gate, _id_of(listener), actor=name, process=f"p-{name}", grpc_address="-:1", ranks=1)
-            )
-            while not listener.manifest_id:
-                await asyncio.sleep(0.001)
+        members = {name: SimulatedMember(bus, name) for name in names}
+        for member in members.values():
+            following = asyncio.Event()
+            tasks.create_task(member.run(following))
+            await following.wait()
         orders.send("listening")
         await asyncio.to_thread(orders.recv)
-        for heart in hearts:
+        for name, member in members.items():
+            heart = Heartbeat(
+                bus, member.gate, lambda: MANIFEST.manifest_id, actor=name, process=f"p-{name}", grpc_address="-:1", ranks=1
+            )
             tasks.create_task(heart.run())
-
-
-def _id_of(listener: UpdateListener) -> Any:
-    return lambda: listener.manifest_id
 
 
 def _main(url: str, names: Sequence[str], limits: StreamLimits, orders: Connection) -> None:
