@@ -205,10 +205,20 @@ def bandwidth_row(
     }
 
 
-def write(name: str, rows: list[dict[str, Any]], machine: dict[str, Any], folder: Path) -> None:
+def write(name: str, rows: Sequence[dict[str, Any]], machine: dict[str, Any], folder: Path) -> None:
+    """Models that were not measured this time keep the rows that the file has of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    result = {"benchmark": name, "machine": machine, "rows": rows}
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path = folder / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    result = {"benchmark": name, "machine": machine, "rows": merged(before, rows)}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, and those of `before` whose model is not among them, smallest model first. Pure."""
+    measured = {row["model"] for row in rows}
+    kept = [row for row in before if row["model"] not in measured]
+    return sorted([*kept, *rows], key=lambda row: float(row["megabytes"]))
 
 
 def main() -> None:
@@ -221,18 +231,17 @@ def main() -> None:
     threads = plan_threads(cores, num_actors=1)
     # Before torch is imported anywhere: vLLM's engine process inherits it.
     os.environ.update(threads.actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
-    rows, bandwidths = [], []
     machine = {"cores": cores, "engine_threads": threads.engine}
     for case in cases(arguments.quick):
         if arguments.only and case.name not in arguments.only:
             continue
+        load = {"load_before": round(os.getloadavg()[0], 2)}
         updates, bandwidth = asyncio.run(measure(case))
-        rows, bandwidths = rows + updates, [*bandwidths, bandwidth]
         for row in (*updates, bandwidth):
+            row |= load
             print(json.dumps({key: value for key, value in row.items() if not isinstance(value, list | dict)}), flush=True)
-        machine["load_average_after"] = round(os.getloadavg()[0], 2)
-        write("weight_update", rows, machine, arguments.output)
-        write("weight_bandwidth", bandwidths, machine, arguments.output)
+        write("weight_update", updates, machine, arguments.output)
+        write("weight_bandwidth", [bandwidth], machine, arguments.output)
 
 
 if __name__ == "__main__":

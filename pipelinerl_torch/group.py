@@ -116,13 +116,15 @@ class WeightGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timeout
-        started = time.monotonic()
+        started, work = time.monotonic(), None
         try:
             work = self._pg.broadcast([tensor], options)
             work.wait(timeout)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
+            # It keeps the connections open, and whoever keeps the error keeps this frame: others would not see `close`.
+            work = None
             if time.monotonic() - started >= 0.95 * timeout_s:
                 raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
