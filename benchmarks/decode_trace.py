@@ -11,6 +11,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def step_times(steps: Sequence[Step], windows: Sequence[Window]) -> list[float]:
     """Seconds between the ends of neighbouring steps that both lie within one of `windows`."""
     return [
         later.ended_s - earlier.ended_s
-        for earlier, later in zip(steps, steps[1:], strict=False)
+        for earlier, later in pairwise(steps)
         if any(begin <= earlier.ended_s and later.ended_s <= end for begin, end in windows)
     ]
 
@@ -83,7 +84,7 @@ def stall_before(steps: Sequence[Step], version: str, step_s: float) -> float:
 
     Raises ValueError when no step of `version` follows another.
     """
-    for earlier, later in zip(steps, steps[1:], strict=False):
+    for earlier, later in pairwise(steps):
         if later.version == version and earlier.version != version:
             return later.ended_s - earlier.ended_s - step_s
     raise ValueError(f"no step of version {version} follows one of another")

@@ -90,9 +90,14 @@ class LightStage:
             await self.updater.all_served()
         return self.records[-1]
 
+    def served(self, record: UpdateRecord) -> None:
+        """The updater calls it."""
+        self.served_s[record.version] = time.monotonic()
+        self.records.append(record)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WITHIN_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - conditions are of many kinds
                 await asyncio.sleep(_LOOK_S)
 
     def forming_s(self) -> float:
@@ -117,15 +122,15 @@ async def light_stage(folder: Path, settings: Settings, megabytes: float = 1.0) 
         sender = WeightSender(
             describe(weights.items(), chunk_bytes=4 * elements), stall_timeout_s=settings.stall_timeout_s
         )
-        port, now_s = CollectivePort(sender, GroupStore(), host="127.0.0.1"), time.monotonic
+        port = CollectivePort(sender, GroupStore(), host="127.0.0.1")
         updater = WeightUpdater(
             bus,
             port,
             incarnation=1,
             deadline_s=settings.deadline_s,
             join_timeout_s=WITHIN_S,
-            on_served=lambda record: (stage.served_s.update({record.version: now_s()}), stage.records.append(record))[0],
-            on_joined=lambda actor, record: stage.joined_s.update({actor: now_s()}),
+            on_served=lambda record: stage.served(record),
+            on_joined=lambda actor, record: stage.joined_s.update({actor: time.monotonic()}),
         )
         stage = LightStage(server.url, settings, bus, updater, sender, stack, weights)
         tasks = [asyncio.create_task(part) for part in (updater.run(), _orders(stage), _registrations(stage))]

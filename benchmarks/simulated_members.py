@@ -118,7 +118,13 @@ async def _live(url: str, names: Sequence[str], limits: StreamLimits, orders: Co
         await asyncio.to_thread(orders.recv)
         for name, member in members.items():
             heart = Heartbeat(
-                bus, member.gate, lambda: MANIFEST.manifest_id, actor=name, process=f"p-{name}", grpc_address="-:1", ranks=1
+                bus,
+                member.gate,
+                lambda: MANIFEST.manifest_id,
+                actor=name,
+                process=f"p-{name}",
+                grpc_address="-:1",
+                ranks=1,
             )
             tasks.create_task(heart.run())
 
