@@ -98,7 +98,7 @@ def row(phase: Phase, how: How, times: str, measured: Sequence[Recovery]) -> dic
 
 
 async def measure(phases: Sequence[Phase], repeats: int) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for phase in phases:
         for how in HOWS:
             for times, settings in (("default", PRODUCT), ("short", SHORT)):
@@ -108,13 +108,28 @@ async def measure(phases: Sequence[Phase], repeats: int) -> list[dict[str, Any]]
     return rows
 
 
+def rows_before(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.is_file() else []
+
+
+def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, and those of `before` of phases that are not among them, in the order of an update. Pure."""
+    measured = {row["phase"] for row in rows}
+    kept = [row for row in before if row["phase"] not in measured]
+    return sorted([*kept, *rows], key=lambda row: PHASES.index(row["phase"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two phases, one repeat")
+    parser.add_argument(
+        "--phases", nargs="+", choices=PHASES, help="some phases; the file keeps its rows of the others"
+    )
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    phases, repeats = (("receiving", "serving"), 1) if arguments.quick else (PHASES, REPEATS)
-    rows = asyncio.run(measure(phases, repeats))
+    repeats = 1 if arguments.quick else REPEATS
+    phases = arguments.phases or (("receiving", "serving") if arguments.quick else PHASES)
+    rows = merged(rows_before(arguments.output), asyncio.run(measure(phases, repeats)))
     machine = {"cores": available_cores(), "load_average_after": round(os.getloadavg()[0], 2)}
     settings = {"default": vars(PRODUCT), "short": vars(SHORT)}
     result = {"benchmark": "recovery", "machine": machine, "settings": settings, "rows": rows}

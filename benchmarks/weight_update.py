@@ -75,7 +75,7 @@ def cases(quick: bool) -> list[Case]:
     return [
         Case("1m", tiny, build_tiny, 128, 110, 60, 4, 40, 0.25),
         Case("135m", smollm2, build_smollm2_shape, 32, 200, 15, 3, 8, 2.0),
-        Case("1b", billion, build_billion, 8, 200, 7, 2, 3, 6.0),
+        Case("1b", billion, build_billion, 8, 200, 5, 1, 3, 4.0),
     ]
 
 

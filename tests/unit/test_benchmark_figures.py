@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import recovery
 from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
 from benchmarks.recovery import Recovery, row
 from benchmarks.samples import milliseconds, paired_ratio, percentile
@@ -101,3 +102,10 @@ def test_a_result_keeps_the_models_that_were_not_measured_this_time() -> None:
     before = [{"model": "1m", "megabytes": 4.2, "ratio": 0.1}, {"model": "1b", "megabytes": 2000.0, "ratio": 0.2}]
     again = [{"model": "1b", "megabytes": 2000.0, "ratio": 0.3}, {"model": "135m", "megabytes": 538.0, "ratio": 0.4}]
     assert [(row["model"], row["ratio"]) for row in merged(before, again)] == [("1m", 0.1), ("135m", 0.4), ("1b", 0.3)]
+
+
+def test_a_recovery_table_keeps_the_phases_that_were_not_measured_this_time() -> None:
+    before = [{"phase": "joining", "served_s": 1}, {"phase": "serving", "served_s": 2}]
+    again = [{"phase": "serving", "served_s": 3}, {"phase": "staged", "served_s": 4}]
+    kept = recovery.merged(before, again)
+    assert [(made["phase"], made["served_s"]) for made in kept] == [("joining", 1), ("staged", 4), ("serving", 3)]
