@@ -77,8 +77,8 @@ proto-check:
 	diff -r --exclude=__init__.py --exclude=__pycache__ $$fresh/pipelinerl/v1 pipelinerl/v1 \
 		|| { echo "pipelinerl/v1 is not what proto/ generates: run make proto and commit"; exit 1; }
 
-benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about 30 minutes on 2 cores)
-	@for name in bus trainer_overhead actor_overhead pipeline_vs_conventional; do \
+benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about an hour on 2 cores)
+	@for name in bus trainer_overhead actor_overhead weight_update membership recovery pipeline_vs_conventional; do \
 		echo "== $$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 	@$(BIN)/python -m benchmarks.table
 

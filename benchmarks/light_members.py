@@ -13,10 +13,11 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,7 @@ How = Literal["dies", "freezes", "hangs", "fails"]
 """SIGKILL to itself, SIGSTOP to itself, waits for ever while its heart beats, raises."""
 STALL_TIMEOUT_S = 2.0
 _CLONE_NEWNET = 0x40000000
+_TICK_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class MemberSpec:
     """On which other ranks reach it."""
     namespace: str = ""
     """Of the network that its process lives in; empty: this machine's."""
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    """The longest that one chunk may take."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Report:
     kind: Literal["joined", "serves", "breaks"]
     number: int
     checksum: int = 0
+    at_s: float = 0.0
+    """Monotonic clock, the same for all processes of a machine."""
+    pause_s: float = 0.0
+    """The longest time since the last version served in which this process's event loop, which would feed an engine, did
+    not run."""
 
 
 class LightReceiver:
@@ -94,10 +103,18 @@ class LightReceiver:
         self._aborted = threading.Event()
         self._idle = threading.Lock()
         self._broken = False
+        self._longest_pause_s = 0.0
         self.weights: dict[str, Tensor] = {}
 
     def say(self, report: Report) -> None:
-        self._reports.send_bytes(json.dumps(asdict(report)).encode())
+        self._reports.send_bytes(json.dumps(asdict(replace(report, at_s=time.monotonic()))).encode())
+
+    async def watch_pauses(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._longest_pause_s = max(self._longest_pause_s, time.monotonic() - before_s - _TICK_S)
 
     async def prepare(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -120,8 +137,8 @@ class LightReceiver:
             raise TransferError("no transfer group is joined")
         with self._idle:
             receiver = Receiver(
-                self._group, self._manifest, version, timeout_s=deadline_s, stall_timeout_s=STALL_TIMEOUT_S,
-                aborted=self._aborted,
+                self._group, self._manifest, version, timeout_s=deadline_s,
+                stall_timeout_s=self._spec.stall_timeout_s, aborted=self._aborted,
             )  # fmt: skip
             self._staged = {}
             try:
@@ -138,7 +155,8 @@ class LightReceiver:
     async def commit(self, version: PolicyVersion) -> float:
         await asyncio.to_thread(self._reach, "committing", version)
         self.weights, self._staged = self._staged, {}
-        self.say(Report("serves", version.number, weights_checksum(self.weights)))
+        pause_s, self._longest_pause_s = self._longest_pause_s, 0.0
+        self.say(Report("serves", version.number, weights_checksum(self.weights), pause_s=pause_s))
         await asyncio.to_thread(self._reach, "serving", version)
         return 0.0
 
@@ -196,7 +214,7 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
         heartbeat = Heartbeat(
             bus, gate, lambda: listener.manifest_id, actor=spec.name, process=process, grpc_address="-:1", ranks=1
         )
-        tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run())]
+        tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run(), receiver.watch_pauses())]
         await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         await heartbeat.leave()
         for task in (*tasks, stopped):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from pipelinerl.config.recipe import Recipe
 
@@ -53,15 +53,36 @@ def build_tiny(recipe: Recipe, folder: Path) -> None:
 
 def build_smollm2_shape(recipe: Recipe, folder: Path) -> None:
     """The words are made up."""
-    config = smollm2_config()
-    words = [*CHARACTERS, *(f"w{number}" for number in range(config.vocab_size - len(CHARACTERS)))]
-    _save(config, words, folder)
+    _save(smollm2_config(), _made_up_words(smollm2_config().vocab_size), folder)
 
 
-def _save(config: LlamaConfig, words: list[str], folder: Path) -> None:
+def billion_config() -> LlamaConfig:
+    """1.07 billion parameters: Llama 3.2 1B's layers with SmolLM2's vocabulary."""
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+
+
+def build_billion(recipe: Recipe, folder: Path) -> None:
+    """In bfloat16. The words are made up."""
+    _save(billion_config(), _made_up_words(billion_config().vocab_size), folder, torch.bfloat16)
+
+
+def _made_up_words(number: int) -> list[str]:
+    return [*CHARACTERS, *(f"w{index}" for index in range(number - len(CHARACTERS)))]
+
+
+def _save(config: LlamaConfig, words: list[str], folder: Path, dtype: torch.dtype = torch.float32) -> None:
     torch.manual_seed(0)
     config.bos_token_id = config.eos_token_id = None
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="100GB")
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

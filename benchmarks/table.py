@@ -43,6 +43,24 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_best",
         "goal",
     ),
+    "weight_update": (
+        "model",
+        "way",
+        "updates",
+        "copy_ms",
+        "goal_ms",
+        "stall_p50_ms",
+        "stall_p99_ms",
+        "gap_p50_ms",
+        "gap_p99_ms",
+        "step_ms",
+        "decoding_tokens_per_s",
+        "decoding_during_receive",
+        "tokens_lost",
+        "receive_ms",
+        "prepare_ms",
+        "load_before",
+    ),
 }
 """Columns shown; a benchmark that is not here shows all its numbers and texts."""
 

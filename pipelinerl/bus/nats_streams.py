@@ -22,8 +22,9 @@ ACTORS = "actors"
 """The durable consumer of PROMPTS that all actors share."""
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
-_MAX_WAITING_PULLS = 16_384
-"""Actors that may wait for a prompt group at once (the server's default is 512)."""
+_MAX_ACTORS = 16_384
+"""Actors that may wait for a prompt group at once, and that may follow the control channel, each by a consumer of its own.
+The server's defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream."""
 
 
 def _storage(limits: StreamLimits) -> StorageType:
@@ -52,7 +53,7 @@ def actors(limits: StreamLimits) -> ConsumerConfig:
         ack_wait=limits.ack_wait_s,
         max_deliver=_UNLIMITED,
         max_ack_pending=_UNLIMITED,
-        max_waiting=_MAX_WAITING_PULLS,
+        max_waiting=_MAX_ACTORS,
     )
 
 
@@ -78,6 +79,7 @@ def control(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
         subjects=[subjects.control_all],
         retention=RetentionPolicy.LIMITS,
         discard=DiscardPolicy.OLD,
+        max_consumers=_MAX_ACTORS,
         max_msgs_per_subject=1,
         storage=_storage(limits),
         num_replicas=limits.replicas,

@@ -14,6 +14,7 @@ from typing import TypeVar
 import nats
 import pytest
 from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
@@ -356,3 +357,14 @@ async def test_a_reader_that_is_cancelled_just_when_a_message_comes_is_cancelled
         done, _ = await asyncio.wait([reading], timeout=5)
         assert done
         assert reading.cancelled()
+
+
+async def test_more_than_a_thousand_actors_may_follow_the_control_channel(server: NatsServer) -> None:
+    """From 2.15 on, a server lets a stream that says nothing have 1,000 consumers."""
+    async with connected(server) as bus, await nats.connect(server.url) as client:
+        following = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=60)
+        for _ in range(1000):
+            await client.jetstream().add_consumer("CONTROL_demo", following)
+        async with bus.watch_control(("announce",)) as messages:
+            await bus.publish_control("announce", b"1")
+            assert (await soon(messages)).payload == b"1"

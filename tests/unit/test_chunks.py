@@ -330,6 +330,29 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works()
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
+def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_keeps_the_error() -> None:
+    """Not every rank is connected to the one that is gone: the others learn of it when their own neighbours leave."""
+    store = GroupStore("127.0.0.1")
+    groups = connected(store, "epoch-1", 4)
+    kept: dict[int, Exception] = {}
+
+    def fail_and_leave(rank: int) -> None:
+        try:
+            for _ in range(4):
+                groups[rank].broadcast(torch.zeros(1 << 20), 8)
+        except TransferError as error:
+            kept[rank] = error
+        groups[rank].close()
+
+    threads = [threading.Thread(target=fail_and_leave, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    groups[3].close()
+    for thread in threads:
+        thread.join(40)
+    assert [type(kept[rank]) for rank in range(3)] == [GroupFailed] * 3
+
+
 def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
     store = GroupStore("127.0.0.1")
     _trainer, actor = connected(store, "epoch-1", 2)

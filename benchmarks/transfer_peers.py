@@ -1,0 +1,172 @@
+"""A trainer's sending end and a receiver without an engine, each in a process of its own, for the weight-update benchmark.
+
+Both answer commands over a pipe. What is compared: the product's `WeightSender` and `Receiver` (headers, checksums, memory
+of its own for each chunk), and a bare `ProcessGroupGloo` that broadcasts the same bytes in the same pieces. It does not
+train, and what it receives is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from services.actor.weights.staging import Receiver
+from services.trainer.weights.sender import WeightSender
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One version through one end. Monotonic seconds; `snapshot_s` is the trainer's copy before the first byte."""
+
+    began_s: float
+    ended_s: float
+    checksum: int = 0
+    snapshot_s: float = 0.0
+
+
+class Peer:
+    """Common to both ends: rank, groups by name, the bare broadcast. Commands are its methods' names."""
+
+    def __init__(self, manifest: Manifest, rank: int, port: int) -> None:
+        self._manifest, self._rank, self.port = manifest, rank, port
+        self._group: WeightGroup | None = None
+        self._bare: Any = None
+
+    def join(self, name: str) -> None:
+        """The product's group of two ranks."""
+        self._group = WeightGroup.connect(GroupSpec(HOST, self.port, name, self._rank, 2, "gloo", HOST), TIMEOUT_S)
+
+    def join_bare(self, name: str) -> None:
+        store = TCPStore(HOST, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        self._bare = gloo(PrefixStore(name, store), self._rank, 2, options)
+
+    def bare(self) -> Moved:
+        """A broadcast of all chunks, one after another, out of and into memory that is there already."""
+        pieces = self._bare_stream().split(self._manifest.chunk_bytes)
+        began_s = time.monotonic()
+        for piece in pieces:
+            self._bare.broadcast(piece, 0).wait()
+        return Moved(began_s, time.monotonic())
+
+    def _bare_stream(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class SendingPeer(Peer):
+    """Rank 0. Hosts the store; `port` is where."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._store = GroupStore(HOST)
+        super().__init__(manifest, 0, self._store.port)
+        self._sender = WeightSender(manifest, stall_timeout_s=TIMEOUT_S)
+        generator = torch.Generator().manual_seed(0)
+        self._weights = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).normal_(0, 0.02, generator=generator)
+            for spec in manifest.parameters
+        }
+        self._stream = self._sender.snapshot(PolicyVersion(0, 0), self._weights).stream
+
+    def address(self) -> int:
+        return self.port
+
+    def send(self, version: PolicyVersion) -> Moved:
+        """A snapshot, then the product's broadcast; checksums are computed anew each time."""
+        assert self._group is not None
+        asked_s = time.monotonic()
+        snapshot = self._sender.snapshot(version, self._weights)
+        began_s = time.monotonic()
+        result = self._sender.broadcast(snapshot, self._group, TIMEOUT_S).done.result()
+        return Moved(began_s, began_s + result.seconds, result.checksum, began_s - asked_s)
+
+    def copy(self, repeats: int) -> list[float]:
+        """Seconds of copying all bytes within memory that is there already, one thread."""
+        target, seconds = self._stream.clone(), []
+        for _ in range(repeats):
+            began_s = time.monotonic()
+            target.copy_(self._stream)
+            seconds.append(time.monotonic() - began_s)
+        return seconds
+
+    def _bare_stream(self) -> torch.Tensor:
+        return self._stream
+
+
+class ReceivingPeer(Peer):
+    """Rank 1."""
+
+    def __init__(self, manifest: Manifest, port: int) -> None:
+        super().__init__(manifest, 1, port)
+        self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+
+    def receive(self, version: PolicyVersion) -> Moved:
+        """As an actor stages, up to the tensors; nothing is done with them."""
+        assert self._group is not None
+        receiver = Receiver(
+            self._group, self._manifest, version, timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S,
+            aborted=threading.Event(),
+        )  # fmt: skip
+        began_s = time.monotonic()
+        for _ in receiver.tensors():
+            pass
+        return Moved(began_s, time.monotonic(), receiver.receipt.checksum)
+
+    def _bare_stream(self) -> torch.Tensor:
+        return self._stream
+
+
+def _serve(kind: type[Peer], arguments: tuple[Any, ...], commands: Connection) -> None:
+    torch.set_num_threads(1)
+    peer = kind(*arguments)
+    while (command := commands.recv()) is not None:
+        name, given = command
+        commands.send(getattr(peer, name)(*given))
+    os._exit(0)
+
+
+class RemotePeer:
+    """The watcher's end: `await peer("send", version)`. One command at a time."""
+
+    def __init__(self, process: Any, commands: Connection) -> None:
+        self._process, self._commands = process, commands
+
+    async def __call__(self, name: str, *given: Any) -> Any:
+        """Raises EOFError when the process died."""
+        self._commands.send((name, given))
+        return await asyncio.to_thread(self._commands.recv)
+
+
+@contextmanager
+def peer(kind: type[Peer], *arguments: Any) -> Iterator[RemotePeer]:
+    """Starts the process; kills it at the block's end."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(kind, arguments, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield RemotePeer(process, here)
+    finally:
+        process.kill()
+        process.join()
+        here.close()

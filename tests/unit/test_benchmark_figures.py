@@ -1,0 +1,111 @@
+"""How benchmarks sum up what they measured; the measuring itself is not tested."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import recovery
+from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
+from benchmarks.recovery import Recovery, row
+from benchmarks.samples import milliseconds, paired_ratio, percentile
+from benchmarks.simulated_members import actors_of
+from benchmarks.weight_update import merged
+from pipelinerl.control import EpochMember, EpochStart
+from services.trainer.coordinator import Member
+from services.trainer.lane import epoch_members
+
+STEPS = [Step(1.0, 10, "1:0"), Step(2.0, 10, "1:0"), Step(3.0, 10, "1:0"), Step(5.5, 10, "1:1"), Step(6.5, 20, "1:1")]
+"""One step a second, and 1.5 s in which a swap let nothing run."""
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        ([1.0, 2.0, 3.0, 4.0], 50, 2.0),
+        ([float(n) for n in range(1, 101)], 99, 99.0),
+        ([float(n) for n in range(1, 11)], 99, 10.0),
+        ([7.0], 0, 7.0),
+    ],
+)
+def test_a_percentile_is_the_nearest_measured_value(values: list[float], percent: float, expected: float) -> None:
+    assert percentile(values, percent) == expected
+
+
+def test_there_is_no_percentile_of_nothing() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_a_ratio_is_of_neighbouring_rounds() -> None:
+    """A disturbance that hits both sides of a round leaves the ratio alone."""
+    assert paired_ratio([2.0, 20.0, 2.0], [4.0, 40.0, 1.0]) == 0.5
+    assert milliseconds(0.0123456) == 12.346
+
+
+def test_tokens_of_a_window_count_steps_by_the_part_within_it() -> None:
+    assert tokens_in(STEPS, [(1.0, 3.0)]) == pytest.approx(20)
+    assert tokens_in(STEPS, [(1.5, 2.0), (6.0, 6.5)]) == pytest.approx(5 + 10)
+    assert rate_in(STEPS, [(1.0, 3.0), (5.5, 6.5)]) == pytest.approx((20 + 20) / 3)
+
+
+def test_a_stall_is_what_the_gap_exceeds_a_step_by() -> None:
+    quiet = [(0.5, 3.2), (5.0, 7.0)]
+    assert step_times(STEPS, quiet) == [1.0, 1.0, 1.0]
+    assert median_step(STEPS, quiet) == 1.0
+    assert stall_before(STEPS, "1:1", 1.0) == pytest.approx(1.5)
+    with pytest.raises(ValueError, match="no step of version 1:0"):
+        stall_before(STEPS, "1:0", 1.0)
+
+
+@dataclass
+class ScriptedCore:
+    """vLLM's client to the engine, as far as it is watched."""
+
+    waiting: list[SimpleNamespace] = field(default_factory=list)
+
+    async def get_output_async(self) -> SimpleNamespace:
+        return self.waiting.pop(0)
+
+
+async def test_a_trace_notes_the_steps_that_an_engine_reports_and_nothing_else() -> None:
+    step = SimpleNamespace(new_token_ids=[4, 5])
+    answer_to_a_call = SimpleNamespace(outputs=[], timestamp=1.0, weight_version=None)
+    core = ScriptedCore([answer_to_a_call, SimpleNamespace(outputs=[step, step], timestamp=2.0, weight_version="1:7")])
+    trace = DecodeTrace()
+    trace.watch(core)
+    waiting = asyncio.create_task(trace.until_version("1:7", 1, timeout_s=10))
+    for _ in range(2):
+        await core.get_output_async()
+    await waiting
+    assert trace.steps == [Step(2.0, 4, "1:7")]
+
+
+def test_a_row_of_the_recovery_table_has_medians_and_maxima() -> None:
+    measured = [Recovery(1.0, 2.0, 0.001, 1), Recovery(3.0, 4.0, 0.002, 2), Recovery(2.0, 9.0, 0.009, 1)]
+    made = row("staged", "freezes", "short", measured)
+    assert (made["served_s"], made["served_max_s"], made["trainer_s"], made["trainer_max_s"]) == (2.0, 3.0, 4.0, 9.0)
+    assert (made["pause_ms"], made["pause_max_ms"], made["meetings"], made["repeats"]) == (2.0, 9.0, 2, 3)
+
+
+def test_a_simulated_member_finds_itself_in_an_epoch() -> None:
+    members = epoch_members((Member("a", "p1"), Member("b", "p2", ranks=2)))
+    assert members[1] == EpochMember("b", "p2", 2, 2)
+    assert actors_of(EpochStart(1, 1, "h:1", "gloo", 4, members, "m", 60.0)) == {"a", "b"}
+
+
+def test_a_result_keeps_the_models_that_were_not_measured_this_time() -> None:
+    before = [{"model": "1m", "megabytes": 4.2, "ratio": 0.1}, {"model": "1b", "megabytes": 2000.0, "ratio": 0.2}]
+    again = [{"model": "1b", "megabytes": 2000.0, "ratio": 0.3}, {"model": "135m", "megabytes": 538.0, "ratio": 0.4}]
+    assert [(row["model"], row["ratio"]) for row in merged(before, again)] == [("1m", 0.1), ("135m", 0.4), ("1b", 0.3)]
+
+
+def test_a_recovery_table_keeps_the_phases_that_were_not_measured_this_time() -> None:
+    before = [{"phase": "joining", "served_s": 1}, {"phase": "serving", "served_s": 2}]
+    again = [{"phase": "serving", "served_s": 3}, {"phase": "staged", "served_s": 4}]
+    kept = recovery.merged(before, again)
+    assert [(made["phase"], made["served_s"]) for made in kept] == [("joining", 1), ("staged", 4), ("serving", 3)]
