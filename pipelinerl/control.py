@@ -128,6 +128,8 @@ class Abort:
     reason: str
     actor: str = ""
     """Who says so; "" = the trainer."""
+    group_broke: bool = False
+    """An actor's: the transfer group failed, which may be another member's doing."""
 
 
 @dataclass(frozen=True)

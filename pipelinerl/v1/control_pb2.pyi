@@ -149,18 +149,20 @@ class Serving(_message.Message):
     def __init__(self, actor: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("incarnation", "epoch", "version", "reason", "actor")
+    __slots__ = ("incarnation", "epoch", "version", "reason", "actor", "group_broke")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ACTOR_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BROKE_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     epoch: int
     version: int
     reason: str
     actor: str
-    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., actor: _Optional[str] = ...) -> None: ...
+    group_broke: bool
+    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., actor: _Optional[str] = ..., group_broke: _Optional[bool] = ...) -> None: ...
 
 class RunEnd(_message.Message):
     __slots__ = ("incarnation", "version", "ok", "reason")

@@ -19,7 +19,7 @@ class GroupFailed(TransferError):
 
     def __init__(self, group: str, problem: str) -> None:
         self.group, self.problem = group, problem
-        super().__init__(f"weight group {group}: {problem}")
+        super().__init__(f"weight group {group}: {problem}" if group else problem)
 
 
 class DeadlineExceeded(GroupFailed):

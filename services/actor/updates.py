@@ -20,6 +20,7 @@ from pipelinerl.control_codec import decode_control, encode_control
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
 from pipelinerl.retry import until_taken
 from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.errors import GroupFailed, TransferAborted
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.manifest_codec import manifest_from_bytes
 from services.actor.gate import ServingGate, newer
@@ -144,7 +145,7 @@ class UpdateListener:
             self.epoch = None
             return
         if self._manifest is None or self._manifest.manifest_id != epoch.manifest_id:
-            await self._fail(epoch, 0, f"manifest {epoch.manifest_id} is not the one prepared here")
+            await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
             return
         try:
             await self._receiver.join_group(
@@ -156,7 +157,7 @@ class UpdateListener:
                 deadline_s=epoch.deadline_s,
             )
         except TransferError as error:
-            await self._fail(epoch, 0, str(error))
+            await self._fail(epoch, 0, error)
             return
         self.epoch = epoch
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
@@ -169,7 +170,8 @@ class UpdateListener:
             return
         await self._stop_receiving()
         if self._gate.served is not None and newer(self._gate.served, version):
-            await self._fail(announce, announce.version, f"serves {self._gate.served} already, which is newer")
+            error = TransferError(f"serves {self._gate.served} already, which is newer")
+            await self._fail(announce, announce.version, error)
             return
         self._receiving = self._tasks.create_task(self._receive(announce))
 
@@ -178,7 +180,7 @@ class UpdateListener:
         try:
             staged = await self._receiver.receive(version, announce.deadline_s)
         except TransferError as error:
-            await self._fail(announce, announce.version, str(error))
+            await self._fail(announce, announce.version, error)
             return
         self._staged = version
         self._metrics.received_bytes.inc(staged.num_bytes)
@@ -209,7 +211,7 @@ class UpdateListener:
         except CommitFailed:
             raise  # which weights are served is unknown: the process ends and comes back as a new member
         except TransferError as error:
-            await self._fail(commit, commit.version, str(error))
+            await self._fail(commit, commit.version, error)
             return
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
@@ -246,11 +248,12 @@ class UpdateListener:
         mine = self.epoch
         return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
 
-    async def _fail(self, about: EpochStart | Announce | Commit, version: int, reason: str) -> None:
-        log.error("weight update failed here: %s", reason)
+    async def _fail(self, about: EpochStart | Announce | Commit, version: int, error: TransferError) -> None:
+        log.error("weight update failed here: %s", error)
         self._metrics.updates.labels("failed").inc()
+        reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
         await self._answer(
-            "failed", Abort(about.incarnation, about.epoch, version, reason[:REASON_CHARACTERS], self._instance)
+            "failed", Abort(about.incarnation, about.epoch, version, reason, self._instance, group_broke)
         )
 
     async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort) -> None:

@@ -21,6 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+MOST_RESTARTS = 3
+"""Attempts at one version with the same members after the first. Then each has to show alone that it can."""
+
 
 @dataclass(frozen=True)
 class Member:
@@ -101,9 +104,12 @@ class MemberServing:
 
 @dataclass(frozen=True)
 class MemberFailed:
+    """It says so. `group_broke`: its group failed, which may be another member's doing."""
+
     actor: str
     epoch: int
     reason: str
+    group_broke: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,6 +254,8 @@ class Coordinator:
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()
+        self._restarts = 0
+        """Of the current version, with the same members: nobody could be blamed."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -275,8 +283,12 @@ class Coordinator:
                 if epoch != self.epoch or not self._under_way:
                     return []
                 return self._lose(set(missing), reason) if missing else self._restart(reason)
-            case MemberFailed(actor, epoch, reason):
-                return self._lose({actor}, reason) if epoch == self.epoch and actor in self.members else []
+            case MemberFailed(actor, epoch, reason, group_broke):
+                if epoch != self.epoch or actor not in self.members:
+                    return []
+                if group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
+                    return self._restart(reason)
+                return self._lose({actor}, reason)
         if event.epoch != self.epoch:
             return []
         self._note(event)
@@ -313,7 +325,7 @@ class Coordinator:
 
     def _version_ready(self, version: int) -> list[Action]:
         assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
-        self.version = version
+        self.version, self._restarts = version, 0
         if self._group_stands and self.members == self._eligible():
             return self._send()
         return self._form()
@@ -411,9 +423,17 @@ class Coordinator:
             for actor in actors:
                 self.members.pop(actor, None)
             return evicted
-        return evicted + self._restart(reason)
+        return evicted + self._again(reason)
 
     def _restart(self, reason: str) -> list[Action]:
+        """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""
+        self._restarts += 1
+        if self._restarts > MOST_RESTARTS:
+            self._restarts = 0
+            return self._lose(set(self.members), f"the group broke {MOST_RESTARTS + 1} times: {reason}")
+        return self._again(reason)
+
+    def _again(self, reason: str) -> list[Action]:
         abort = SendAbort(self.epoch, self.version, reason)
         return [abort, *self._form()]
 

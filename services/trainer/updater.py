@@ -206,7 +206,10 @@ class WeightUpdater:
                 serving = c.MemberServing(answer.actor, answer.epoch, answer.version)
                 self._post(self._lane(answer.epoch, answer), serving)
             case Abort():
-                self._post(self._lane(answer.epoch), c.MemberFailed(answer.actor, answer.epoch, answer.reason))
+                self._post(
+                    self._lane(answer.epoch),
+                    c.MemberFailed(answer.actor, answer.epoch, answer.reason, answer.group_broke),
+                )
 
     def _lane(self, epoch: int, times: Staged | Serving | None = None) -> Lane:
         """The lane of `epoch`, whose record takes the times; the main lane, which ignores it, for an epoch that is over."""

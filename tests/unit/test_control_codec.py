@@ -36,6 +36,7 @@ MESSAGES: list[control.Control] = [
     control.Serving("actor-0", 1, 4, 8, 0.05),
     control.Abort(1, 4, 8, "deadline"),
     control.Abort(1, 4, 8, "checksum", "actor-0"),
+    control.Abort(1, 4, 8, "connection reset", "actor-0", group_broke=True),
     control.RunEnd(2, 100, True),
     control.RunEnd(2, 41, False, "out of memory"),
 ]

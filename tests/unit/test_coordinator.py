@@ -123,6 +123,22 @@ def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
     assert machine.step(c.MemberUp(B))[0] == c.FormGroup(3, (B,))
 
 
+def test_who_says_that_the_group_broke_is_not_blamed_for_it() -> None:
+    machine = formed(A, B)
+    actions = machine.step(c.MemberFailed("a", 1, "connection reset", group_broke=True))
+    assert types(actions) == [c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[1] == c.FormGroup(2, (A, B))
+
+
+def test_a_group_that_breaks_again_and_again_is_taken_apart() -> None:
+    machine = formed(A, B)
+    for epoch in range(1, c.MOST_RESTARTS + 1):
+        assert types(machine.step(c.TransferFailed(epoch, "cannot be built")))[0] is c.SendAbort
+    actions = machine.step(c.TransferFailed(machine.epoch, "cannot be built"))
+    assert types(actions) == [c.Evicted, c.Evicted, c.SendAbort, c.WaitingForMembers]
+    assert machine.step(c.MemberUp(A))[0] == c.FormGroup(machine.epoch, (A,))
+
+
 def test_only_those_who_did_not_come_to_the_meeting_are_left_out() -> None:
     machine = c.Coordinator()
     for member in (A, B):

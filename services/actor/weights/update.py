@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.errors import GroupFailed
 from pipelinerl.weights.manifest import Manifest
 from services.actor.weights import wire
 from services.actor.weights.link import Answer, WorkerLink
@@ -181,5 +182,7 @@ class WeightUpdateClient:
 def _raise_failures(answers: list[Answer]) -> list[Answer]:
     for answer in answers:
         if isinstance(answer, wire.Failed):
+            if answer.group_broke:
+                raise GroupFailed("", answer.problem)
             raise TransferError(f"{answer.kind}: {answer.problem}")
     return answers

@@ -65,10 +65,11 @@ class Received(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """`kind` is the error's class name."""
+    """`kind` is the error's class name; `group_broke`: the transfer group failed, which may be another member's doing."""
 
     kind: str
     problem: str
+    group_broke: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import torch
 
 from pipelinerl.errors import TransferError
 from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.errors import NothingStaged
+from pipelinerl.weights.errors import GroupFailed, NothingStaged, TransferAborted
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.group import Backend, GroupSpec, WeightGroup
 from pipelinerl_torch.placement import HOST, beside_model
@@ -121,7 +121,7 @@ class TransferWorker:
         try:
             return self._perform(order)
         except TransferError as error:
-            return wire.Failed(type(error).__name__, str(error))
+            return wire.Failed(type(error).__name__, str(error), isinstance(error, GroupFailed | TransferAborted))
         except Exception as error:
             log.exception("weight transfer failed")
             return wire.Failed(type(error).__name__, str(error))
