@@ -38,7 +38,9 @@ class NoBytesPort:
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> NoBytesGroup:
+    async def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None
+    ) -> NoBytesGroup:
         return NoBytesGroup()
 
 

@@ -108,8 +108,11 @@ class WeightGroup:
         timeout_s: float,
         given_up: threading.Event | None = None,
         placement: Placement = HOST,
+        patience_s: float | None = None,
     ) -> WeightGroup:
         """Meet the other `spec.world - 1` ranks.
+
+        `patience_s`, on rank 0: how long to wait for the next one once somebody has come, where all are known to be quick.
 
         `given_up` ends the wait early; set on rank 0, for everybody. With NCCL it ends later broadcasts at once, too.
         Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
@@ -117,7 +120,7 @@ class WeightGroup:
         """
         given_up = given_up or threading.Event()
         meeting: Future[WeightGroup] = Future()
-        arguments = (meeting, spec, timeout_s, given_up, placement)
+        arguments = (meeting, spec, timeout_s, given_up, placement, patience_s)
         threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
         latest = time.monotonic() + timeout_s + _LET_GO_S
         while not wait([meeting], _LET_GO_S).done:
@@ -136,21 +139,32 @@ class WeightGroup:
         timeout_s: float,
         given_up: threading.Event,
         placement: Placement,
+        patience_s: float | None,
     ) -> None:
         """On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does."""
         try:
-            meeting.set_result(cls._join(spec, timeout_s, given_up, placement))
+            meeting.set_result(cls._join(spec, timeout_s, given_up, placement, patience_s))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
             meeting.set_exception(error)
 
     @classmethod
-    def _join(cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event, placement: Placement) -> WeightGroup:
+    def _join(
+        cls,
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event,
+        placement: Placement,
+        patience_s: float | None,
+    ) -> WeightGroup:
         deadline = time.monotonic() + timeout_s
         try:
             # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
             store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
             meeting = PrefixStore(spec.name, store)
-            _check_in(spec, meeting, deadline, timeout_s, given_up)
+            if spec.rank == 0:
+                _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
+            else:
+                _check_in(spec, meeting, deadline, timeout_s, given_up)
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
             transport = _transport(spec, meeting, left_s, placement, given_up)
@@ -210,29 +224,39 @@ def _close_late(meeting: Future[WeightGroup]) -> None:
         meeting.result().close()
 
 
+def _wait_for_all(
+    spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
+) -> None:
+    """Rank 0's side: says go when all ranks have checked in. Raises RanksMissing, TransferAborted, and says void then."""
+    started = last_came = time.monotonic()
+    missing = list(range(1, spec.world))
+    while missing:
+        still = [rank for rank in missing if not meeting.check([f"here/{rank}"])]
+        now = time.monotonic()
+        if len(still) < len(missing):
+            missing, last_came = still, now
+            continue
+        impatient = patience_s is not None and len(missing) < spec.world - 1 and now - last_came >= patience_s
+        if given_up.is_set() or impatient or now - started >= timeout_s:
+            meeting.set(_VOID, "1")
+            if given_up.is_set():
+                raise TransferAborted(f"the meeting of {spec.name} was given up")
+            raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
+        given_up.wait(_LOOK_S)
+    meeting.set(_GO, "1")
+
+
 def _check_in(
     spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
 ) -> None:
-    """Returns when all ranks have checked in. Raises DeadlineExceeded (on rank 0 RanksMissing), TransferAborted."""
-    if spec.rank == 0:
-        awaited = [f"here/{rank}" for rank in range(1, spec.world)]
-    else:
-        meeting.set(f"here/{spec.rank}", "1")
-        awaited = [_GO]
-    while not meeting.check(awaited):
-        late = time.monotonic() >= deadline
-        if spec.rank == 0 and (late or given_up.is_set()):
-            meeting.set(_VOID, "1")
-        if given_up.is_set() or (spec.rank and meeting.check([_VOID])):
+    """The others' side: returns when rank 0 says go. Raises DeadlineExceeded, TransferAborted."""
+    meeting.set(f"here/{spec.rank}", "1")
+    while not meeting.check([_GO]):
+        if given_up.is_set() or meeting.check([_VOID]):
             raise TransferAborted(f"the meeting of {spec.name} was given up")
-        if late:
-            if spec.rank:
-                raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
-            missing = tuple(rank for rank in range(1, spec.world) if not meeting.check([f"here/{rank}"]))
-            raise RanksMissing(spec.name, missing, spec.world, timeout_s)
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
         given_up.wait(_LOOK_S)
-    if spec.rank == 0:
-        meeting.set(_GO, "1")
 
 
 def _transport(

@@ -35,7 +35,7 @@ class RanksMissing(DeadlineExceeded):
 
     def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
         self.ranks = ranks
-        super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} never came,", timeout_s)
+        super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} have not come,", timeout_s)
 
 
 class ChunkCorrupt(TransferError):

@@ -46,10 +46,10 @@ class MemberUp:
 
 
 @dataclass(frozen=True)
-class MemberDown:
-    """Removed its registration, or its heartbeat expired."""
+class MembersDown:
+    """They removed their registrations, or their heartbeats expired: together, so that one new epoch is enough."""
 
-    actor: str
+    actors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class HoldCommits:
 
 Event = (
     MemberUp
-    | MemberDown
+    | MembersDown
     | MemberReady
     | VersionReady
     | MemberJoined
@@ -268,8 +268,8 @@ class Coordinator:
         match event:
             case MemberUp(member):
                 return self._member_up(member)
-            case MemberDown(actor):
-                return self._member_down(actor)
+            case MembersDown(actors):
+                return self._members_down(actors)
             case MemberReady(actor, process):
                 return self._member_ready(actor, process)
             case VersionReady(version):
@@ -317,11 +317,13 @@ class Coordinator:
         self._newcomers.discard(actor)
         return self._form() if self.phase is Phase.WAITING else []
 
-    def _member_down(self, actor: str) -> list[Action]:
-        self.present.pop(actor, None)
-        self._benched.pop(actor, None)
-        self._newcomers.discard(actor)
-        return self._lose({actor}, "left, or its heartbeat stopped") if actor in self.members else []
+    def _members_down(self, actors: tuple[str, ...]) -> list[Action]:
+        for actor in actors:
+            self.present.pop(actor, None)
+            self._benched.pop(actor, None)
+            self._newcomers.discard(actor)
+        lost = set(actors) & set(self.members)
+        return self._lose(lost, "left, or its heartbeat stopped") if lost else []
 
     def _version_ready(self, version: int) -> list[Action]:
         assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"

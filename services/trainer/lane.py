@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 MEETING_SHARE = 0.8
 """Of the deadline, for a group's members to meet: a meeting knows who did not come, and says so before the deadline of the
 phase, which would blame all whom it kept waiting."""
+PATIENCE_S = 3.0
+"""For the next rank once one has come, in a meeting of members that have met before: who died a moment ago is found out by
+this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
 Order = EpochStart | Announce | Commit | Abort
 """What the trainer says to actors about a transfer."""
 Outcome = c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers
@@ -62,8 +65,11 @@ class TransferPort(Protocol):
     manifest: Manifest
     backend: Backend
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> TransferGroup:
-        """Opens the group of this epoch and starts building it. Raises `TransferError`."""
+    async def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None
+    ) -> TransferGroup:
+        """Opens the group of this epoch and starts building it. `patience_s`: how long to wait for the next rank once one
+        has come; None: to the deadline. Raises `TransferError`."""
         ...
 
 
@@ -99,6 +105,8 @@ class Surroundings:
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     incarnation: int
     deadline_s: float
+    met: set[c.Member] = field(default_factory=set)
+    """Members that a group was built with: prepared, and so quick to come to the next."""
 
 
 class Lane:
@@ -166,8 +174,9 @@ class Lane:
         await self._stop_transfer()
         around = self._around
         world_size = 1 + sum(member.ranks for member in members)
+        patience_s = PATIENCE_S if around.met.issuperset(members) else None
         try:
-            group = await around.port.open_group(epoch, world_size, MEETING_SHARE * around.deadline_s)
+            group = await around.port.open_group(epoch, world_size, MEETING_SHARE * around.deadline_s, patience_s)
         except TransferError as error:
             around.post(self, c.TransferFailed(epoch, str(error)))
             return
@@ -195,6 +204,7 @@ class Lane:
         except TransferError as error:
             self._around.post(self, c.TransferFailed(epoch, str(error)))
         else:
+            self._around.met.update(members)
             self._around.post(self, c.GroupBuilt(epoch))
 
     async def _broadcast(self, epoch: int, version: int) -> None:

@@ -164,7 +164,7 @@ class WeightUpdater:
         async with self._bus.watch_members() as events:
             async for event in events:
                 if event.payload is None:
-                    self._post(None, c.MemberDown(event.actor))
+                    self._post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
                     registration = decode_control(event.payload, Registration)
@@ -176,7 +176,7 @@ class WeightUpdater:
     def _register(self, registration: Registration) -> None:
         member = c.Member(registration.actor, registration.process, registration.ranks, registration.grpc_address)
         draining = registration.phase == "draining"
-        self._post(None, c.MemberDown(member.actor) if draining else c.MemberUp(member))
+        self._post(None, c.MembersDown((member.actor,)) if draining else c.MemberUp(member))
 
     async def _watch_answers(self) -> None:
         async with self._bus.watch_control(tuple(ANSWER_TYPES)) as messages:
@@ -232,21 +232,26 @@ class WeightUpdater:
 
     async def _step_events(self) -> None:
         while True:
-            lane, event = await self._events.get()
-            if lane is None:
-                await self._membership(event)
-            elif lane is self._main:
-                await self._step_main(event)
-            elif lane in self._sides.values():
-                await self._step_side(lane, event)
+            waiting = [await self._events.get()]
+            while not self._events.empty():
+                waiting.append(self._events.get_nowait())
+            for lane, event in together(waiting):
+                if lane is None:
+                    await self._membership(event)
+                elif lane is self._main:
+                    await self._step_main(event)
+                elif lane in self._sides.values():
+                    await self._step_side(lane, event)
 
     async def _membership(self, event: c.Event) -> None:
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
                 await self._side(self._joining.up(member))
-            case c.MemberDown(actor):
-                await self._side(self._joining.down(actor))
+            case c.MembersDown(actors):
+                self._around.met.difference_update([m for m in self._around.met if m.actor in actors])
+                for actor in actors:
+                    await self._side(self._joining.down(actor))
         async with self._members_changed:
             self._members_changed.notify_all()
 
@@ -312,3 +317,15 @@ class WeightUpdater:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
+
+
+def together(events: list[tuple[Lane | None, c.Event]]) -> list[tuple[Lane | None, c.Event]]:
+    """The same events in the same order, departures that follow one another as one. Pure."""
+    merged: list[tuple[Lane | None, c.Event]] = []
+    for lane, event in events:
+        before = merged[-1][1] if merged else None
+        if isinstance(event, c.MembersDown) and isinstance(before, c.MembersDown):
+            merged[-1] = (None, c.MembersDown(before.actors + event.actors))
+        else:
+            merged.append((lane, event))
+    return merged

@@ -3,6 +3,7 @@ import os
 import queue
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -418,6 +419,21 @@ def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_
     finally:
         host.kill()
         host.join()
+
+
+def test_patience_begins_when_the_first_has_come() -> None:
+    store = GroupStore("127.0.0.1")
+
+    def come_as(rank: int) -> None:
+        with suppress(TransferAborted):
+            WeightGroup.connect(spec(store, "epoch-1", rank, 3), 60)
+
+    punctual = threading.Timer(0.5, come_as, args=(2,))
+    punctual.start()
+    with pytest.raises(RanksMissing) as caught:
+        WeightGroup.connect(spec(store, "epoch-1", 0, 3), 60, patience_s=0.2)
+    assert caught.value.ranks == (1,)
+    punctual.join(10)
 
 
 def test_closed_group_says_so() -> None:

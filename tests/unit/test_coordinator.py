@@ -66,7 +66,7 @@ def test_a_wrong_checksum_evicts_and_the_same_version_is_sent_again() -> None:
 
 def test_a_dead_member_while_sending_is_left_out_of_the_next_epoch() -> None:
     machine = formed(A, B)
-    actions = machine.step(c.MemberDown("b"))
+    actions = machine.step(c.MembersDown(("b",)))
     assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
     assert actions[2] == c.FormGroup(2, (A,))
 
@@ -74,7 +74,7 @@ def test_a_dead_member_while_sending_is_left_out_of_the_next_epoch() -> None:
 def test_a_dead_member_while_committing_does_not_stop_the_others() -> None:
     machine = committing(A, B)
     machine.step(c.MemberServing("a", 1, 1))
-    assert machine.step(c.MemberDown("b")) == [
+    assert machine.step(c.MembersDown(("b",))) == [
         c.Evicted("b", 1, "left, or its heartbeat stopped"),
         c.VersionServed(1, 1, ("a",)),
     ]
@@ -118,9 +118,17 @@ def test_who_stays_broken_while_its_heart_beats_costs_the_others_one_deadline_on
 
 def test_with_nobody_left_the_version_waits_for_the_next_to_register() -> None:
     machine = formed(A)
-    actions = machine.step(c.MemberDown("a"))
+    actions = machine.step(c.MembersDown(("a",)))
     assert types(actions) == [c.Evicted, c.SendAbort, c.WaitingForMembers]
     assert machine.step(c.MemberUp(B))[0] == c.FormGroup(3, (B,))
+
+
+def test_those_who_go_together_cost_one_new_epoch() -> None:
+    third = c.Member("d", "d-1")
+    machine = formed(A, B, third)
+    actions = machine.step(c.MembersDown(("b", "d", "never seen")))
+    assert types(actions) == [c.Evicted, c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[3] == c.FormGroup(2, (A,))
 
 
 def test_who_says_that_the_group_broke_is_not_blamed_for_it() -> None:
@@ -185,7 +193,7 @@ def test_newcomers_form_the_epoch_when_there_is_nobody_else() -> None:
     machine = committing(A)
     machine.step(c.MemberServing("a", 1, 1))
     machine.step(c.MemberUp(B))
-    machine.step(c.MemberDown("a"))
+    machine.step(c.MembersDown(("a",)))
     assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (B,))
 
 
@@ -207,7 +215,7 @@ def test_a_hold_lets_the_measured_version_itself_be_committed() -> None:
 
 def test_messages_of_an_old_epoch_change_nothing() -> None:
     machine = formed(A, B)
-    machine.step(c.MemberDown("b"))
+    machine.step(c.MembersDown(("b",)))
     for event in (c.MemberStaged("a", 1, 1, CHECKSUM), c.BytesSent(1, 1, CHECKSUM), c.TransferFailed(1, "late")):
         assert machine.step(event) == []
 
@@ -287,7 +295,7 @@ class World:
         elif choice < 0.2 and name in self.alive:
             del self.alive[name]
             if self.random.random() < 0.5:
-                self.pending.append(c.MemberDown(name))
+                self.pending.append(c.MembersDown((name,)))
         elif choice < 0.25 and name in self.machine.members:
             self.feed(c.MemberFailed(name, self.machine.epoch, "disk full"))
         elif choice < 0.3:
@@ -310,7 +318,7 @@ class World:
         self.feed(c.HoldCommits(None))
         survivor = c.Member("a", "a-last")
         for name in set(self.machine.present) - {"a"}:
-            self.feed(c.MemberDown(name))
+            self.feed(c.MembersDown((name,)))
         self.alive = {"a": survivor}
         self.feed(c.MemberUp(survivor))
         for _ in range(200):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.coordinator import Coordinator, FormGroup, Member, MemberDown, MemberUp, VersionReady
+from services.trainer.coordinator import Coordinator, FormGroup, Member, MembersDown, MemberUp, VersionReady
 from services.trainer.lane import epoch_members
 
 tensor_parallel_sizes = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=20)
@@ -31,7 +31,7 @@ def test_ranks_stay_without_gaps_when_actors_leave(sizes, data) -> None:
     for member in members:
         coordinator.step(MemberUp(member))
     for member in leaving:
-        coordinator.step(MemberDown(member.actor))
+        coordinator.step(MembersDown((member.actor,)))
 
     [formed] = [action for action in coordinator.step(VersionReady(1)) if isinstance(action, FormGroup)]
     laid_out = epoch_members(formed.members)

@@ -22,9 +22,10 @@ from services.actor.gate import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
+from services.trainer import coordinator as c
 from services.trainer.coordinator import Phase
 from services.trainer.lane import SentBytes, UpdateRecord
-from services.trainer.updater import WeightUpdater
+from services.trainer.updater import WeightUpdater, together
 from tests.unit.builders import RUN
 
 MANIFEST = build_manifest([("w", (4,), "float32")])
@@ -40,7 +41,9 @@ class ScriptedPort:
     opened: list[tuple[int, int]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> ScriptedGroup:
+    async def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None
+    ) -> ScriptedGroup:
         self.opened.append((epoch, world_size))
         return ScriptedGroup(self.sent)
 
@@ -435,3 +438,14 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
         await one.until(lambda: "b" in one.updater.reasons and "newer" in one.updater.reasons)
         assert b.receiver.served == [PolicyVersion(1, 0)]
         assert b.gate.announced == PolicyVersion(1, 0)
+
+
+def test_departures_that_follow_one_another_are_taken_together() -> None:
+    joined, served = c.MemberJoined("a", 1), c.MemberServing("a", 1, 1)
+    gone = [(None, c.MembersDown((name,))) for name in "bcd"]
+    assert together([(None, joined), *gone[:2], (None, served), gone[2]]) == [
+        (None, joined),
+        (None, c.MembersDown(("b", "c"))),
+        (None, served),
+        (None, c.MembersDown(("d",))),
+    ]

@@ -25,11 +25,15 @@ class CollectivePort:
         self.backend: Backend = backend
         self._sender, self._store, self._host = sender, store, host
 
-    async def open_group(self, epoch: int, world_size: int, deadline_s: float) -> CollectiveGroup:
+    async def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
+    ) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), self._sender.placement.another()
-        meeting = asyncio.create_task(asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement))
+        meeting = asyncio.create_task(
+            asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
+        )
         return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting, given_up)
 
 
