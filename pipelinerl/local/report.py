@@ -30,6 +30,9 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     from pipelinerl.config.load import load_recipe
 
     recipe_file = run_dir / "recipe.yaml"
+    if not run_dir.is_dir():
+        what = "is a file" if run_dir.exists() else "there is no such folder"
+        raise FieldError("RUN_DIR", str(run_dir), f"{what}; give the folder of a run")
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
