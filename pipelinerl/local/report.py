@@ -37,7 +37,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
     records = read_jsonl(run_dir / "metrics.jsonl")
-    summary = read_summary(run_dir / "summary.json") or summary_from_metrics(recipe, records)
+    summary = read_summary(run_dir / "summary.json") or {**summary_from_metrics(recipe, records)}
     samples = read_jsonl(run_dir / "samples.jsonl")
     text = recipe_file.read_text(encoding="utf-8")
     return report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
