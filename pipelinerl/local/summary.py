@@ -54,13 +54,12 @@ def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummar
     """What metrics.jsonl alone tells, under the summary's names; what it does not tell is None."""
     last: Record = records[-1] if records else {}
     heldout, ess = _heldout(records), _values(records, "ess")
-    failures = _values(records, "parity_failures")
     return {
         "recipe": recipe.name,
         "mode": recipe.mode,
         "seed": recipe.seed,
         "steps": last.get("step", 0),
-        "steps_skipped": sum(bool(record["skipped"]) for record in records) if _all_tell(records, "skipped") else None,
+        "steps_skipped": _count(records, "skipped"),
         "policy_version": last.get("policy_version"),
         "interrupted": False,
         "wall_s": None,
@@ -77,7 +76,7 @@ def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummar
         "weight_updates": _weight_updates(records),
         "membership": _membership(records),
         "logprob_mismatch_max": max(_values(records, "logprob_mismatch"), default=None),
-        "parity_failures": int(sum(failures)) if failures else None,
+        "parity_failures": _count(records, "parity_failures"),
         "mismatch_kl_mean": _mean(_values(records, "mismatch_kl")),
         "actor_busy_fraction": last.get("actor_busy_fraction"),
         "trainer_busy_fraction": last.get("trainer_busy_fraction"),
@@ -144,8 +143,11 @@ def _membership(records: Iterable[Record]) -> dict[str, Any]:
     return {"joins": len(joins_s), "join_s_p50": _quantile(joins_s, 50), "evictions": None}
 
 
-def _all_tell(records: Sequence[Record], key: str) -> bool:
-    return bool(records) and all(key in record for record in records)
+def _count(records: Sequence[Record], key: str) -> int | None:
+    """Sum over the steps, a text counting as 1 where it is not empty; None where a step does not tell."""
+    if not all(key in record for record in records):
+        return None
+    return sum(bool(value) if isinstance(value, str) else value or 0 for value in (record[key] for record in records))
 
 
 def _values(records: Iterable[Record], key: str) -> list[float]:

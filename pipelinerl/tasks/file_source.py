@@ -93,9 +93,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _json_object(where: str, line: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        row = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
     return row

@@ -182,6 +182,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"RUN_DIR = .* has no recipe\.yaml"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FieldError, match=r"RUN_DIR = .*/nosuch': there is no such folder; give the folder of a run"):
+        write_report(tmp_path / "nosuch")
+    (tmp_path / "file").touch()
+    with pytest.raises(FieldError, match=r"RUN_DIR = .*/file': is a file; give the folder of a run"):
+        write_report(tmp_path / "file")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here")

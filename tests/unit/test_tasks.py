@@ -185,7 +185,7 @@ def test_other_field_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"prompt": "q"', "line 2: not JSON"),
+        ('{"prompt": "q"', "line 2: not JSON: Expecting ',' delimiter at character 15"),
         ('["q", "a"]', "line 2: list where an object"),
         ({"prompt": "q"}, "line 2: field 'answer' is None"),
         ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' is "),

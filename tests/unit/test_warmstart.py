@@ -223,7 +223,7 @@ def test_the_command_builds_and_names_mistakes(tmp_path: Path) -> None:
     refused = run({"source": "hub", "name": "org/model"})
     assert refused.returncode == 2
     assert refused.stderr == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
-    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "saved"
+    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "initial model: saved"
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
