@@ -97,20 +97,30 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     joins = [{"actor": "actor-1", "version": 1, "join_s": 0.5}, {"actor": "actor-2", "version": 1, "join_s": 1.5}]
     told = [
         step(
-            1, {}, skipped="loss not finite", heldout_accuracy=0.5, heldout_version=0, heldout_unanswered=2, joins=joins
+            1,
+            {},
+            skipped="loss not finite",
+            parity_failures=0,
+            heldout_accuracy=0.5,
+            heldout_version=0,
+            heldout_unanswered=2,
+            joins=joins,
         ),
         step(2, {"0": 4}, skipped="", parity_failures=3),
+        step(3, {"0": 4}, skipped="", parity_failures=1),
     ]
     summary = summary_from_metrics(recipe(), told)
-    assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 3)
+    assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 4)
+    silent = summary_from_metrics(recipe(), records())
+    assert (silent["steps_skipped"], silent["parity_failures"], silent["sequence_reasons"]) == (None, None, None)
     assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2}]
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
 
 
 def test_no_steps_at_all() -> None:
     summary = summary_from_metrics(recipe(), [])
-    assert (summary["seed"], summary["policy_version"], summary["steps_skipped"]) == (0, None, None)
-    assert (summary["sequence_reasons"], summary["parity_failures"], summary["heldout"]) == (None, None, [])
+    assert (summary["seed"], summary["policy_version"], summary["steps_skipped"]) == (0, None, 0)
+    assert (summary["sequence_reasons"], summary["parity_failures"], summary["heldout"]) == (None, 0, [])
     assert summary["steps"] == 0
     assert summary["lag"] == {"mean": None, "p95": None, "max": None}
     assert summary["weight_updates"]["stall_s_p50"] is None
