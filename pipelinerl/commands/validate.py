@@ -1,7 +1,7 @@
 """`pipelinerl validate RECIPE`: says whether a recipe can be used, listing everything that is wrong with it.
 
-Judges the recipe only, so that one meant for a cluster validates on a laptop; what this machine lacks for running it
-is printed as a note and does not change the verdict.
+Judges the recipe and what it names (files, folders, functions), so that one meant for a cluster validates on a laptop;
+what this machine lacks for running it, such as a GPU, is printed as a note and does not change the verdict.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code 0; raises `UserError` with every wrong field otherwise."""
+    """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import machine_problems, task_problems
+    from pipelinerl.config.preflight import examine
     from pipelinerl.config.recipe_errors import RecipeError
 
     recipe = load_recipe(args.recipe, args.overrides)
-    if problems := task_problems(recipe):
-        raise RecipeError(recipe.name, problems)
+    found = examine(recipe)
+    if found.mistakes:
+        raise RecipeError(recipe.name, found.mistakes)
     print(f"{recipe.name}: valid")
     width = max(len(name) for name, _ in outline(recipe))
     for name, value in outline(recipe):
         print(f"  {name:<{width}}  {value}")
-    if missing := machine_problems(recipe):
+    if found.lacking:
         print("not runnable on this machine:")
-        for problem in missing:
+        for problem in found.lacking:
             print(f"  - {problem}")
     return 0
 

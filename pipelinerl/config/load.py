@@ -42,6 +42,8 @@ def find_recipe(name: str | Path, folders: Iterable[Path] | None = None) -> Path
         for folder in searched:
             if (folder / f"{name}.yaml").is_file():
                 return folder / f"{name}.yaml"
+    if path.is_dir():
+        raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
     known = sorted({found.stem for folder in searched for found in folder.glob("*.yaml")})
     raise FieldError("recipe", str(name), f"no such file; give a path or one of: {', '.join(known) or '(none here)'}")
 
@@ -69,14 +71,19 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validates plain data. Raises `RecipeError` with one problem for each wrong field or override."""
+    """Validates plain data.
+
+    Raises `RecipeError` with one problem for each wrong override and each wrong field, or, where every field is right by
+    itself, for each rule between fields that is broken.
+    """
     parsed, problems = _parse_overrides(overrides)
+    try:
+        recipe = Recipe.model_validate(apply_overrides(data, parsed))
+    except ValidationError as error:
+        raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
     if problems:
         raise RecipeError(source, problems)
-    try:
-        return Recipe.model_validate(apply_overrides(data, parsed))
-    except ValidationError as error:
-        raise RecipeError(source, problems_of(error, Recipe)) from error
+    return recipe
 
 
 def _parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[FieldError]]:

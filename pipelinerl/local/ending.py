@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.report import write_report
 from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.local.summary import read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.local.text import duration, number, percent
+from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+"""Beside `EXIT_USER_ERROR`: a service ended with that, and so does the run."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Ending:
     def exit_code(self) -> int:
         if self.interrupted:
             return EXIT_INTERRUPTED
+        if isinstance(self.error, ServiceDied) and self.error.returncode == EXIT_USER_ERROR:
+            return EXIT_USER_ERROR
         return EXIT_FAILED if self.error else EXIT_DONE
 
 
@@ -51,7 +56,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO = sys.st
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
     """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
-    summary = read_summary(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
+    summary = read_summary(run_dir.summary) or {**summary_from_metrics(recipe, read_jsonl(run_dir.metrics))}
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
     return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}
@@ -59,22 +64,26 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
     """The summary for a person. Pure."""
-    lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
-    multi = percent(summary.get("sequences_multi_version_fraction"))
-    broken = summary.get("parity_failures")
-    first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     return [
         "",
         f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
-        f"  held-out accuracy  {percent(first)} -> {percent(last)}",
-        f"  token lag          mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, "
-        f"max {number(lag.get('max'))}; {multi} of the sequences span several policy versions",
-        f"  ESS                mean {number(ess.get('mean'), 3)}, min {number(ess.get('min'), 3)}",
-        *(
-            [f"  PARITY             {broken} probes of served against trained policy failed: see logs"]
-            if broken
-            else []
-        ),
+        *_figures(summary),
         f"  report             {run_dir.report}",
         *([f"  checkpoint         {run_dir.checkpoint}"] if run_dir.checkpoint.is_dir() else []),
     ]
+
+
+def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each thing that there is something to say of: a run may end before its first step."""
+    lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
+    first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
+    multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")
+    if last is not None:
+        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}"
+    if lag.get("mean") is not None:
+        span = "" if multi is None else f"; {percent(multi)} of the sequences span several policy versions"
+        yield f"  token lag          mean {number(lag['mean'], 2)}, p95 {number(lag['p95'])}, max {number(lag['max'])}{span}"
+    if ess.get("mean") is not None:
+        yield f"  ESS                mean {number(ess['mean'], 3)}, min {number(ess['min'], 3)}"
+    if broken:
+        yield f"  PARITY             {broken} probes of served against trained policy failed: see logs"

@@ -26,6 +26,8 @@ _FORMAT = 1
 _THREADS = 2
 """Of the builder: more do not help models this small, and with as many threads everywhere the weights are the same."""
 _POLL_S = 0.2
+PROGRESS = "initial model: "
+"""How the builder begins a line that a person should see as it goes. Its errors are told once, at its end."""
 
 RunProcess = Callable[[str, Launch], AbstractAsyncContextManager[ServiceProcess]]
 """Starts a process of the given kind and stops it at the block's end."""
@@ -106,11 +108,11 @@ def _put_in_place(built: Path, folder: Path) -> None:
 
 
 async def _repeat_log(log: Path, say: Callable[[str], None]) -> None:
-    """Says the log's last line whenever there is a new one."""
+    """Says the log's last line whenever there is a new one that tells of progress."""
     said = ""
     while True:
         await asyncio.sleep(_POLL_S)
         line = log_tail(log, lines=1).strip()
-        if line and line != said:
+        if line.startswith(PROGRESS) and line != said:
             said = line
-            say(f"initial model: {line}")
+            say(line)

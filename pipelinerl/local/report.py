@@ -30,11 +30,14 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     from pipelinerl.config.load import load_recipe
 
     recipe_file = run_dir / "recipe.yaml"
+    if not run_dir.is_dir():
+        what = "is a file" if run_dir.exists() else "there is no such folder"
+        raise FieldError("RUN_DIR", str(run_dir), f"{what}; give the folder of a run")
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
     records = read_jsonl(run_dir / "metrics.jsonl")
-    summary = read_summary(run_dir / "summary.json") or summary_from_metrics(recipe, records)
+    summary = read_summary(run_dir / "summary.json") or {**summary_from_metrics(recipe, records)}
     samples = read_jsonl(run_dir / "samples.jsonl")
     text = recipe_file.read_text(encoding="utf-8")
     return report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)

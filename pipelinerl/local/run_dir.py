@@ -78,7 +78,7 @@ class RunDir:
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
-    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut where the whole would be too long for a run's name."""
+    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut to 21 characters: the whole is a run's name, 40 at most."""
     room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
@@ -88,13 +88,15 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
 
     Raises `FieldError` when the name cannot be used, or the folder is not empty.
     """
+    if name is not None:
+        check_run_name(name, "--name")
     if path is not None:
-        run = RunDir(path, check_run_name(name or stamped_name(recipe_name, now)))
+        run = RunDir(path, name or stamped_name(recipe_name, now))
     elif name is not None:
-        run = RunDir(Path("runs", check_run_name(name)), name)
+        run = RunDir(Path("runs", name), name)
     else:
         run = _unused(stamped_name(recipe_name, now))
-    _make_empty(run.path)
+    _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
     return run
@@ -113,16 +115,23 @@ def _unused(stamped: str) -> RunDir:
     raise AssertionError("count() does not end")
 
 
-def _make_empty(path: Path) -> None:
+def _make_empty(run: RunDir, option: str) -> None:
+    """Raises `FieldError` naming the `option` that chose the folder."""
+    path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
-        raise FieldError("--run-dir", str(path), "is a file; give a folder that is new or empty")
+        raise FieldError(option, value, "is a file; give a folder that is new or empty")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.iterdir())
+        held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
-        raise FieldError("--run-dir", str(path), f"cannot be made: {error.strerror}; give another folder") from error
-    if occupied:
-        raise FieldError("--run-dir", str(path), "holds another run; give a new folder or --name, or remove this one")
+        raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
+    if run.recipe.name in held:
+        raise FieldError(option, value, "holds another run; give a new folder or --name, or remove this one")
+    if held:
+        some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
+        raise FieldError(
+            option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder"
+        )
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.config.recipe import Recipe
+from pipelinerl.run_summary import RunSummary
 
 Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
@@ -49,25 +50,33 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> dict[str, Any]:
-    """What metrics.jsonl alone tells, under the summary's names; what it does not tell is null."""
+def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummary:
+    """What metrics.jsonl alone tells, under the summary's names; what it does not tell is None."""
     last: Record = records[-1] if records else {}
-    heldout, ess = _values(records, "heldout_accuracy"), _values(records, "ess")
+    heldout, ess = _heldout(records), _values(records, "ess")
     return {
         "recipe": recipe.name,
         "mode": recipe.mode,
+        "seed": recipe.seed,
         "steps": last.get("step", 0),
-        "policy_version": last.get("policy_version", 0),
-        "heldout_accuracy_first": heldout[0] if heldout else None,
-        "heldout_accuracy_last": heldout[-1] if heldout else None,
+        "steps_skipped": _count(records, "skipped"),
+        "policy_version": last.get("policy_version"),
+        "interrupted": False,
+        "wall_s": None,
+        "heldout_accuracy_first": heldout[0]["accuracy"] if heldout else None,
+        "heldout_accuracy_last": heldout[-1]["accuracy"] if heldout else None,
+        "heldout": heldout,
         "tokens_generated": int(max(_values(records, "tokens_generated"), default=0)),
         "tokens_trained": int(sum(_values(records, "tokens_trained"))),
         "sequences": {name: (last.get("sequences") or {}).get(name, 0) for name in _SEQUENCES},
+        "sequence_reasons": None,
         "lag": lag_summary(lag_totals(records)),
         "ess": {"mean": _mean(ess), "min": min(ess, default=None)},
         "sequences_multi_version_fraction": _mean(_values(records, "multi_version_fraction")),
         "weight_updates": _weight_updates(records),
+        "membership": _membership(records),
         "logprob_mismatch_max": max(_values(records, "logprob_mismatch"), default=None),
+        "parity_failures": _count(records, "parity_failures"),
         "mismatch_kl_mean": _mean(_values(records, "mismatch_kl")),
         "actor_busy_fraction": last.get("actor_busy_fraction"),
         "trainer_busy_fraction": last.get("trainer_busy_fraction"),
@@ -113,6 +122,32 @@ def _weight_updates(records: Sequence[Record]) -> dict[str, Any]:
         "stall_s_p50": _quantile(stalls, 50),
         "stall_s_p99": _quantile(stalls, 99),
     }
+
+
+def _heldout(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Each evaluation at the version that it measured."""
+    return [
+        {
+            "version": record.get("heldout_version", record.get("step")),
+            "accuracy": record["heldout_accuracy"],
+            "unanswered": record.get("heldout_unanswered"),
+        }
+        for record in records
+        if record.get("heldout_accuracy") is not None
+    ]
+
+
+def _membership(records: Iterable[Record]) -> dict[str, Any]:
+    """Joins so far. The steps do not tell of evictions."""
+    joins_s = _values([join for record in records for join in record.get("joins") or []], "join_s")
+    return {"joins": len(joins_s), "join_s_p50": _quantile(joins_s, 50), "evictions": None}
+
+
+def _count(records: Sequence[Record], key: str) -> int | None:
+    """Sum over the steps, a text counting as 1 where it is not empty; None where a step does not tell."""
+    if not all(key in record for record in records):
+        return None
+    return sum(bool(value) if isinstance(value, str) else value or 0 for value in (record[key] for record in records))
 
 
 def _values(records: Iterable[Record], key: str) -> list[float]:

@@ -24,9 +24,9 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* Round values that cover [low, high], about `count` of them. */
-  function ticks(low, high, count) {
-    const rough = (high - low || 1) / Math.max(1, count);
+  /* Round values within [low, high], about `count` of them, at least `apart` from each other. */
+  function ticks(low, high, count, apart = 0) {
+    const rough = Math.max(apart, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
     const found = [];
@@ -150,11 +150,21 @@ const PrlCharts = (() => {
     };
   }
 
+  /* Range of a vertical axis; `low` and `high` fix its ends. Values that are all the same stand between 0 and their double. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
-    if (most <= least) { most = least + (Math.abs(least) || 1) * 0.1; if (low === undefined) least -= (Math.abs(least) || 1) * 0.1; }
-    return [least, most];
+    if (most > least) return [least, most];
+    if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
+    if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
+    return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+  }
+
+  /* Range and tick labels of a horizontal axis `width` pixels wide. A single value stands in the middle; whole numbers stay whole. */
+  function across(values, width) {
+    const low = Math.min(...values), high = Math.max(...values);
+    if (low === high) return { low: low - 0.5, high: high + 0.5, marks: [low] };
+    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger) ? 1 : 0) };
   }
 
   /* Lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
@@ -165,13 +175,14 @@ const PrlCharts = (() => {
     if (!series.length) return empty(figure, options.emptyText);
     legend(figure, series);
     const known = series.map((one) => one.points.filter((point) => point[1] !== null && point[1] !== undefined));
-    const [xLow, xHigh] = extent(known.flat().map((point) => point[0]));
+    const places = [...new Set(known.flat().map((point) => point[0]))];
     const [yLow, yHigh] = extent(known.flat().map((point) => point[1]), options.yLow, options.yHigh);
     responsive(figure, `${options.title}: ${summary(known, series, format)}`, (svg, width) => {
-      const x = (v) => PAD.left + ((v - xLow) / (xHigh - xLow)) * (width - PAD.left - PAD.right);
+      const { low, high, marks } = across(places, width);
+      const x = (v) => PAD.left + ((v - low) / (high - low)) * (width - PAD.left - PAD.right);
       const y = (v) => HEIGHT - PAD.bottom - ((v - yLow) / (yHigh - yLow)) * (HEIGHT - PAD.top - PAD.bottom);
       yAxis(svg, width, yLow, yHigh, y, format);
-      for (const tick of ticks(xLow, xHigh, width / 90))
+      for (const tick of marks)
         svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(tick)));
       xLabel(svg, width, options.xName || "");
       series.forEach((one, index) => drawSeries(svg, one, known[index], x, y));
@@ -255,5 +266,5 @@ const PrlCharts = (() => {
     });
   }
 
-  return { node, number, lines, bars, heat };
+  return { node, number, lines, bars, heat, scales: { ticks, extent, across } };
 })();

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError, MissingPackage, UserError
 from pipelinerl.tasks.source import Problem, Split
 
 
@@ -81,18 +81,24 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
-            yield where, row
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _json_object(where, line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a UTF-8 text file: {error.reason}") from error
+
+
+def _json_object(where: str, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
+    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -100,7 +106,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise UserError("reading Parquet needs pyarrow: pip install pyarrow, or convert the file to JSONL") from error
+        raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
     try:
         batches = ParquetFile(path).iter_batches()
         number = 0

@@ -14,6 +14,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -23,6 +24,9 @@ from pipelinerl.tasks.source import Problem, Split
 
 BLOCK = 256
 MOST_TRIES = 64
+_OURS = ("seed", "size")
+"""Arguments that every family takes and that this module sets."""
+_LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
 """Held-out problems are the same for all seeds of a run, so that accuracies compare."""
 
@@ -38,6 +42,7 @@ class ReasoningGymSource:
         self._family, self._config, self._seed = family, dict(config), seed
         self._num_heldout, self._compact = num_heldout, compact
         check_family(family)
+        check_arguments(family, self._config)
         self._block = lru_cache(maxsize=8)(self._make_block)
         self._entry(Split.HELDOUT, 0, 0)
 
@@ -120,5 +125,21 @@ def check_family(family: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if family not in DATASETS:
-        near = difflib.get_close_matches(family, DATASETS, n=3) or sorted(DATASETS)[:5]
-        raise FieldError("task.name", family, f"not a reasoning-gym family; did you mean {', '.join(near)}?")
+        near = difflib.get_close_matches(family, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"list its {len(DATASETS)} families: {_LIST_FAMILIES}"
+        raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
+
+
+def check_arguments(family: str, config: Mapping[str, Any]) -> None:
+    """Raises `FieldError` naming the first key of `config` that `family` does not take, near matches and what it takes."""
+    from reasoning_gym.factory import DATASETS
+
+    known = [field.name for field in fields(DATASETS[family][1]) if field.name not in _OURS]
+    for key, value in config.items():
+        if key in _OURS:
+            raise FieldError(f"task.config.{key}", value, "leave it out: seed and size follow from the recipe's seed")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            allowed = f"allowed: {', '.join(known)}" if known else f"{family} takes none"
+            raise FieldError(f"task.config.{key}", value, f"{family} has no such argument; {hint}{allowed}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,18 @@ def export_policy(
         model.save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+        _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
         _put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _same_mode(folder: Path, mode: int) -> None:
+    """The mode that the umask gives a new file: safetensors are written readable by their owner alone."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(stat.S_IMODE(mode))
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:

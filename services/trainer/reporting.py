@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.config.recipe import Recipe
+from pipelinerl.run_summary import RunSummary
 from services.trainer.actor_client import ActorLoad
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.lane import UpdateRecord
@@ -173,10 +174,10 @@ class RunReport:
         *,
         interrupted: bool,
         evictions: int = 0,
-    ) -> dict[str, Any]:
+    ) -> RunSummary:
         """summary.json from everything so far. `reasons`: sequences by outcome and reason, from the ledger."""
         totals, wall_s = self.totals, time.monotonic() - self._started_at
-        summary = {
+        summary: RunSummary = {
             "recipe": self._recipe.name,
             "mode": self._recipe.mode,
             "seed": self._recipe.seed,

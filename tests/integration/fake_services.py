@@ -28,6 +28,7 @@ class Fake:
     step_s = float(os.environ.get("FAKE_STEP_S", "0.05"))
     crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
+    model_error = os.environ.get("FAKE_MODEL_ERROR", "")
     actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
 
 
@@ -136,8 +137,12 @@ async def trainer() -> int:
 
 async def model() -> int:
     arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
-    print("warm-start step 1 of 2", flush=True)
+    print("initial model: warm-start step 1 of 2", flush=True)
     await asyncio.sleep(0.5)
+    if Fake.model_error:
+        print(Fake.model_error, flush=True)
+        await asyncio.sleep(0.5)
+        return 2
     (Path(arguments["--out"]) / "config.json").write_text(Path(arguments["--config"]).read_text())
     return 0
 

@@ -182,7 +182,7 @@ async def test_an_actor_that_cannot_be_is_not_tried_for_long(tmp_path: Path) -> 
     assert isinstance(ending.error, ServiceDied)
     assert ending.error.name == "actor-0"
     assert "error: no such model" in str(ending.error)
-    assert dict(ending.restarts) == {}
+    assert (dict(ending.restarts), ending.exit_code) == ({}, 2)
 
 
 async def test_an_actor_that_keeps_dying_before_it_serves_ends_the_run(tmp_path: Path) -> None:
@@ -214,6 +214,17 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     assert "warmstart" not in second.pids()
     assert json.loads(second.dir.summary.read_text())["model_dir"] == str(model_dir)
     assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
+
+
+async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path / "run", recipe(steps=2, source="smollm2"), {"FAKE_MODEL_ERROR": "error: model.source = 'x': no"}
+    )
+    ending = await run.end()
+    err = io.StringIO()
+    assert finish(run.recipe, run.dir, ending, run.printed, err) == 2
+    assert "initial model: warm-start step 1 of 2" in run.printed.getvalue()
+    assert (run.printed.getvalue() + err.getvalue()).count("error: model.source = 'x': no") == 1
 
 
 # Ctrl-C: a runner of its own, as a user has it in a terminal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,25 @@ def test_a_checkpoint_replaces_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
     assert names(tmp_path / "checkpoint") == ["model", "pipelinerl.json", "tokenizer"]
     assert (tmp_path / "checkpoint/model").read_text() == "new"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    class Private(Saved):
+        def save_pretrained(self, folder: Path, **_: object) -> None:
+            (folder / "chat").mkdir()
+            for file in (folder / "model.safetensors", folder / "chat" / "template"):
+                file.touch(mode=0o600)
+
+    before = os.umask(umask)
+    try:
+        export_policy(Private("model"), Saved("tokenizer"), tmp_path / "checkpoint", {})  # type: ignore
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
+        ("model.safetensors", "template", "tokenizer", "pipelinerl.json"), oct(mode)
+    )
 
 
 def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:

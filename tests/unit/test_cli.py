@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.preflight import has_gpu
+
 HEAVY = (
     "torch",
     "vllm",
@@ -76,6 +78,35 @@ def test_every_mistake_is_named_at_once() -> None:
     assert "sampling.temperature = -1: use a number, above 0 and at most 4" in done.stderr
 
 
+def test_validate_tells_a_mistake_from_what_the_machine_lacks(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "q"\n')
+    file = ["--set", "task.source=jsonl", "--set"]
+    for arguments, said in [
+        (["smollm2", *file, "task.path=p.jsonl"], "task.path = 'p.jsonl': p.jsonl, line 1: not JSON"),
+        (["smollm2", *file, "task.path=none.jsonl"], "task.path = 'none.jsonl': there is no such file"),
+        (["smollm2", "--set", "reward.scorer=json:dum"], "dum is not there in json; did you mean dump?"),
+        (["arithmetic", "--set", "task.prompt_style=plain"], "task.prompt_style = 'plain': a warm-started model"),
+        ([str(tmp_path)], f"recipe = '{tmp_path}': is a folder; give a recipe file"),
+    ]:
+        done = pipelinerl("validate", *arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+    done = pipelinerl("validate", "smollm2", "--set", "reward.scorer=no_such_package_here:score")
+    assert done.returncode == 0
+    assert "not runnable on this machine:" in done.stdout
+    assert "No module named 'no_such_package_here'" in done.stdout
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+def test_a_recipe_for_gpus_is_valid_here_and_not_run(tmp_path: Path) -> None:
+    said = "model.dtype = 'bfloat16': no NVIDIA GPU is here"
+    validated = pipelinerl("validate", "gsm")
+    assert (validated.returncode, said in validated.stdout) == (0, True)
+    refused = pipelinerl("run", "gsm", cwd=tmp_path)
+    assert (refused.returncode, said in refused.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_refuses_before_anything_starts(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("name: mine\nmodel: {source: path, name: nowhere}\ntask: {}\n")
@@ -98,10 +129,14 @@ def test_run_refuses_a_used_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {source: path, name: model}\ntask: {}\n")
     done = pipelinerl("run", "mine.yaml", "--run-dir", "model", cwd=tmp_path)
     assert done.returncode == 2
-    assert "--run-dir = 'model': holds another run" in done.stderr
+    assert "--run-dir = 'model': is not empty, and what it holds is no run (config.json)" in done.stderr
+    done = pipelinerl("run", "mine.yaml", "--name", "bad name/x", cwd=tmp_path)
+    assert (done.returncode, "--name = 'bad name/x': use 1-40" in done.stderr) == (2, True)
 
 
 def test_report_of_what_is_not_a_run_exits_2(tmp_path: Path) -> None:
     done = pipelinerl("report", str(tmp_path))
     assert done.returncode == 2
     assert "has no recipe.yaml" in done.stderr
+    done = pipelinerl("report", "nosuch")
+    assert (done.returncode, "RUN_DIR = 'nosuch': there is no such folder" in done.stderr) == (2, True)

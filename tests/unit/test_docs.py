@@ -18,6 +18,7 @@ from pipelinerl.config import reference
 from pipelinerl.config.fields import section_of
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_summary import KEYS, RUNNER_KEYS
 from pipelinerl.verify import VerifyStatus
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
@@ -166,7 +167,7 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert undescribed({*record, *record["weight_update"]}, "metrics.jsonl") == []
     assert undescribed(set(sample), "samples.jsonl") == []
-    assert undescribed({*summary, "restarts", "error"}, "summary.json") == []
+    assert undescribed({*summary, *KEYS, *RUNNER_KEYS}, "summary.json") == []
 
 
 def test_an_undescribed_key_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.config import preflight
 from pipelinerl.config.fields import dotted_paths
 from pipelinerl.config.load import find_recipe, load_recipe, recipe_from_data, recipe_yaml
 from pipelinerl.config.overrides import apply_overrides, parse_override
-from pipelinerl.config.preflight import check_environment, task_problems
+from pipelinerl.config.preflight import check_environment, examine, has_gpu
 from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.recipe_errors import MissingField, RecipeError, RuleError
+from pipelinerl.config.recipe_errors import MissingField, RecipeError
 from pipelinerl.config.yaml_text import YamlError, parse_yaml
 from pipelinerl.errors import FieldError
 
@@ -222,22 +224,83 @@ def test_a_missing_field_says_what_to_give() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "field", "said"),
     [
-        ("trainer.batch_size=12", "trainer.batch_size = 12 is not a multiple of sampling.group_size = 8"),
-        ("sampling.max_tokens=2048", "leaves no room for a prompt"),
-        ("trainer.tokens_per_microbatch=100", "cannot hold one sequence"),
-        ("sampling.group_size=1", "needs sampling.group_size >= 2"),
-        ("task.source=jsonl", "task.path is empty"),
-        ("model={source: path}", "model: name is empty: source 'path' needs"),
-        ("model={source: warmstart}", "model: warmstart is missing"),
+        ("trainer.batch_size=12", "trainer.batch_size", "12: is not a multiple of sampling.group_size = 8"),
+        ("sampling.max_tokens=2048", "sampling.max_tokens", "2048: leaves no room for a prompt"),
+        ("trainer.tokens_per_microbatch=100", "trainer.tokens_per_microbatch", "100: cannot hold one sequence"),
+        ("sampling.group_size=1", "algorithm.advantage", "needs sampling.group_size of at least 2"),
+        ("task.source=jsonl", "task.path", "is empty: task.source = 'jsonl' needs"),
+        ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
+        ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
+        ("model={source: warmstart}", "model.warmstart", "needs this section"),
+        ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
     ],
 )
-def test_fields_that_contradict_each_other(override: str, said: str) -> None:
+def test_fields_that_contradict_each_other(override: str, field: str, said: str) -> None:
+    found = problems(minimal(task={"prompt_style": "compact"}), override)
+    assert list(found) == [field]
+    assert said in found[field]
+
+
+def test_all_broken_rules_are_listed_at_once() -> None:
+    found = problems(
+        minimal(mode="conventional"),
+        "trainer.batch_size=12", "sampling.max_tokens=4096", "task.source=jsonl", "model.name=''", "model.source=path",
+        "algorithm.conventional_g=4", "algorithm.max_lag=1", "trainer.tokens_per_microbatch=100",
+    )  # fmt: skip
+    assert set(found) == {
+        "trainer.batch_size", "sampling.max_tokens", "task.path", "model.name", "algorithm.max_lag",
+        "trainer.tokens_per_microbatch",
+    }  # fmt: skip
+
+
+def test_wrong_overrides_and_wrong_fields_are_listed_together() -> None:
+    found = problems(minimal(), "a.b=1", "trainer.steps=0", "model.dtype=fp8")
+    assert set(found) == {"--set a.b", "trainer.steps", "model.dtype"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["task.name=spell_backward", "task.config={}", "task.prompt_style=plain"], "task.name"),
+        (["task.name=spell_backward", "task.config={}"], "task.name"),
+        (["task.source=jsonl", "task.path=p.jsonl"], "task.source"),
+        (["task.prompt_style=plain"], "task.prompt_style"),
+    ],
+)
+def test_a_warm_started_model_takes_worked_sums_only(overrides: list[str], field: str) -> None:
     with pytest.raises(RecipeError, match="1 problem") as info:
-        recipe_from_data(minimal(), "x", [override])
-    assert [type(problem) for problem in info.value.problems] == [RuleError]
-    assert said in str(info.value)
+        load_recipe(RECIPES / "arithmetic.yaml", overrides)
+    problem = info.value.problems[0]
+    assert (problem.field, str(problem.value)) == (
+        field,
+        overrides[0].partition("=")[2] if field != "task.name" else "spell_backward",
+    )
+    assert "set model.source to another one: hub, path or smollm2" in problem.fix
+    load_recipe(RECIPES / "arithmetic.yaml", [*overrides, "model.source=smollm2"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("trainer.steps", True), ("trainer.steps", "5"), ("trainer.learning_rate", True), ("algorithm.max_lag", False)],
+)
+def test_only_numbers_are_numbers(field: str, value: object) -> None:
+    section, name = field.split(".")
+    assert f"{field} = {value!r}: use a" in problems(minimal(**{section: {name: value}}))[field]
+
+
+def test_a_whole_number_may_stand_where_any_number_may() -> None:
+    recipe = recipe_from_data(minimal(trainer={"learning_rate": 1}, weights={"chunk_mib": 4}), "x")
+    assert (recipe.trainer.learning_rate, recipe.weights.chunk_mib) == (1.0, 4.0)
+
+
+def test_a_head_that_vllm_does_not_take_is_a_wrong_field() -> None:
+    model = {"source": "warmstart", "warmstart": {"head_dim": 48, "careful": [0.5, 1]}}
+    found = problems(minimal(model=model, task={"prompt_style": "compact"}))
+    assert found == {
+        "model.warmstart.head_dim": "model.warmstart.head_dim = 48: use a multiple of 32: vLLM on CPU takes no other"
+    }
 
 
 @given(
@@ -269,7 +332,7 @@ def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, 
     else:
         found = None
         assert recipe_from_data(yaml.safe_load(recipe_yaml(recipe)), "again") == recipe
-    assert found is None or (found and all(problem.field or isinstance(problem, RuleError) for problem in found))
+    assert found is None or (found and all(problem.field for problem in found))
 
 
 # What the machine must have
@@ -294,7 +357,6 @@ def test_problem_file_and_reward_code(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
     recipe = recipe_from_data(minimal(task=task, reward={"scorer": "no_such_package_here.rewards:score"}), "x")
     assert set(missing(recipe)) == {"task.path", "reward.scorer"}
-    assert task_problems(recipe) == []  # the file may be where the recipe is to run
     assert "No module named 'no_such_package_here'" in missing(recipe)["reward.scorer"]
     problems = (f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9))
     (tmp_path / "p.jsonl").write_text("".join(problems))
@@ -303,7 +365,7 @@ def test_problem_file_and_reward_code(tmp_path: Path) -> None:
     task["heldout_problems"] = 9
     assert "9 distinct problems" in missing(recipe_from_data(minimal(task=task), "x"))["task.heldout_problems"]
     (tmp_path / "p.jsonl").write_text("{")
-    assert "p.jsonl" in missing(recipe_from_data(minimal(task=task), "x"))["task"]
+    assert "p.jsonl, line 1: not JSON" in missing(recipe_from_data(minimal(task=task), "x"))["task.path"]
 
 
 def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
@@ -312,16 +374,86 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
     (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     check_environment(recipe_from_data(minimal(reward={"scorer": "my_rewards:score"}), "x"))
-    wrong = {"my_rewards:scor": "has no attribute 'scor'", "my_rewards:NOT_A_FUNCTION": "is not a function"}
+    (tmp_path / "broken.py").write_text("score = (\n")
+    (tmp_path / "needy.py").write_text("import no_such_package_here\n")
+    wrong = {
+        "my_rewards:scor": "scor is not there in my_rewards; did you mean score?",
+        "my_rewards:zzz": "zzz is not there in my_rewards; name a function",
+        "my_rewards:NOT_A_FUNCTION": "NOT_A_FUNCTION is not a function in my_rewards",
+        "json.nope:score": "there is no module json.nope in json",
+        "broken:score": "SyntaxError",
+    }
     for scorer, said in wrong.items():
-        assert said in missing(recipe_from_data(minimal(reward={"scorer": scorer}), "x"))["reward.scorer"]
+        found = examine(recipe_from_data(minimal(reward={"scorer": scorer}), "x"))
+        (mistake,) = found.mistakes
+        assert (mistake.field, found.lacking) == ("reward.scorer", ())
+        assert said in mistake.fix
+        assert "install" not in mistake.fix
+    for scorer in ("needy:score", "no_such_package_here:score"):
+        found = examine(recipe_from_data(minimal(reward={"scorer": scorer}), "x"))
+        assert found.mistakes == ()
+        assert "No module named 'no_such_package_here'" in found.lacking[0].fix
+        assert "install the package" in found.lacking[0].fix
+
+
+def test_what_is_a_mistake_and_what_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**sections: Any) -> tuple[list[str], list[str]]:
+        findings = examine(recipe_from_data(minimal(**sections), "x"))
+        return [one.field for one in findings.mistakes], [one.field for one in findings.lacking]
+
+    (tmp_path / "p.jsonl").write_text("{")
+    (tmp_path / "few.jsonl").write_text('{"prompt": "q", "answer": "a"}\n')
+    (tmp_path / "p.parquet").write_bytes(b"PAR1")
+    assert found(task={"source": "jsonl", "path": str(tmp_path / "none.jsonl")}) == (["task.path"], [])
+    assert found(task={"source": "jsonl", "path": str(tmp_path / "p.jsonl")}) == (["task.path"], [])
+    assert found(task={"source": "jsonl", "path": str(tmp_path / "few.jsonl")}) == (["task.heldout_problems"], [])
+    assert found(model={"source": "path", "name": str(tmp_path)}) == (["model.name"], [])
+    assert found(actor={"count": 0}) == ([], ["actor.count"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert found(task={"source": "jsonl", "path": str(tmp_path / "p.parquet")}) == ([], ["task.path"])
+
+
+def test_a_recipe_for_gpus_is_not_for_a_machine_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = recipe_from_data(minimal(), "x", ["model.dtype=bfloat16", "weights.backend=nccl"])
+    whole = recipe_from_data(minimal(), "x")
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    found = examine(halves)
+    assert (found.mistakes, [one.field for one in found.lacking]) == ((), ["model.dtype", "weights.backend"])
+    assert "no NVIDIA GPU is here" in str(found.lacking[0])
+    assert "no NVIDIA GPU is here" in missing(halves)["model.dtype"]
+    assert examine(whole).lacking == ()
+    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    assert examine(halves).lacking == ()
+
+
+def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, tools = tmp_path / "dev", tmp_path / "bin"
+    devices.mkdir()
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    (devices / "nvidiactl").touch()
+    assert not has_gpu(devices)
+    (devices / "nvidia3").touch()
+    assert has_gpu(devices)
+    (devices / "nvidia3").unlink()
+    (tools / "nvidia-smi").touch(mode=0o755)
+    assert has_gpu(devices)
+
+
+def test_the_changes_that_demonstrations_make_to_the_task_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in ("{min_trms: 2}", "{max_terms: 1}"):
+        recipe = load_recipe(RECIPES / "arithmetic.yaml", [f"model.warmstart.task_config={change}"])
+        assert [one.field for one in examine(recipe).mistakes] == ["model.warmstart.task_config"]
+    assert (
+        examine(load_recipe(RECIPES / "arithmetic.yaml", ["model.warmstart.task_config={min_terms: 2}"])).mistakes == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("task", "field", "said"),
     [
-        ({"name": "chain_sm"}, "task.name", "did you mean chain_sum, "),
-        ({"config": {"min_trms": 2}}, "task.config", "chain_sum refuses it"),
+        ({"name": "chain_sm"}, "task.name", "did you mean chain_sum or "),
+        ({"config": {"min_trms": 2}}, "task.config.min_trms", "did you mean min_terms?"),
         ({"config": {"min_terms": 3, "max_terms": 2}}, "task.config", "chain_sum refuses it"),
         (
             {"heldout_problems": 500, "config": {"max_digits": 1, "max_terms": 2}},

@@ -182,6 +182,34 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"RUN_DIR = .* has no recipe\.yaml"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FieldError, match=r"RUN_DIR = .*/nosuch': there is no such folder; give the folder of a run"):
+        write_report(tmp_path / "nosuch")
+    (tmp_path / "file").touch()
+    with pytest.raises(FieldError, match=r"RUN_DIR = .*/file': is a file; give the folder of a run"):
+        write_report(tmp_path / "file")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("extent([2e-9])", [0, 4e-9]),  # one point: an axis from 0, not one around it
+        ("extent([0, 0])", [0, 1]),
+        ("extent([-3])", [-6, 0]),
+        ("extent([1], undefined, 1)", [0.9, 1]),
+        ("extent([0], 0)", [0, 0.1]),
+        ("extent([3, 1], 0)", [0, 3]),
+        ("across([7], 900).marks", [7]),
+        ("across([7], 900).low", 6.5),
+        ("across([1, 3], 900).marks", [1, 2, 3]),
+        ("across([0.5, 1], 360).marks", [0.6, 0.8, 1]),
+        ("across([1, 100], 450).marks", [20, 40, 60, 80, 100]),
+    ],
+)
+def test_axes(expression: str, value: object) -> None:
+    script = f"{asset('charts.js')}; console.log(JSON.stringify(PrlCharts.scales.{expression}))"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == pytest.approx(value)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")

@@ -49,13 +49,26 @@ def test_given_name_and_given_folder(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken_a_used_one_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    create_run_dir("arithmetic", NOW, path=tmp_path / "empty")
+    create_run_dir("arithmetic", NOW, path=tmp_path / "empty").recipe.touch()
     with pytest.raises(FieldError, match="holds another run; give a new folder or --name") as info:
         create_run_dir("arithmetic", NOW, path=tmp_path / "empty")
     assert info.value.field == "--run-dir"
-    create_run_dir("arithmetic", NOW, name="mine")
-    with pytest.raises(FieldError, match=r"runs/mine.*holds another run"):
+    create_run_dir("arithmetic", NOW, name="mine").recipe.touch()
+    with pytest.raises(FieldError, match=r"--name = 'runs/mine': holds another run"):
         create_run_dir("arithmetic", NOW, name="mine")
+
+
+def test_a_folder_of_other_things_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        FieldError, match=r"is not empty, and what it holds is no run \(a, b\); give a new or empty folder"
+    ):
+        create_run_dir("arithmetic", NOW, path=tmp_path)
+    (tmp_path / "c").touch()
+    (tmp_path / "d").touch()
+    with pytest.raises(FieldError, match=r"no run \(a, b, c, \.\.\.\)"):
+        create_run_dir("arithmetic", NOW, path=tmp_path)
 
 
 def test_a_file_in_the_way_and_a_bad_name(tmp_path: Path) -> None:
@@ -64,8 +77,10 @@ def test_a_file_in_the_way_and_a_bad_name(tmp_path: Path) -> None:
         create_run_dir("arithmetic", NOW, path=tmp_path / "file")
     with pytest.raises(FieldError, match=r"cannot be made: Not a directory"):
         create_run_dir("arithmetic", NOW, path=tmp_path / "file" / "below")
-    with pytest.raises(FieldError, match=r"run = '\.\./escape'"):
+    with pytest.raises(FieldError, match=r"--name = '\.\./escape'"):
         create_run_dir("arithmetic", NOW, name="../escape")
+    with pytest.raises(FieldError, match=r"--name = 'bad name/x': use 1-40"):
+        create_run_dir("arithmetic", NOW, name="bad name/x", path=tmp_path / "new")
     assert not (tmp_path / "runs").exists()
 
 

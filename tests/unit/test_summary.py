@@ -7,12 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.algorithms.ledger import LedgerCounts
 from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
+from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.summary import lag_summary, lag_totals, read_jsonl, summary_from_metrics
+from pipelinerl.run_summary import KEYS
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.records import RunFiles
+from services.trainer.reporting import RunReport
 
 REQUIRED = (
     "recipe", "mode", "steps", "policy_version", "wall_s", "heldout_accuracy_first", "heldout_accuracy_last",
@@ -73,8 +81,46 @@ def test_everything_that_the_steps_tell() -> None:
     )
 
 
+def test_both_writers_of_the_summary_give_the_same_keys(tmp_path: Path) -> None:
+    with RunFiles(tmp_path) as files:
+        report = RunReport(recipe(), files, TrainerMetrics(CollectorRegistry()))
+        report.write_summary(LedgerCounts().as_dict(), {}, 0, interrupted=False)
+    trainers = json.loads((tmp_path / "summary.json").read_text())
+    for runners in (summary_from_metrics(recipe(), records()), summary_from_metrics(recipe(), [])):
+        assert tuple(runners) == tuple(trainers) == KEYS
+        for key in ("sequences", "lag", "ess", "weight_updates", "membership"):
+            assert set(runners[key]) == set(trainers[key]), key
+    assert set(REQUIRED) <= set(KEYS)
+
+
+def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> None:
+    joins = [{"actor": "actor-1", "version": 1, "join_s": 0.5}, {"actor": "actor-2", "version": 1, "join_s": 1.5}]
+    told = [
+        step(
+            1,
+            {},
+            skipped="loss not finite",
+            parity_failures=0,
+            heldout_accuracy=0.5,
+            heldout_version=0,
+            heldout_unanswered=2,
+            joins=joins,
+        ),
+        step(2, {"0": 4}, skipped="", parity_failures=3),
+        step(3, {"0": 4}, skipped="", parity_failures=1),
+    ]
+    summary = summary_from_metrics(recipe(), told)
+    assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 4)
+    silent = summary_from_metrics(recipe(), records())
+    assert (silent["steps_skipped"], silent["parity_failures"], silent["sequence_reasons"]) == (None, None, None)
+    assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2}]
+    assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
+
+
 def test_no_steps_at_all() -> None:
     summary = summary_from_metrics(recipe(), [])
+    assert (summary["seed"], summary["policy_version"], summary["steps_skipped"]) == (0, None, 0)
+    assert (summary["sequence_reasons"], summary["parity_failures"], summary["heldout"]) == (None, 0, [])
     assert summary["steps"] == 0
     assert summary["lag"] == {"mean": None, "p95": None, "max": None}
     assert summary["weight_updates"]["stall_s_p50"] is None
@@ -128,6 +174,8 @@ def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path) -> No
 def test_exit_codes() -> None:
     assert Ending(1.0).exit_code == 0
     assert Ending(1.0, error=ServiceError("x")).exit_code == 1
+    assert Ending(1.0, error=ServiceDied("trainer", 1, Path("log"), "")).exit_code == 1
+    assert Ending(1.0, error=ServiceDied("trainer", 2, Path("log"), "")).exit_code == 2
     assert Ending(1.0, interrupted=True).exit_code == 130
     assert Ending(1.0, interrupted=True, error=ServiceError("x")).exit_code == 130
 
@@ -143,3 +191,9 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")
+
+
+def test_a_run_that_never_began_has_no_figures_to_tell(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "tiny-run")
+    lines = closing_lines(summary_from_metrics(recipe(), []), run, Ending(24.0, error=ServiceError("x")))
+    assert lines == ["", "failed after 24s: 0 optimizer steps", f"  report             {tmp_path}/report.html"]

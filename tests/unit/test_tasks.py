@@ -88,7 +88,33 @@ def test_an_unknown_family_is_named_with_its_neighbours() -> None:
     assert info.value.field == "task.name"
 
 
-@pytest.mark.parametrize("config", [{"min_term": 3}, {"min_terms": 5, "max_terms": 2}, {"min_terms": "three"}])
+def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
+    with pytest.raises(FieldError, match=r"list its \d+ families: python -c") as info:
+        ReasoningGymSource("foo", {}, seed=0, num_heldout=1)
+    command = info.value.fix.partition('"')[2].rstrip('"')
+    listed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert "chain_sum" in listed
+    assert not [family for family in listed[:5] if family in str(info.value)]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"min_term": 3},
+            "task.config.min_term = 3: chain_sum has no such argument; did you mean min_terms? allowed: min_terms,",
+        ),
+        ({"zzz": 3}, "task.config.zzz = 3: chain_sum has no such argument; allowed: min_terms, max_terms, min_digits,"),
+        ({"seed": 3}, "task.config.seed = 3: leave it out"),
+    ],
+)
+def test_arguments_that_the_family_does_not_have(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(FieldError) as info:
+        sums(config=config)
+    assert said in str(info.value)
+
+
+@pytest.mark.parametrize("config", [{"min_terms": 5, "max_terms": 2}, {"min_terms": "three"}])
 def test_arguments_that_the_family_refuses(config: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=r"task\.config.*chain_sum refuses it"):
         sums(config=config)
@@ -159,7 +185,7 @@ def test_other_field_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"prompt": "q"', "line 2: not JSON"),
+        ('{"prompt": "q"', "line 2: not JSON: Expecting ',' delimiter at character 15"),
         ('["q", "a"]', "line 2: list where an object"),
         ({"prompt": "q"}, "line 2: field 'answer' is None"),
         ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' is "),
@@ -180,6 +206,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("prompt,answer\n")
     with pytest.raises(FieldError, match=r"task\.path.*\.jsonl or a \.parquet"):
         make_source(file_task(tmp_path / "p.csv"), seed=0)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
+    with pytest.raises(UserError, match=r"latin\.jsonl: not a UTF-8 text file"):
+        make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
     with pytest.raises(FieldError, match=r"task\.heldout_problems = 10: .*10 distinct problems"):
         make_source(file_task(write_jsonl(tmp_path / "p.jsonl", ROWS), heldout=10), seed=0)
 

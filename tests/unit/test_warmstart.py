@@ -223,12 +223,12 @@ def test_the_command_builds_and_names_mistakes(tmp_path: Path) -> None:
     refused = run({"source": "hub", "name": "org/model"})
     assert refused.returncode == 2
     assert refused.stderr == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
-    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "saved"
+    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "initial model: saved"
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_config_names_what_vllm_cannot_take() -> None:
-    with pytest.raises(ValidationError, match="head_dim = 48 is not a multiple of 32"):
+    with pytest.raises(ValidationError, match="use a multiple of 32"):
         WarmStartConfig(head_dim=48)
     with pytest.raises(ValidationError, match="careful"):
         WarmStartConfig(careful=(0.5, 1.5))

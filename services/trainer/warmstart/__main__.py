@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config.recipe import ModelConfig, TaskConfig
+from pipelinerl.local.initial_model import PROGRESS
 from pipelinerl.service.lifecycle import exit_code
 
 
@@ -28,7 +29,7 @@ def main() -> int:
         logging.disable_progress_bar()
         sections = json.loads(arguments.config.read_text(encoding="utf-8"))
         model, task = ModelConfig(**sections["model"]), TaskConfig(**sections["task"])
-        build(model, task, arguments.out, lambda line: print(line, flush=True))
+        build(model, task, arguments.out, lambda line: print(f"{PROGRESS}{line}", flush=True))
 
     return exit_code(run)
 
