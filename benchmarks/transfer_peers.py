@@ -25,11 +25,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from services.actor.weights.staging import Receiver
+from services.actor.weights.staging import Receiver, StagingMemory
 from services.trainer.weights.sender import WeightSender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
+BUFFERS = 2
+"""As by default in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class ReceivingPeer(Peer):
 
     def __init__(self, manifest: Manifest, port: int) -> None:
         super().__init__(manifest, 1, port)
+        self._memory = StagingMemory(BUFFERS)
         self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
 
     def receive(self, version: PolicyVersion) -> Moved:
@@ -125,11 +128,12 @@ class ReceivingPeer(Peer):
         assert self._group is not None
         receiver = Receiver(
             self._group, self._manifest, version, timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S,
-            aborted=threading.Event(),
+            aborted=threading.Event(), buffers=BUFFERS, memory=self._memory,
         )  # fmt: skip
         began_s = time.monotonic()
         for _ in receiver.tensors():
             pass
+        receiver.close()
         return Moved(began_s, time.monotonic(), receiver.receipt.checksum)
 
     def _bare_stream(self) -> torch.Tensor:

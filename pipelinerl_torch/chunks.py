@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipelinerl.weights.errors import ManifestDiffers
 from pipelinerl.weights.manifest import DEFAULT_CHUNK_BYTES, Chunk, Manifest, ParameterSpec, aligned, build_manifest
+from pipelinerl_torch.memory import ReusedMemory
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,11 +64,11 @@ class Unpacker:
     """Turns chunks, added in order, into tensors.
 
     A tensor that lies within one chunk is a view of it; one that spans chunks is assembled in memory of its own.
-    Memory held beyond the chunk given is therefore at most one tensor.
+    Memory held beyond the chunk given is therefore at most one tensor. `memory`: where from, for chunks in host memory.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, memory: ReusedMemory | None = None) -> None:
+        self._manifest, self._memory = manifest, memory
         self._next = 0
         self._partial: Tensor | None = None
 
@@ -82,7 +83,7 @@ class Unpacker:
             raw = chunk[piece.chunk_offset : piece.chunk_offset + piece.num_bytes]
             if piece.num_bytes < size:
                 if piece.tensor_offset == 0:
-                    self._partial = torch.empty(size, dtype=torch.uint8, device=chunk.device)
+                    self._partial = self._new(size, chunk.device)
                 assert self._partial is not None
                 self._partial[piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = raw
                 if piece.tensor_offset + piece.num_bytes < size:
@@ -90,6 +91,11 @@ class Unpacker:
                 raw, self._partial = self._partial, None
             done.append((spec.name, _as_tensor(raw, spec, self._manifest)))
         return done
+
+    def _new(self, num_bytes: int, device: torch.device) -> Tensor:
+        if self._memory is not None:
+            return self._memory.take(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:

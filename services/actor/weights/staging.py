@@ -1,9 +1,9 @@
 """Receives one version's chunks and hands out its tensors as they complete.
 
 The tensors go straight into the engine's layout beside the live weights (`shadow_model.py`), so that no second copy of all
-bytes is held. With one buffer, receiving and loading take turns; with more, a thread receives and checks the next chunks while
-the caller loads earlier ones. Memory here is that many chunks and at most one tensor that spans chunks. A chunk is used only
-after its checksum held.
+bytes is held. With one buffer, receiving and loading take turns; with more, a thread receives the next chunks while the
+caller checks and loads earlier ones. Memory here is that many chunks and at most one tensor that spans chunks; on the host it
+is kept for the next update. A chunk is used only after its checksum held.
 
 It does not know vLLM, does not decide what happens to a failed transfer, and does not close the group.
 """
@@ -26,13 +26,14 @@ from pipelinerl_torch.checksum import checksum
 from pipelinerl_torch.chunks import Unpacker, version_checksum
 from pipelinerl_torch.group import WeightGroup
 from pipelinerl_torch.header import HEADER_SIZE, ChunkHeader
+from pipelinerl_torch.memory import ReusedMemory
 
 
 @dataclass(frozen=True)
 class Receipt:
     """`checksum` of the whole version, from the bytes that arrived.
 
-    `receive_s`: receiving and checking, seconds; `waited_s`: what of it the caller of `tensors` has waited for.
+    `receive_s`: receiving and checking, seconds; `waited_s`: what of it the caller of `tensors` has spent.
     """
 
     version: PolicyVersion
@@ -42,10 +43,27 @@ class Receipt:
     waited_s: float
 
 
+class StagingMemory:
+    """Host memory of one engine's updates, one after another."""
+
+    def __init__(self, buffers: int) -> None:
+        self.chunks, self.spanning = ReusedMemory(buffers + 1), ReusedMemory(2)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One chunk as it came, and what its checksum should be."""
+
+    chunk: Chunk
+    raw: Tensor
+    checksum: int
+
+
 class Receiver:
     """One version's receive. Iterate `tensors()` to the end, `close` in any case, then take the `receipt`.
 
-    `buffers`: chunks held at a time, the one being loaded included. The group may be closed only after `close`.
+    `buffers`: chunks held at a time, the one being loaded included. `memory`: to receive into; None: new memory. The group
+    may be closed only after `close`.
     """
 
     def __init__(
@@ -58,24 +76,28 @@ class Receiver:
         stall_timeout_s: float,
         aborted: threading.Event,
         buffers: int = 1,
+        memory: StagingMemory | None = None,
     ) -> None:
         self._group, self._manifest, self._version = group, manifest, version
         self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
         self._aborted, self._buffers = aborted, buffers
-        self._ahead: Ahead[Tensor] | None = None
+        self._memory = memory if group.placement.stream is None else None
+        self._ahead: Ahead[_Taken] | None = None
         self._checksums: list[int] = []
-        self._receive_s = self._waited_s = 0.0
+        self._receive_s = self._checked_s = self._waited_s = 0.0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
-        unpacker, chunks = Unpacker(self._manifest), self._chunks()
+        unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
+        chunks = self._chunks()
         for _ in self._manifest.chunks:
             started = time.monotonic()
             self._time_left()
-            raw = next(chunks)
+            taken = next(chunks)
+            self._check(taken)
             self._waited_s += time.monotonic() - started
-            complete = unpacker.add(raw)
-            del raw
+            complete = unpacker.add(taken.raw)
+            del taken
             while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
                 yield complete.pop(0)
 
@@ -84,7 +106,7 @@ class Receiver:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _chunks(self) -> Iterator[Tensor]:
+    def _chunks(self) -> Iterator[_Taken]:
         in_turn = (self._take(chunk) for chunk in self._manifest.chunks)
         if self._buffers == 1:
             return in_turn
@@ -96,24 +118,35 @@ class Receiver:
         """Valid once `tensors()` is exhausted."""
         assert len(self._checksums) == len(self._manifest.chunks)
         total = version_checksum(self._manifest.manifest_id, self._checksums)
-        return Receipt(self._version, total, self._manifest.total_bytes, self._receive_s, self._waited_s)
+        return Receipt(
+            self._version, total, self._manifest.total_bytes, self._receive_s + self._checked_s, self._waited_s
+        )
 
-    def _take(self, chunk: Chunk) -> Tensor:
+    def _take(self, chunk: Chunk) -> _Taken:
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
             self._group.broadcast(packed_header, self._time_left())
             header = ChunkHeader.parse(packed_header)
             header.check(self._version, chunk)
-            # New memory each time: the tensors handed out are views of it, and a model may keep one for a while.
-            raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
+            raw = self._new(chunk.num_bytes)
             self._group.broadcast(raw, self._time_left())
-            actual = checksum(raw)
-        if actual != header.checksum:
-            raise ChunkCorrupt(self._version, chunk.index, header.checksum, actual)
-        self._checksums.append(actual)
         self._receive_s += time.monotonic() - started
-        return raw
+        return _Taken(chunk, raw, header.checksum)
+
+    def _new(self, num_bytes: int) -> Tensor:
+        if self._memory is not None:
+            return self._memory.chunks.take(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.placement.device)
+
+    def _check(self, taken: _Taken) -> None:
+        started = time.monotonic()
+        with self._group.placement.scope():
+            actual = checksum(taken.raw)
+        if actual != taken.checksum:
+            raise ChunkCorrupt(self._version, taken.chunk.index, taken.checksum, actual)
+        self._checksums.append(actual)
+        self._checked_s += time.monotonic() - started
 
     def _time_left(self) -> float:
         if self._aborted.is_set():

@@ -25,7 +25,7 @@ from pipelinerl_torch.group import Backend, GroupSpec, WeightGroup
 from pipelinerl_torch.placement import HOST, beside_model
 from services.actor.weights import wire
 from services.actor.weights.loading import Loader
-from services.actor.weights.staging import Receiver
+from services.actor.weights.staging import Receiver, StagingMemory
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class TransferWorker:
     ) -> None:
         self._rank, self._loader, self._manifest = hello.worker_rank, loader, manifest
         self._stall_timeout_s, self._staging_buffers = stall_timeout_s, staging_buffers
+        self._memory = StagingMemory(staging_buffers)
         self._placement = beside_model(device)
         self._group: WeightGroup | None = None
         self._staged: PolicyVersion | None = None
@@ -158,6 +159,7 @@ class TransferWorker:
             stall_timeout_s=self._stall_timeout_s,
             aborted=self._aborted,
             buffers=self._staging_buffers,
+            memory=self._memory,
         )
         started = time.monotonic()
         try:
