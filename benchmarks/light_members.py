@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -219,7 +220,9 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
         await heartbeat.leave()
         for task in (*tasks, stopped):
             task.cancel()
-        await asyncio.wait(tasks)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                traceback.print_exception(ended)
 
 
 def main(spec: MemberSpec, reports: Connection) -> None:

@@ -73,7 +73,9 @@ class LightStage:
     records: list[UpdateRecord] = field(default_factory=list)
 
     async def start(self, name: str, breaks: Break | None = None) -> LightMember:
-        spec = MemberSpec(self.url, RUN, name, self.settings.limits, breaks, self.settings.stall_timeout_s)
+        spec = MemberSpec(
+            self.url, RUN, name, self.settings.limits, breaks, stall_timeout_s=self.settings.stall_timeout_s
+        )
         return await self.stack.enter_async_context(light_member(spec))
 
     async def start_all(self, *names: str, breaks: dict[str, Break] | None = None) -> list[LightMember]:

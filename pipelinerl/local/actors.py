@@ -27,6 +27,7 @@ class ActorPool:
         self._services: dict[int, SupervisedService] = {}
         self._kept: dict[int, asyncio.Task[None]] = {}
         self._given_up: set[int] = set()
+        self._leaving: list[SupervisedService] = []
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -35,13 +36,15 @@ class ActorPool:
         return [service for _, service in sorted(self._services.items())]
 
     async def scale(self, count: int, grace_s: float) -> None:
-        """Starts or stops actors until there are `count`: the highest numbers go, the lowest free ones come.
+        """Starts or stops actors until there are `count`: those given up go first, then the highest numbers; the lowest
+        free ones come.
 
         Returns when those to be stopped have ended (`grace_s` after SIGTERM at most) and the others are started, which is
         not yet serving. Raises `ServiceError` when one cannot be executed.
         """
-        surplus = sorted(self._services)[count:]
-        await asyncio.gather(*(self._remove(number, grace_s) for number in surplus))
+        given_up = self._given_up & set(self._services)
+        surplus = sorted(set(self._services) - given_up)[count:]
+        await asyncio.gather(*(self._remove(number, grace_s) for number in (*given_up, *surplus)))
         free = (number for number in numbers() if number not in self._services)
         for number in [next(free) for _ in range(count - len(self._services))]:
             service = self._make(number)
@@ -61,7 +64,8 @@ class ActorPool:
             self._tasks = None
 
     async def stop(self, grace_s: float) -> None:
-        await asyncio.gather(*(service.stop(grace_s) for service in self._services.values()))
+        """Those that are being scaled away included."""
+        await asyncio.gather(*(service.stop(grace_s) for service in (*self._services.values(), *self._leaving)))
 
     def _keep(self, number: int) -> None:
         assert self._tasks is not None
@@ -80,7 +84,9 @@ class ActorPool:
         service = self._services.pop(number)
         self._given_up.discard(number)
         kept = self._kept.pop(number, None)
+        self._leaving.append(service)
         await service.stop(grace_s)
+        self._leaving.remove(service)
         if kept is not None:
             kept.cancel()  # it may be waiting for its next restart
             await asyncio.wait({kept})

@@ -141,7 +141,10 @@ class LocalRun:
             wish = read_wish(self.run_dir)
             if wish is not None and wish != len(actors.services) and not self._finished():
                 self._note(f"scaling from {len(actors.services)} to {wish} actors")
-                await actors.scale(wish, _SCALED_GRACE_S)
+                try:
+                    await actors.scale(wish, _SCALED_GRACE_S)
+                except ServiceError as error:
+                    self._note(f"not scaled to {wish} actors, trying again: {error}")
             await asyncio.sleep(_REFRESH_S)
 
     # Services as context managers: started on the way in, stopped within their share of the time on the way out.

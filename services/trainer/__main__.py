@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 from pipelinerl.config.settings import TrainerSettings
-from pipelinerl.service.lifecycle import run_service
+from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.logs import LogContext
 
 
@@ -21,4 +20,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

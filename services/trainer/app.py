@@ -154,7 +154,7 @@ class TrainingRun:
         self._upkeep = StreamUpkeep(bus, self._books, self._intake)
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
-            self._member_addresses,
+            self._serving_addresses,
             verifier,
             SamplingParams(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens),
             incarnation=INCARNATION,
@@ -278,6 +278,9 @@ class TrainingRun:
             await self._bus.publish_control("end", encode_control(end))
         except BusError as error:
             log.warning("the end of the run could not be announced: %s", error)
+
+    def _serving_addresses(self) -> dict[str, str]:
+        return {name: member.grpc_address for name, member in self._updater.serving.items()}
 
     def _member_addresses(self) -> dict[str, str]:
         return {name: member.grpc_address for name, member in self._updater.members.items()}

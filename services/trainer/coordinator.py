@@ -256,6 +256,8 @@ class Coordinator:
         self._round = _Round()
         self._restarts = 0
         """Of the current version, with the same members: nobody could be blamed."""
+        self._breaks = False
+        """The last group of several members had to be taken apart: the next is not tried so often."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -386,7 +388,10 @@ class Coordinator:
     def _form(self) -> list[Action]:
         self._group_stands = False
         self.epoch = next(self._epochs)
-        self.members = self._eligible()
+        members = self._eligible()
+        if members != self.members:
+            self._restarts = 0
+        self.members = members
         self._newcomers -= set(self.members)
         self._round = _Round()
         if not self.members:
@@ -407,6 +412,7 @@ class Coordinator:
 
     def _served(self) -> list[Action]:
         self.phase = Phase.IDLE
+        self._breaks = self._breaks and len(self.members) == 1
         self._deadline_token += 1
         return [VersionServed(self.version, self.epoch, tuple(self.members))]
 
@@ -430,9 +436,9 @@ class Coordinator:
     def _restart(self, reason: str) -> list[Action]:
         """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""
         self._restarts += 1
-        if self._restarts > MOST_RESTARTS:
-            self._restarts = 0
-            return self._lose(set(self.members), f"the group broke {MOST_RESTARTS + 1} times: {reason}")
+        if self._restarts > (0 if self._breaks else MOST_RESTARTS):
+            self._breaks = len(self.members) > 1
+            return self._lose(set(self.members), f"the group broke {self._restarts} times: {reason}")
         return self._again(reason)
 
     def _again(self, reason: str) -> list[Action]:

@@ -57,7 +57,10 @@ class Joining:
         """Registered, or its heart beats. A new process of a known actor serves nothing yet."""
         ended: list[Action] = []
         if self._present.get(member.actor, member).process != member.process:
+            in_epoch = self._in_epoch.get(member.actor)
             ended = self.down(member.actor)
+            if in_epoch == member:  # the epoch has been formed with the new process already
+                self._in_epoch[member.actor] = member
         self._present[member.actor] = member
         self._resting.discard(member.actor)
         return ended + self._due()

@@ -153,7 +153,8 @@ class Lane:
                     around.incarnation, epoch, version, around.port.manifest.manifest_id, around.deadline_s
                 )
                 await self._say("announce", announce)
-                self._task = around.spawn(self._broadcast(epoch, version))
+                assert self._group is not None
+                self._task = around.spawn(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
                 await self._say("commit", Commit(around.incarnation, epoch, version))
             case c.SendAbort(epoch, version, reason):
@@ -207,10 +208,9 @@ class Lane:
             self._around.met.update(members)
             self._around.post(self, c.GroupBuilt(epoch))
 
-    async def _broadcast(self, epoch: int, version: int) -> None:
-        assert self._group is not None
+    async def _broadcast(self, group: TransferGroup, snapshot: object, epoch: int, version: int) -> None:
         try:
-            sent = await self._group.broadcast(self._snapshot, self._around.deadline_s)
+            sent = await group.broadcast(snapshot, self._around.deadline_s)
         except TransferError as error:
             self._around.post(self, c.TransferFailed(epoch, str(error)))
             return
@@ -220,10 +220,11 @@ class Lane:
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
         self._task = self._group = None
+        if task is not None:
+            task.cancel()  # before anything is waited for: one that has not begun must not
         if group is not None:
             await group.abandon()
         if task is not None:
-            task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def _set_deadline(self, token: int) -> None:

@@ -230,7 +230,7 @@ class OptimizerLoop:
                 await self._evaluate(version)
 
     async def _compare(self, version: int, trained: Logprobs) -> None:
-        members = {name: member.grpc_address for name, member in self._updater.members.items()}
+        members = {name: member.grpc_address for name, member in self._updater.serving.items()}
         parity = await measure_parity(members, self._probe, trained, PolicyVersion(self._incarnation, version))
         if parity is not None:
             self._on_parity(parity)

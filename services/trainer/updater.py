@@ -72,6 +72,7 @@ class WeightUpdater:
         self._served_changed = asyncio.Condition()
         self._under_way: object = None
         self._served_snapshot: object = None
+        self._serving: dict[str, c.Member] = {}
         self._tasks: asyncio.TaskGroup
         self._reasons: dict[str, str] = {}
         self._offered = asyncio.Event()
@@ -84,6 +85,11 @@ class WeightUpdater:
     def members(self) -> dict[str, c.Member]:
         """Members of the current epoch, by actor."""
         return self._main.coordinator.members
+
+    @property
+    def serving(self) -> dict[str, c.Member]:
+        """Actors that are known to serve `served_version`: whom to ask while it is held."""
+        return dict(self._serving)
 
     @property
     def joining(self) -> frozenset[str]:
@@ -247,13 +253,24 @@ class WeightUpdater:
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
+                self._forget([m for m in self._known(member.actor) if m.process != member.process])
                 await self._side(self._joining.up(member))
             case c.MembersDown(actors):
-                self._around.met.difference_update([m for m in self._around.met if m.actor in actors])
                 for actor in actors:
+                    self._forget(self._known(actor))
                     await self._side(self._joining.down(actor))
         async with self._members_changed:
             self._members_changed.notify_all()
+
+    def _known(self, actor: str) -> list[c.Member]:
+        """Processes of this name that have met or serve."""
+        return [member for member in {*self._around.met, *self._serving.values()} if member.actor == actor]
+
+    def _forget(self, gone: list[c.Member]) -> None:
+        for member in gone:
+            self._around.met.discard(member)
+            if self._serving.get(member.actor) == member:
+                del self._serving[member.actor]
 
     async def _step_main(self, event: c.Event) -> None:
         for outcome in await self._main.step(event):
@@ -274,6 +291,7 @@ class WeightUpdater:
                 return self._joining.formed(())
             case c.VersionServed(version, _, members):
                 self._served_snapshot, self._under_way = self._under_way, None
+                self._serving = dict(self._main.coordinator.members)
                 return self._joining.served(version, members)
 
     async def _side(self, actions: list[JoiningAction]) -> None:
@@ -296,7 +314,10 @@ class WeightUpdater:
         for outcome in await lane.step(event):
             actor = next(actor for actor, other in self._sides.items() if other is lane)
             if isinstance(outcome, c.VersionServed):
-                self._post(self._main, c.MemberReady(actor, lane.coordinator.members[actor].process))
+                member = lane.coordinator.members[actor]
+                if outcome.version == self.served_version:
+                    self._serving[actor] = member
+                self._post(self._main, c.MemberReady(actor, member.process))
                 await self._sides.pop(actor).close()
                 self._on_joined(actor, lane.record)
                 await self._side(self._joining.side_served(actor, outcome.version))

@@ -40,6 +40,7 @@ def random_history(seed: int, num_steps: int = NUM_STEPS) -> list[Step]:
 def _steps(draw: random.Random, num_steps: int) -> Iterator[Step]:
     running: list[str] = []
     frozen: list[str] = []
+    killed: list[str] = []
     started, version = 0, 0
     for index in range(num_steps):
         possible = ["offer"] * 3
@@ -52,8 +53,13 @@ def _steps(draw: random.Random, num_steps: int) -> Iterator[Step]:
                 version += 1
                 yield Step("offer")
             case "start":
-                name = f"m{started}"
-                started += 1
+                if (
+                    killed and draw.random() < 0.5
+                ):  # as a platform restarts it, often before its registration has expired
+                    name = killed.pop()
+                else:
+                    name = f"m{started}"
+                    started += 1
                 running.append(name)
                 yield Step("start", name, _random_break(draw, version))
             case "thaw":
@@ -62,8 +68,7 @@ def _steps(draw: random.Random, num_steps: int) -> Iterator[Step]:
                 yield Step("thaw", name)
             case "kill" | "freeze" | "leave":
                 name = running.pop(draw.randrange(len(running)))
-                if what == "freeze":
-                    frozen.append(name)
+                {"freeze": frozen, "kill": killed}.get(what, []).append(name)
                 yield Step(what, name)
 
 
@@ -77,6 +82,7 @@ def _random_break(draw: random.Random, version: int) -> Break | None:
 async def play(stage: FaultStage, history: list[Step]) -> None:
     """Performs it, then thaws all and brings them to one more version. A run that nobody is left to serve gets a member."""
     version = 0
+    gone: list[LightMember] = []
     for step in history:
         if step.what == "offer":
             await _offer(stage, version)
@@ -84,14 +90,14 @@ async def play(stage: FaultStage, history: list[Step]) -> None:
         elif step.what == "start":
             await stage.start(step.member, step.breaks)
         else:
-            _signal(stage, step)
+            member = _signal(stage, step)
+            gone += [member] if step.what in ("kill", "leave") else []
     await stage.start("last")
     thawing = asyncio.create_task(_thaw_all(stage))
     try:
         await _offer(stage, version)
         await _served(stage)
-        gone = {step.member for step in history if step.what in ("kill", "leave")}
-        await stage.all_on(version, [m for m in stage.members if m.name not in gone and not _may_be_lost(m)])
+        await stage.all_on(version, [m for m in stage.members if m not in gone and not _may_be_lost(m)])
     finally:
         thawing.cancel()
 
@@ -104,12 +110,14 @@ async def _thaw_all(stage: FaultStage) -> None:
         await asyncio.sleep(0.2)
 
 
-def _signal(stage: FaultStage, step: Step) -> None:
-    member = next(member for member in stage.members if member.name == step.member)
+def _signal(stage: FaultStage, step: Step) -> LightMember:
+    """To the newest of that name."""
+    member = next(member for member in reversed(stage.members) if member.name == step.member)
     numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT, "leave": signal.SIGTERM}
     if is_alive(member):
         with suppress(ProcessLookupError):
             member.send(numbers[step.what])
+    return member
 
 
 async def _offer(stage: FaultStage, version: int) -> None:

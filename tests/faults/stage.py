@@ -109,6 +109,7 @@ class FaultStage:
 
     def _commits_come_after_all_have_staged(self) -> None:
         epochs: dict[int, set[str]] = {}
+        assert self.said or not self.records, "nothing was heard of what was served"
         committed: set[tuple[int, int]] = set()
         staged: set[tuple[str, int, int]] = set()
         for message in self.said:

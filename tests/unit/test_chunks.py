@@ -1,8 +1,10 @@
+import gc
 import multiprocessing
 import os
 import queue
 import signal
 import threading
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -457,3 +459,28 @@ def test_the_memory_of_a_snapshot_that_nobody_holds_is_used_for_the_next() -> No
     assert third.stream.data_ptr() == freed
     assert second.stream.view(torch.float32)[:6].tolist() == [0, 1, 2, 3, 4, 5]
     assert not third.stream.any()
+
+
+def test_a_failed_broadcast_holds_its_snapshot_no_longer() -> None:
+    weights = {"w": torch.zeros(1000)}
+    sender = WeightSender(describe(weights.items()))
+
+    class BrokenGroup:
+        placement = sender.placement
+
+        def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
+            raise GroupFailed("epoch-1", "connection reset")
+
+        def close(self) -> None: ...
+
+    gc.disable()
+    try:
+        snapshot = sender.snapshot(PolicyVersion(1, 1), weights)
+        alive = weakref.ref(snapshot)
+        broadcast = sender.broadcast(snapshot, BrokenGroup(), 5)  # type: ignore[arg-type]
+        assert isinstance(broadcast.done.exception(10), GroupFailed)
+        broadcast._thread.join(10)
+        del snapshot, broadcast
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -147,6 +147,39 @@ def test_a_group_that_breaks_again_and_again_is_taken_apart() -> None:
     assert machine.step(c.MemberUp(A))[0] == c.FormGroup(machine.epoch, (A,))
 
 
+def test_separate_losses_within_one_version_are_not_held_against_the_others() -> None:
+    members = tuple(c.Member(name, f"{name}-1") for name in "abcdefgh")
+    machine = formed(*members)
+    for name in "bcde":
+        machine.step(c.TransferFailed(machine.epoch, "connection reset"))
+        actions = machine.step(c.TransferFailed(machine.epoch, "one did not come", (name,)))
+        assert [action.actor for action in actions if isinstance(action, c.Evicted)] == [name]
+    assert set(machine.members) == set("afgh")
+
+
+def test_a_group_that_was_taken_apart_is_not_tried_so_often_at_the_next_version() -> None:
+    machine = formed(A, B)
+    for _ in range(c.MOST_RESTARTS + 1):
+        machine.step(c.TransferFailed(machine.epoch, "cannot be built"))
+    serve_alone(machine, A, 1)
+    machine.step(c.MemberReady("b", "b-1"))
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(machine.epoch, (A, B))
+    actions = machine.step(c.TransferFailed(machine.epoch, "cannot be built"))
+    assert types(actions) == [c.Evicted, c.Evicted, c.SendAbort, c.WaitingForMembers]
+
+
+def serve_alone(machine: c.Coordinator, member: c.Member, version: int) -> None:
+    assert machine.step(c.MemberUp(member))[0] == c.FormGroup(machine.epoch, (member,))
+    epoch = machine.epoch
+    machine.step(c.GroupBuilt(epoch))
+    machine.step(c.MemberJoined(member.actor, epoch))
+    machine.step(c.BytesSent(epoch, version, CHECKSUM))
+    machine.step(c.MemberStaged(member.actor, epoch, version, CHECKSUM))
+    assert machine.step(c.MemberServing(member.actor, epoch, version))[0] == c.VersionServed(
+        version, epoch, (member.actor,)
+    )
+
+
 def test_only_those_who_did_not_come_to_the_meeting_are_left_out() -> None:
     machine = c.Coordinator()
     for member in (A, B):

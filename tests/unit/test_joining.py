@@ -69,6 +69,14 @@ def test_a_new_process_serves_nothing_yet() -> None:
     assert joining.up(Member("b", "b-3")) == [EndSide("b"), BeginSide(Member("b", "b-3"), 3)]
 
 
+def test_a_new_process_that_the_epoch_has_taken_already_gets_no_side_group() -> None:
+    joining = serving(A, B)
+    again = Member("b", "b-2")
+    assert joining.left("b") == []
+    assert joining.formed([A, again]) == [], "the coordinator hears of a registration first"
+    assert joining.up(again) == []
+
+
 def test_one_that_leaves_frees_its_place() -> None:
     joining = serving(A, most_at_once=1)
     assert joining.up(B) == [BeginSide(B, 3)]

@@ -1,5 +1,7 @@
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -102,3 +104,40 @@ def test_the_store_listens_on_the_one_interface_it_was_given() -> None:
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", store.port), timeout=5)
+
+
+END_IN_THE_MIDDLE = """
+import asyncio, torch
+from pipelinerl.service.lifecycle import leave
+from pipelinerl.types import PolicyVersion
+from pipelinerl_torch.chunks import describe
+from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
+from services.trainer.weights.port import CollectivePort
+from services.trainer.weights.sender import WeightSender
+
+async def main():
+    weights = {"w": torch.zeros(8_000_000)}
+    sender = WeightSender(describe(weights.items()))
+    port = CollectivePort(sender, GroupStore(), host="127.0.0.1")
+    group = await port.open_group(1, 2, 20)
+    host, _, number = group.store_address.rpartition(":")
+    spec = GroupSpec(host, int(number), "epoch-1", 1, 2, "gloo", "127.0.0.1")
+    silent, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 20), group.built())
+    sending = asyncio.create_task(group.broadcast(sender.snapshot(PolicyVersion(1, 1), weights), 60))
+    await asyncio.sleep(0.2)
+    await group.abandon()
+    sending.cancel()
+    return silent
+
+silent = asyncio.run(main())
+print("the last words")
+leave(0)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_well() -> None:
+    """Without `leave` the interpreter's end aborts it: exit code 134."""
+    done = subprocess.run(
+        [sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "the last words\n"), done.stderr

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.types import PolicyVersion
+from pipelinerl.weights.errors import NothingStaged
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
@@ -206,3 +207,16 @@ async def until_checked_in(store: GroupStore, name: str) -> None:
 async def until_no_thread(prefix: str) -> None:
     while any(thread.name.startswith(prefix) for thread in threading.enumerate()):
         await asyncio.sleep(0.01)
+
+
+async def test_what_was_discarded_after_the_check_is_not_swapped() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        await asyncio.gather(actor.receive(), send(group))
+        worker = actor.workers[0]
+        worker.check_staged(VERSION)
+        await actor.link.ask(wire.Discard())
+        with pytest.raises(NothingStaged):
+            worker.swap()
+        group.close()

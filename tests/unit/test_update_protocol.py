@@ -61,7 +61,9 @@ class ScriptedGroup:
         return SentBytes(CHECKSUM, 16, 0.001)
 
     async def abandon(self) -> None:
-        return
+        """As a real group's: others go on meanwhile."""
+        for _ in range(3):
+            await asyncio.sleep(0)
 
 
 @dataclass
@@ -449,3 +451,43 @@ def test_departures_that_follow_one_another_are_taken_together() -> None:
         (None, served),
         (None, c.MembersDown(("d",))),
     ]
+
+
+@pytest.mark.parametrize("how", ["leaves", "restarts"])
+async def test_a_joiner_that_goes_while_it_is_being_told_of_its_version_does_not_end_the_run(how: str) -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        bus = one.updater._bus
+        publish, gone = bus.publish_control, asyncio.Event()
+
+        async def publish_slowly(kind: str, payload: bytes, actor: str = "") -> None:
+            await publish(kind, payload, actor)
+            if kind == "announce" and actor == "b" and not gone.is_set():
+                gone.set()
+                b = one.actors["b"]
+                await (b.bus.remove_member("b") if how == "leaves" else b.register("p9"))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+
+        bus.publish_control = publish_slowly  # type: ignore[method-assign]
+        await one.join("b")
+        async with asyncio.timeout(10):
+            await gone.wait()
+        await one.send(1)
+        assert one.actors["a"].receiver.served[-1] == PolicyVersion(1, 1)
+
+
+async def test_who_is_asked_about_a_version_serves_it() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        assert list(one.updater.serving) == ["a"]
+        joiner = await one.join("b")
+        joiner.receiver.may_receive.clear()
+        await one.until(lambda: len(one.port.sent) == 2)
+        await one.send(1)
+        assert list(one.updater.serving) == ["a"], "b is still on its way to version 0"
+        joiner.receiver.may_receive.set()
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        assert joiner.receiver.served[-1] == PolicyVersion(1, 1)
+        await one.actors["a"].bus.remove_member("a")
+        await one.until(lambda: list(one.updater.serving) == ["b"])

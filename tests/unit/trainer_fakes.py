@@ -159,6 +159,10 @@ class FakeUpdater:
         self.members: dict[str, Any] = {}
         self.served_version = -1
 
+    @property
+    def serving(self) -> dict[str, Any]:
+        return self.members
+
     async def offer(self, version: int, snapshot: object) -> None:
         self.served_version = version
 

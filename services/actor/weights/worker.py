@@ -56,6 +56,7 @@ class TransferWorker:
         self._placement = beside_model(device)
         self._group: WeightGroup | None = None
         self._staged: PolicyVersion | None = None
+        self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
         self._discards = 0  # heard and not yet performed
@@ -73,13 +74,17 @@ class TransferWorker:
 
     def check_staged(self, version: PolicyVersion) -> None:
         """Raises NothingStaged when `version` is not the one that waits to be served."""
+        self._to_swap = version
         if self._staged != version:
             raise NothingStaged(version, self._staged)
 
     def swap(self) -> None:
-        """Serve what is staged."""
+        """Serve the version that was checked. Raises NothingStaged when it has been discarded since."""
         with self._loading:
             self._placement.settle()  # nothing that is queued may still read the old weights
+            assert self._to_swap is not None, "check_staged comes first"
+            if self._staged != self._to_swap:
+                raise NothingStaged(self._to_swap, self._staged)
             self._loader.swap()
             self._placement.settle()
             self._staged = None
@@ -117,6 +122,7 @@ class TransferWorker:
                 continue
             self._send(wire.encode(wire.Reply(request.number, self._answer(request.body))))
         self._leave()
+        self.close()  # the actor's process must not wait for answers that nobody gives
 
     def _answer(self, order: wire.Join | wire.Receive | wire.Discard) -> wire.Done | wire.Received | wire.Failed:
         try:

@@ -75,39 +75,41 @@ class Broadcast:
 
     def __init__(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, stall_timeout_s: float) -> None:
         self.done: Future[TransferResult] = Future()
-        self._snapshot, self._group = snapshot, group
+        self._version = snapshot.version
         self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
         self._aborted = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"broadcast-{snapshot.version}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(snapshot, group), name=f"broadcast-{snapshot.version}", daemon=True
+        )
         self._thread.start()
 
     def abort(self) -> None:
         """Give up: `done` fails within the stall timeout and the group is closed. Returns at once."""
         self._aborted.set()
 
-    def _run(self) -> None:
+    def _run(self, snapshot: Snapshot, group: WeightGroup) -> None:
         try:
-            result = self._send()
+            result = self._send(snapshot, group)
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever awaits `done`
-            self._group.close()
-            self.done.set_exception(error)
+            group.close()
+            self.done.set_exception(error.with_traceback(None))  # whose frames would keep the snapshot
         else:
             self.done.set_result(result)
 
-    def _send(self) -> TransferResult:
-        started, snapshot, placement = time.monotonic(), self._snapshot, self._group.placement
+    def _send(self, snapshot: Snapshot, group: WeightGroup) -> TransferResult:
+        started, placement = time.monotonic(), group.placement
         checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
         with placement.scope(), Ahead(checksums, 2, f"checksum-{snapshot.version}") as ready:
             for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
                 header = ChunkHeader(snapshot.version, chunk.index, value, chunk.num_bytes)
                 for tensor in (header.to_tensor().to(placement.device), chunk_of(snapshot.stream, chunk)):
-                    self._group.broadcast(tensor, self._time_left())
+                    group.broadcast(tensor, self._time_left())
         seconds = time.monotonic() - started
         return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
 
     def _time_left(self) -> float:
         if self._aborted.is_set():
-            raise TransferAborted(f"sending of version {self._snapshot.version} was given up")
+            raise TransferAborted(f"sending of version {self._version} was given up")
         return min(self._deadline - time.monotonic(), self._stall_timeout_s)
 
 

@@ -1,0 +1,66 @@
+"""A pool of actors that is scaled while some of them are given up or do not want to go. Stand-in programs, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipelinerl.local.actors import ActorPool
+from pipelinerl.local.process import Launch, ServiceProcess
+from pipelinerl.local.supervisor import RestartPolicy, SupervisedService
+
+LIVES = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
+DEAF = (
+    sys.executable, "-S", "-u", "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)",
+)  # fmt: skip
+DIES = (sys.executable, "-S", "-c", "raise SystemExit(1)")
+
+
+def pool_of(
+    folder: Path, programs: dict[int, tuple[str, ...]], started: list[ServiceProcess], notes: list[str]
+) -> ActorPool:
+    def make(number: int) -> SupervisedService:
+        name = f"actor-{number}"
+        launch = Launch(name, programs[number], os.environ, folder / f"{name}.log", folder / f"{name}.json")
+        never_again = RestartPolicy(limit=0, limit_unserved=0)
+        return SupervisedService(launch, started.append, lambda died, delay: None, policy=never_again)
+
+    return ActorPool(make, notes.append, lambda name: None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_scaling_down_takes_those_that_are_given_up_and_leaves_those_that_live(tmp_path: Path) -> None:
+    started: list[ServiceProcess] = []
+    notes: list[str] = []
+    pool = pool_of(tmp_path, {0: DIES, 1: LIVES}, started, notes)
+    await pool.scale(2, 1.0)
+    keeping = asyncio.create_task(pool.keep())
+    await until(lambda: bool(notes))
+    await pool.scale(1, 1.0)
+    assert [service.name for service in pool.services] == ["actor-1"]
+    assert started[1].returncode is None
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await pool.stop(1.0)
+
+
+async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it(tmp_path: Path) -> None:
+    started: list[ServiceProcess] = []
+    pool = pool_of(tmp_path, {0: LIVES, 1: DEAF}, started, [])
+    await pool.scale(2, 1.0)
+    await until(lambda: "deaf" in (tmp_path / "actor-1.log").read_text())
+    scaling = asyncio.create_task(pool.scale(1, 600.0))
+    await until(lambda: len(pool.services) == 1)
+    scaling.cancel()
+    await asyncio.wait({scaling})
+    await pool.stop(0.5)
+    assert all(process.returncode is not None for process in started)
