@@ -419,7 +419,7 @@ class Coordinator:
     def _lose(self, actors: set[str], reason: str) -> list[Action]:
         """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason) for actor in sorted(actors)]
-        for actor in actors:
+        for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
                 self._benched[actor] = next(self._failures)
         self._group_stands = False
