@@ -17,6 +17,9 @@ from services.trainer.coordinator import Member
 MOST_AT_ONCE = 4
 """Side transfers at a time: each has the whole version to send, and their sum is the trainer's uplink."""
 
+MOST_RESTED = 16
+"""Heartbeats between two tries of an actor that fails again and again: each may cost the whole version's bytes."""
+
 
 @dataclass(frozen=True)
 class BeginSide:
@@ -45,8 +48,10 @@ class Joining:
         """Newest version that each present process is known to serve."""
         self._in_epoch: dict[str, Member] = {}
         self._on_side: dict[str, BeginSide] = {}
-        self._resting: set[str] = set()
-        """Failed lately, in an epoch or on a side group: tried again when their heart beats."""
+        self._failures: dict[str, int] = {}
+        """Failures in a row, in an epoch or on a side group."""
+        self._resting: dict[str, int] = {}
+        """Failed lately: heartbeats until the next try, 1, 2, 4, … `MOST_RESTED` of them."""
 
     @property
     def on_side(self) -> frozenset[str]:
@@ -62,7 +67,10 @@ class Joining:
             if in_epoch == member:  # the epoch has been formed with the new process already
                 self._in_epoch[member.actor] = member
         self._present[member.actor] = member
-        self._resting.discard(member.actor)
+        if self._resting.get(member.actor, 0) > 1:
+            self._resting[member.actor] -= 1
+        else:
+            self._resting.pop(member.actor, None)
         return ended + self._due()
 
     def down(self, actor: str) -> list[Action]:
@@ -70,7 +78,8 @@ class Joining:
         self._present.pop(actor, None)
         self._version.pop(actor, None)
         self._in_epoch.pop(actor, None)
-        self._resting.discard(actor)
+        self._resting.pop(actor, None)
+        self._failures.pop(actor, None)
         return self._end(actor) + self._due()
 
     def formed(self, members: Iterable[Member]) -> list[Action]:
@@ -81,7 +90,7 @@ class Joining:
     def left(self, actor: str) -> list[Action]:
         """Put out of the epoch."""
         self._in_epoch.pop(actor, None)
-        self._resting.add(actor)
+        self._rest(actor)
         return []
 
     def served(self, version: int, members: Iterable[str]) -> list[Action]:
@@ -94,13 +103,18 @@ class Joining:
         """Its side transfer is complete."""
         if self._on_side.pop(actor, None) is not None:
             self._version[actor] = version
+            self._failures.pop(actor, None)
         return self._due()
 
     def side_failed(self, actor: str) -> list[Action]:
         """It did not come to its end."""
         self._on_side.pop(actor, None)
-        self._resting.add(actor)
+        self._rest(actor)
         return self._due()
+
+    def _rest(self, actor: str) -> None:
+        failures = self._failures[actor] = self._failures.get(actor, 0) + 1
+        self._resting[actor] = min(2 ** (failures - 1), MOST_RESTED)
 
     def _end(self, actor: str) -> list[Action]:
         return [EndSide(actor)] if self._on_side.pop(actor, None) is not None else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.light_members import Break
+from benchmarks.light_members import Break, Phase
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError
 from tests.faults.network import private_network, why_not_here
@@ -38,11 +38,14 @@ async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path
 
 
 @needs_network
-async def test_a_network_cut_in_the_middle_of_a_receive_does_not_hold_up_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["receiving", "staged", "committing", "serving"])
+async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_others(
+    tmp_path: Path, phase: Phase
+) -> None:
     with private_network() as network:
         async with fault_stage(tmp_path, host=network.host) as stage:
             places = {name: network.add() for name in "abc"}
-            breaks = {"b": Break("receiving", "freezes", 1)}
+            breaks = {"b": Break(phase, "freezes", 1)}
             a, b, c = [await stage.start(name, breaks.get(name), place) for name, place in places.items()]
             await stage.until(lambda: stage.updater.num_present == 3)
             await stage.update(0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.coordinator import Member
-from services.trainer.joining import Action, BeginSide, EndSide, Joining
+from services.trainer.joining import MOST_RESTED, Action, BeginSide, EndSide, Joining
 from services.trainer.lane import actors_of
 
 A, B, C = Member("a", "a-1"), Member("b", "b-1"), Member("c", "c-1")
@@ -59,7 +59,25 @@ def test_whoever_was_put_out_is_tried_again_when_its_heart_beats() -> None:
     assert joining.up(B) == [BeginSide(B, 4)]
     assert joining.side_failed("b") == []
     assert joining.up(A) == []
+    assert joining.up(B) == [], "the second time it rests for two heartbeats"
     assert joining.up(B) == [BeginSide(B, 4)]
+
+
+def test_whoever_fails_again_and_again_is_tried_less_and_less_often() -> None:
+    joining = serving(A)
+    assert joining.up(B) == [BeginSide(B, 3)]
+    beats = []
+    for _ in range(7):
+        assert joining.side_failed("b") == []
+        beats.append(1)
+        while not joining.up(B):
+            beats[-1] += 1
+    assert beats == [1, 2, 4, 8, MOST_RESTED, MOST_RESTED, MOST_RESTED]
+    joining.side_served("b", 3)
+    joining.served(4, ["a"])
+    assert joining.on_side == {"b"}
+    assert joining.side_failed("b") == []
+    assert joining.up(B) == [BeginSide(B, 4)], "once it has served, it is trusted again"
 
 
 def test_a_new_process_serves_nothing_yet() -> None:
