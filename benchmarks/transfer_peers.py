@@ -47,6 +47,9 @@ class Moved:
 class Peer:
     """Common to both ends: rank, groups by name, the bare broadcast. Commands are its methods' names."""
 
+    _stream: torch.Tensor
+    """What the bare broadcast sends or fills: uint8[total_bytes]."""
+
     def __init__(self, manifest: Manifest, rank: int, port: int) -> None:
         self._manifest, self._rank, self.port = manifest, rank, port
         self._group: WeightGroup | None = None
@@ -66,14 +69,11 @@ class Peer:
 
     def bare(self) -> Moved:
         """A broadcast of all chunks, one after another, out of and into memory that is there already."""
-        pieces = self._bare_stream().split(self._manifest.chunk_bytes)
+        pieces = self._stream.split(self._manifest.chunk_bytes)
         began_s = time.monotonic()
         for piece in pieces:
             self._bare.broadcast(piece, 0).wait()
         return Moved(began_s, time.monotonic())
-
-    def _bare_stream(self) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class SendingPeer(Peer):
@@ -111,9 +111,6 @@ class SendingPeer(Peer):
             seconds.append(time.monotonic() - began_s)
         return seconds
 
-    def _bare_stream(self) -> torch.Tensor:
-        return self._stream
-
 
 class ReceivingPeer(Peer):
     """Rank 1."""
@@ -135,9 +132,6 @@ class ReceivingPeer(Peer):
             pass
         receiver.close()
         return Moved(began_s, time.monotonic(), receiver.receipt.checksum)
-
-    def _bare_stream(self) -> torch.Tensor:
-        return self._stream
 
 
 def _serve(kind: type[Peer], arguments: tuple[Any, ...], commands: Connection) -> None:
