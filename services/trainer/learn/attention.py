@@ -12,7 +12,7 @@ Not here: flex and flash_attention_2, which transformers provides and `model.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.errors import FieldError
+
+if TYPE_CHECKING:
+    from services.trainer.ranks.rows import HeadExchange
 
 VARLEN = "pipelinerl_varlen"
 """Name under which transformers knows the attention of this module."""
@@ -56,6 +59,8 @@ class PackedLayout:
     """int32[sequences + 1]: cumulative lengths, from 0 to T."""
     longest: int
     blocks: tuple[RowBlock, ...]
+    exchange: HeadExchange | None = None
+    """Where several ranks share the row: each brings its part of the tokens, and attends all of them with its part of the heads."""
 
 
 def packed_layout(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:
@@ -205,9 +210,18 @@ def varlen_attention(
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
     assert packed is not None, "the model was called without its packed layout"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        return _attend_flash(q, k, v, packed, scaling, sliding_window)[None], None
-    return _attend_rows(q, k, v, packed, scaling, sliding_window)[None], None
+    if packed.exchange is None:
+        return _attend(q, k, v, packed, scaling, sliding_window)[None], None
+    q, k, v = packed.exchange.shared_out(q, k, v)
+    return packed.exchange.to_tokens(_attend(q, k, v, packed, scaling, sliding_window))[None], None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """query, key, value [T, heads, dim] of all tokens of the row → [T, query heads, dim]."""
+    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
 
 
 def register() -> None:

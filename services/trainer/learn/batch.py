@@ -1,7 +1,8 @@
 """One packed micro-batch: sequences behind each other in one row, and for each completion token what the loss needs.
 
-Built with NumPy without a loop over tokens. Padding, where asked for, is a sequence of its own at the end of the row
-that no completion token belongs to, so it cannot change a loss. Not here: which sequences go together
+Built with NumPy without a loop over tokens, as arrays that can travel to another rank, and put on a device there. Padding,
+where asked for, is a sequence of its own at the end of the row that no completion token belongs to, so it cannot change a
+loss; a micro-batch without sequences is padding alone. Not here: which sequences go together
 (`pipelinerl.algorithms.packing`).
 """
 
@@ -41,42 +42,141 @@ class TokenRow:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """C completion tokens of S sequences in one row. All tensors are on the model's device, arrays on the CPU."""
+class HostMicroBatch:
+    """C completion tokens of S sequences in one row, in host memory."""
 
-    row: TokenRow
-    predictors: Tensor
-    """int64[C]: position in the row whose output predicts the token."""
-    targets: Tensor
-    """int64[C]: the token."""
-    behaviour_logprobs: Tensor
-    """float32[C]: log μ, nats."""
-    advantages: Tensor
-    """float32[C]: its sequence's advantage."""
-    weights: Tensor
-    """float32[C]: its factor in the loss (`normalization.token_weights`)."""
-    sequence_index: Tensor
-    """int64[C]: its sequence, 0 .. S - 1, in order of the row."""
+    token_ids: NDArray[np.int64]
+    """[T], padding included."""
+    lengths: NDArray[np.int64]
+    """[S] in order of the row; [S + 1] with padding."""
+    predictors: NDArray[np.int64]
+    """[C], ascending: position in the row whose output predicts the token."""
+    targets: NDArray[np.int64]
+    """[C]: the token."""
+    behaviour_logprobs: NDArray[np.float32]
+    """[C]: log μ, nats."""
+    advantages: NDArray[np.float32]
+    """[C]: its sequence's advantage."""
+    weights: NDArray[np.float32]
+    """[C]: its factor in the loss (`normalization.token_weights`)."""
+    sequence_index: NDArray[np.int64]
+    """[C]: its sequence, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
-    """int64[C]: its token lag."""
+    """[C]: its token lag."""
     num_sequences: int
     num_tokens: int
     """Prompt and completion tokens, without padding."""
+
+    def on(self, device: torch.device | str) -> MicroBatch:
+        """The same as tensors on `device`."""
+
+        def tensor(values: NDArray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
+        return MicroBatch(
+            row=_row(self.token_ids, self.lengths, device),
+            predictors=tensor(self.predictors),
+            targets=tensor(self.targets),
+            behaviour_logprobs=tensor(self.behaviour_logprobs),
+            advantages=tensor(self.advantages),
+            weights=tensor(self.weights),
+            sequence_index=tensor(self.sequence_index),
+            lags=self.lags,
+            num_sequences=self.num_sequences,
+            num_tokens=self.num_tokens,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """`HostMicroBatch` on the model's device; `lags` stay on the CPU."""
+
+    row: TokenRow
+    predictors: Tensor
+    """int64[C]"""
+    targets: Tensor
+    """int64[C]"""
+    behaviour_logprobs: Tensor
+    """float32[C], nats."""
+    advantages: Tensor
+    """float32[C]"""
+    weights: Tensor
+    """float32[C]"""
+    sequence_index: Tensor
+    """int64[C]"""
+    lags: NDArray[np.int64]
+    num_sequences: int
+    num_tokens: int
 
 
 def token_row(
     token_ids: NDArray[np.int64], lengths: NDArray[np.int64], pad_multiple: int = 1, device: torch.device | str = "cpu"
 ) -> TokenRow:
     """Row of packed sequences: token_ids int64[sum of lengths], padded to a multiple of `pad_multiple` tokens."""
-    padding = -len(token_ids) % pad_multiple
-    if padding:
-        token_ids = np.concatenate((token_ids, np.zeros(padding, dtype=np.int64)))
-        lengths = np.append(lengths, padding)
+    return _row(*_padded(token_ids, lengths, pad_multiple), device)
+
+
+def _padded(
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    padding = -len(token_ids) % multiple if len(token_ids) else multiple
+    if padding == 0:
+        return token_ids, lengths
+    return np.concatenate((token_ids, np.zeros(padding, dtype=np.int64))), np.append(lengths, padding)
+
+
+def _row(token_ids: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device | str) -> TokenRow:
     positions = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return TokenRow(
-        torch.from_numpy(token_ids)[None].to(device),
-        torch.from_numpy(positions)[None].to(device),
+        torch.from_numpy(token_ids)[None].to(device, non_blocking=True),
+        torch.from_numpy(positions)[None].to(device, non_blocking=True),
         packed_layout(lengths, device),
+    )
+
+
+def host_microbatch(
+    sequences: Many[Sequence],
+    advantages: NDArray[np.float64],
+    version: int,
+    normalization: Normalization,
+    totals: BatchTotals,
+    pad_multiple: int = 1,
+) -> HostMicroBatch:
+    """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, longest first."""
+    if not sequences:
+        return _nothing(pad_multiple)
+    order = sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
+    members = [sequences[index] for index in order]
+    prompts = np.array([len(member.prompt_token_ids) for member in members])
+    completions = np.array([len(member.completion_token_ids) for member in members])
+    parts = [part for member in members for part in (member.prompt_token_ids, member.completion_token_ids)]
+    token_ids = np.concatenate(parts).astype(np.int64)
+    lengths = prompts + completions
+    positions = _completion_positions(lengths, prompts, completions)
+    lags = token_lags(np.concatenate([member.token_versions() for member in members]), version)
+    assert lags.min() >= 0, f"a token of a version after {version} cannot be trained on at {version}"
+    padded_ids, padded_lengths = _padded(token_ids, lengths, pad_multiple)
+    return HostMicroBatch(
+        token_ids=padded_ids,
+        lengths=padded_lengths,
+        predictors=positions - 1,
+        targets=token_ids[positions],
+        behaviour_logprobs=np.concatenate([member.behaviour_logprobs for member in members]).astype(np.float32),
+        advantages=np.repeat(advantages[order], completions).astype(np.float32),
+        weights=token_weights(completions, normalization, totals),
+        sequence_index=np.repeat(np.arange(len(members)), completions),
+        lags=lags,
+        num_sequences=len(members),
+        num_tokens=len(token_ids),
+    )
+
+
+def _nothing(pad_multiple: int) -> HostMicroBatch:
+    """For a rank that has no sequences left while others have: a row of padding, no completion token."""
+    no_index, no_value = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    token_ids, lengths = _padded(no_index, no_index, pad_multiple)
+    return HostMicroBatch(
+        token_ids, lengths, no_index, no_index, no_value, no_value, no_value, no_index, no_index, 0, 0
     )
 
 
@@ -90,33 +190,8 @@ def build_microbatch(
     pad_multiple: int = 1,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, longest first."""
-    order = sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
-    members = [sequences[index] for index in order]
-    prompts = np.array([len(member.prompt_token_ids) for member in members])
-    completions = np.array([len(member.completion_token_ids) for member in members])
-    parts = [part for member in members for part in (member.prompt_token_ids, member.completion_token_ids)]
-    token_ids = np.concatenate(parts).astype(np.int64)
-    lengths = prompts + completions
-    positions = _completion_positions(lengths, prompts, completions)
-    lags = token_lags(np.concatenate([member.token_versions() for member in members]), version)
-    assert lags.min() >= 0, f"a token of a version after {version} cannot be trained on at {version}"
-
-    def on_device(values: NDArray, dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(device, non_blocking=True)
-
-    return MicroBatch(
-        row=token_row(token_ids, lengths, pad_multiple, device),
-        predictors=on_device(positions - 1, np.int64),
-        targets=on_device(token_ids[positions], np.int64),
-        behaviour_logprobs=on_device(np.concatenate([member.behaviour_logprobs for member in members]), np.float32),
-        advantages=on_device(np.repeat(advantages[order], completions), np.float32),
-        weights=on_device(token_weights(completions, normalization, totals), np.float32),
-        sequence_index=on_device(np.repeat(np.arange(len(members)), completions), np.int64),
-        lags=lags,
-        num_sequences=len(members),
-        num_tokens=len(token_ids),
-    )
+    """`host_microbatch` on `device`."""
+    return host_microbatch(sequences, advantages, version, normalization, totals, pad_multiple).on(device)
 
 
 def _completion_positions(

@@ -1,11 +1,12 @@
 """What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
 
-Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, and
-NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in Prometheus.
+Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, those of
+all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in Prometheus.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pipelinerl.algorithms.ess import EssSums, ess_by_lag
 from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
-from services.trainer.learn.batch import MicroBatch
+from services.trainer.learn.batch import HostMicroBatch
 from services.trainer.learn.loss import LossOutput
 
 LARGEST_LOG_WEIGHT = 80.0
@@ -69,49 +70,59 @@ class TokenMetrics:
 
 
 class StepCollector:
-    """Collects the micro-batches of one optimizer step, each of at most `budget` tokens: `add` each, then `result` once."""
+    """Collects the micro-batches of one rank's share of an optimizer step: `add` each, then read."""
 
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
+    def __init__(self) -> None:
         self._per_token: list[Tensor] = []
         self._scalars: list[Tensor] = []
-        self._batches: list[MicroBatch] = []
 
-    def add(self, batch: MicroBatch, output: LossOutput, entropy: Tensor) -> None:
+    def add(self, output: LossOutput, entropy: Tensor) -> None:
         """`entropy` float32[C], nats, of the micro-batch's completion tokens."""
         self._per_token.append(torch.stack((output.log_weights, output.clipped.float(), entropy.detach())))
         self._scalars.append(torch.stack((output.loss.detach(), output.policy_loss, output.reference_kl)))
-        self._batches.append(batch)
 
-    def result(self) -> TokenMetrics:
-        """Waits for the device."""
-        assert self._batches, "a step has at least one micro-batch"
-        log_weights, clipped, entropy = torch.cat(self._per_token, dim=1).double().cpu().numpy()
-        loss, policy_loss, reference_kl = torch.stack(self._scalars).double().sum(0).tolist()
-        lags = np.concatenate([batch.lags for batch in self._batches])
-        loads = [batch.num_tokens for batch in self._batches]
-        usable = bool(np.isfinite(log_weights).all())
-        return TokenMetrics(
-            loss=loss,
-            policy_loss=policy_loss,
-            reference_kl=reference_kl,
-            ess=EssSums.of(log_weights).ratio if usable else None,
-            entropy=_mean(entropy),
-            clip_fraction=float(clipped.mean()),
-            mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
-            log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
-            weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,
-            lag_mean=float(lags.mean()),
-            lag_p95=float(np.percentile(lags, 95)),
-            lag_max=int(lags.max()),
-            lag_histogram=_histogram(lags),
-            by_lag=_by_lag(log_weights, clipped, lags) if usable else {},
-            sequences=sum(batch.num_sequences for batch in self._batches),
-            completion_tokens=len(lags),
-            tokens=sum(loads),
-            microbatches=len(loads),
-            packing_fill=sum(loads) / (len(loads) * self._budget),
-        )
+    def totals(self) -> Tensor:
+        """float64[3] on the device: loss, policy loss, KL to the reference; sums over micro-batches."""
+        return torch.stack(self._scalars).double().sum(0)
+
+    def values(self) -> NDArray[np.float32]:
+        """[3, C]: log weight, clipped, entropy of each completion token. Waits for the device."""
+        return torch.cat(self._per_token, dim=1).float().cpu().numpy()
+
+
+def token_metrics(
+    values: NDArray[np.float32], totals: NDArray[np.float64], batches: Many[HostMicroBatch], budget: int
+) -> TokenMetrics:
+    """Of one optimizer step: `values` of all ranks, `totals` of the step, and its `batches` in the order of `values`.
+
+    `budget`: tokens of a micro-batch at most.
+    """
+    log_weights, clipped, entropy = values.astype(np.float64)
+    loss, policy_loss, reference_kl = totals.tolist()
+    lags = np.concatenate([batch.lags for batch in batches])
+    loads = [batch.num_tokens for batch in batches if batch.num_sequences]
+    usable = bool(np.isfinite(log_weights).all())
+    return TokenMetrics(
+        loss=loss,
+        policy_loss=policy_loss,
+        reference_kl=reference_kl,
+        ess=EssSums.of(log_weights).ratio if usable else None,
+        entropy=_mean(entropy),
+        clip_fraction=float(clipped.mean()),
+        mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
+        log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
+        weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,
+        lag_mean=float(lags.mean()),
+        lag_p95=float(np.percentile(lags, 95)),
+        lag_max=int(lags.max()),
+        lag_histogram=_histogram(lags),
+        by_lag=_by_lag(log_weights, clipped, lags) if usable else {},
+        sequences=sum(batch.num_sequences for batch in batches),
+        completion_tokens=len(lags),
+        tokens=sum(loads),
+        microbatches=len(loads),
+        packing_fill=sum(loads) / (len(loads) * budget),
+    )
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

@@ -6,6 +6,7 @@ is taken of the policy that sampled. Not here: building and warm-starting the sm
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from pipelinerl.config.recipe import ModelConfig
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import VARLEN, register
-from services.trainer.learn.policy import Policy
+from services.trainer.learn.policy import Policy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,6 +64,14 @@ def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_chec
         return _with_attention(model, "eager")
 
 
+def frozen_copy(policy: Policy) -> Policy:
+    """A policy with weights of its own that no optimizer changes."""
+    scorer = copy.deepcopy(policy.scorer)
+    scorer.requires_grad_(False)
+    scorer.eval()
+    return Policy(scorer, policy.device)
+
+
 def _preferred(hf_config: PretrainedConfig) -> str:
     """Chunked attention exists only in transformers' own masks."""
     return VARLEN if getattr(hf_config.get_text_config(), "attention_chunk_size", None) is None else "sdpa"
@@ -73,7 +82,7 @@ def _with_attention(model: PreTrainedModel, attention: str) -> Policy:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
         raise FieldError("model.attention", attention, f"not available here: {_first_line(error)}") from error
-    return Policy(model, attention)
+    return checked_policy(model, attention)
 
 
 def _check_folder(source: str, config: ModelConfig) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipelinerl.config.recipe import TrainerConfig
 from services.trainer.learn.schedule import learning_rate
+from services.trainer.learn.weights import whole
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PolicyOptimizer:
     def step(self, loss: float) -> OptimizerReport:
         """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is reported."""
         rate = learning_rate(self.steps_taken, self.config)
-        norm = float(nn.utils.clip_grad_norm_(self._stepped, self.config.max_grad_norm))
+        norm = float(whole(nn.utils.clip_grad_norm_(self._stepped, self.config.max_grad_norm)))
         skipped = _not_finite(loss, norm)
         if not skipped:
             self._take(rate)

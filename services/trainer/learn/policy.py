@@ -1,69 +1,105 @@
 """A Hugging Face causal language model, seen as: log-probabilities of chosen tokens in a packed row.
 
-Output logits are made at completion positions only. Where the model is a plain backbone and linear head, they are made
-from hidden states here, in chunks; where it does more to its logits (soft capping, scaling), the model makes them
-itself. Which of the two holds is found out on two short sequences when the model is wrapped, together with whether
-attention really stays within a sequence; an architecture that leaks is refused there.
+Whether output logits can be made from hidden states here (`scorer.py`) is found out on two short sequences when the model
+is wrapped, together with whether attention really stays within a sequence; an architecture that leaks is refused there.
+Where ranks share a row, each scores its part of it and has the scores of all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import TokenRow, token_row
-from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, chunked_scores, token_scores
+from services.trainer.learn.logprobs import MAX_LOGITS, token_scores
+from services.trainer.learn.scorer import TokenScorer
+from services.trainer.ranks.rows import RowPart
 
 PROBE_LENGTHS = (7, 5)
 """Tokens of the two sequences on which a model is checked."""
 
 
-class Policy:
-    """A model on its device, ready to score packed rows. Raises `FieldError` when the model cannot be packed."""
+@dataclass(frozen=True, eq=False)
+class PolicyScores:
+    """Of C completion tokens, float32[C] each, at the sampling temperature. `values`: None without a value head."""
 
-    def __init__(self, model: PreTrainedModel, attention: str, max_logits: int = MAX_LOGITS) -> None:
-        self.model = model
-        self.attention = attention
-        self.device: torch.device = model.device
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._chunk_tokens = max(1, max_logits // self.vocab_size)
-        self._head = None if _caps_logits(model) else model.get_output_embeddings()
-        if _packing_error(self) > _tolerance(model.dtype):
-            self._head = None
-            _refuse_leaks(self, _packing_error(self))
+    logprobs: Tensor
+    """nats"""
+    entropy: Tensor
+    """nats"""
+    values: Tensor | None = None
+
+
+class Policy:
+    """A model on its device, ready to score packed rows."""
+
+    def __init__(self, scorer: TokenScorer, device: torch.device, part: RowPart | None = None) -> None:
+        self.scorer, self.device, self._part = scorer, device, part
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.scorer.model
+
+    @property
+    def attention(self) -> str:
+        return self.scorer.attention
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows must be padded to a multiple of so many tokens."""
+        return 1 if self._part is None else self._part.ranks
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> TokenScores:
-        """Scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C]."""
-        if self._head is None:
-            logits = self._forward(self.model, row, logits_to_keep=predictors).logits[0]
-            return token_scores(logits, targets, temperature, entropy_grad)
-        hidden = self._forward(self.model.base_model, row).last_hidden_state[0].index_select(0, predictors)
-        return chunked_scores(hidden, self._head, targets, temperature, self._chunk_tokens, entropy_grad)
+    ) -> PolicyScores:
+        """Scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending.
 
-    def _forward(self, module: nn.Module, row: TokenRow, **arguments: Any) -> Any:
-        return module(
-            input_ids=row.input_ids,
-            position_ids=row.position_ids,
-            use_cache=False,
-            **forward_arguments(self.attention, row.layout),
-            **arguments,
+        Called by all ranks together; those that share a row with the same row.
+        """
+        if self._part is None:
+            return PolicyScores(*self._score(row, predictors, targets, temperature, entropy_grad))
+        counts = self._part.counts(row, predictors)
+        first = sum(counts[: self._part.index])
+        own = slice(first, first + counts[self._part.index])
+        own_predictors = predictors[own] - self._part.first_token(row)
+        scores = self._score(self._part.of(row), own_predictors, targets[own], temperature, entropy_grad)
+        return PolicyScores(*self._part.collect(torch.stack(scores), counts))
+
+    def _score(
+        self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
+    ) -> tuple[Tensor, ...]:
+        scores: tuple[Tensor, ...] = self.scorer(
+            row.input_ids, row.position_ids, row.layout, predictors, targets, temperature, entropy_grad
         )
+        return scores
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 at temperature 1, nats, of int[tokens]."""
         tokens = np.asarray(token_ids, dtype=np.int64)
-        row = token_row(tokens, np.array([len(tokens)]), device=self.device)
+        row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
-        return self.scores(row, predictors, row.input_ids[0, 1:]).logprobs.cpu().numpy()
+        return self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
+
+
+def checked_policy(model: PreTrainedModel, attention: str, max_logits: int = MAX_LOGITS) -> Policy:
+    """A policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
+    scorer = TokenScorer(model, attention, max_logits)
+    scorer.own_logits = _caps_logits(model)
+    policy = Policy(scorer, model.device)
+    if _packing_error(policy) > _tolerance(model.dtype):
+        scorer.own_logits = True
+        _refuse_leaks(policy, _packing_error(policy))
+    return policy
 
 
 def _caps_logits(model: PreTrainedModel) -> bool:

@@ -1,33 +1,47 @@
-"""The learner: complete groups in, one optimizer step, what happened out.
+"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
-Synchronous and single-process: it reads no stream and sends no weights. The caller decides which groups make a step,
-what version results, and what becomes of the sequences of a skipped step.
+Synchronous: it reads no stream and sends no weights. The caller decides which groups make a step, what version results,
+and what becomes of the sequences of a skipped step. Who tells the other ranks is `ranks/lead.py`'s question.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from pipelinerl.algorithms.packing import plan_microbatches
 from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
 from pipelinerl.types import Logprobs, TokenIds
-from services.trainer.learn.batch import MicroBatch, TrainingGroup, build_microbatch
+from services.trainer.learn.batch import MicroBatch, TrainingGroup
 from services.trainer.learn.loss import LossInputs, compute_loss
-from services.trainer.learn.metrics import StepCollector, TokenMetrics
-from services.trainer.learn.normalization import BatchTotals
+from services.trainer.learn.metrics import StepCollector, TokenMetrics, token_metrics
+from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.policy import Policy
+from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
+from services.trainer.learn.weights import served_weights
+from services.trainer.ranks.world import World, alone
+
+
+@dataclass(frozen=True, eq=False)
+class ShareResult:
+    """What computing a share gave. `report` and `totals` are those of the whole step, alike on every rank."""
+
+    report: OptimizerReport
+    totals: NDArray[np.float64]
+    """See `StepCollector.totals`."""
+    values: NDArray[np.float32]
+    """See `StepCollector.values`; of this rank's share."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one call of `train_step` did."""
+    """What one optimizer step did."""
 
     version: int
     """Policy version that the gradient was taken at."""
@@ -35,6 +49,8 @@ class StepOutcome:
     tokens: TokenMetrics
     advantage_abs_mean: float
     """Over sequences; 0 means that no group told anything."""
+    imbalance: float = 0.0
+    """See `PreparedStep.imbalance`."""
 
     @property
     def applied(self) -> bool:
@@ -50,11 +66,15 @@ class StepOutcome:
             "grad_norm": self.optimizer.grad_norm,
             "skipped": self.optimizer.skipped,
             "advantage_abs_mean": self.advantage_abs_mean,
+            "imbalance": self.imbalance,
         }
 
 
 class Learner:
-    """A policy and its optimizer. With `kl_coefficient` > 0 it keeps a frozen copy of the policy it was made with."""
+    """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy.
+
+    Every rank calls the same methods in the same order.
+    """
 
     def __init__(
         self,
@@ -64,39 +84,57 @@ class Learner:
         *,
         temperature: float = 1.0,
         pad_multiple: int = 1,
+        world: World | None = None,
+        reference: Policy | None = None,
     ) -> None:
-        """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it."""
+        """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it.
+
+        `reference`: the policy that the KL term is to, a copy of `policy` when None.
+        """
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
-        self.pad_multiple = pad_multiple
-        self.reference = _frozen_copy(policy) if algorithm.kl_coefficient > 0 else None
-        self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer)
+        self.pad_multiple = pad_multiple * policy.row_multiple
+        self.world = world or alone(policy.device)
+        self.reference = (reference or frozen_copy(policy)) if algorithm.kl_coefficient > 0 else None
+        self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
 
-    def train_step(self, groups: Sequence[TrainingGroup], version: int) -> StepOutcome:
-        """One optimizer step on `groups` at policy version `version`.
+    def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
+        """Plans one optimizer step for all ranks. Any thread may do so while another step is computed.
 
         Raises `FieldError` when a sequence exceeds `tokens_per_microbatch`.
         """
-        sequences = [sequence for group in groups for sequence in group.sequences]
-        advantages = np.concatenate([group.advantages for group in groups])
-        totals = BatchTotals(len(sequences), sum(sequence.num_completion_tokens for sequence in sequences))
-        lengths = [sequence.num_tokens for sequence in sequences]
-        collector = StepCollector(self.trainer.tokens_per_microbatch)
-        for members in plan_microbatches(lengths, self.trainer.tokens_per_microbatch):
-            batch = build_microbatch(
-                [sequences[index] for index in members],
-                advantages[members],
-                version,
-                self.algorithm.normalization,
-                totals,
-                pad_multiple=self.pad_multiple,
-                device=self.policy.device,
-            )
-            self._accumulate(batch, collector)
-        tokens = collector.result()
-        return StepOutcome(version, self.optimizer.step(tokens.loss), tokens, float(np.abs(advantages).mean()))
+        return prepare_step(
+            groups,
+            version,
+            self.algorithm.normalization,
+            self.trainer.tokens_per_microbatch,
+            data_ranks=self.world.layout.data_ranks,
+            pad_multiple=self.pad_multiple,
+        )
+
+    def train_step(self, groups: Sequence[TrainingGroup], version: int) -> StepOutcome:
+        """One optimizer step of a learner that is alone, on `groups` at policy version `version`."""
+        prepared = self.prepare(groups, version)
+        return self.outcome(prepared, [self.compute(prepared.shares[0])])
+
+    def compute(self, share: StepShare) -> ShareResult:
+        """One optimizer step; `share` is this rank's, or that of its row."""
+        collector = StepCollector()
+        for batch in share.batches:
+            self._accumulate(batch.on(self.policy.device), collector)
+        totals = self.world.sum(collector.totals())
+        report = self.optimizer.step(float(totals[0]))
+        return ShareResult(report, totals.cpu().numpy(), collector.values())
+
+    def outcome(self, prepared: PreparedStep, results: Sequence[ShareResult]) -> StepOutcome:
+        """What the step did, from `results` of each share of `prepared`, in their order."""
+        values = np.concatenate([result.values for result in results], axis=1)
+        budget = self.trainer.tokens_per_microbatch
+        tokens = token_metrics(values, results[0].totals, prepared.batches, budget)
+        report = results[0].report
+        return StepOutcome(prepared.version, report, tokens, prepared.advantage_abs_mean, prepared.imbalance)
 
     def _accumulate(self, batch: MicroBatch, collector: StepCollector) -> None:
         """Adds one micro-batch's gradient."""
@@ -115,10 +153,10 @@ class Learner:
             self.algorithm,
         )
         output.loss.backward()
-        collector.add(batch, output, scores.entropy)
+        collector.add(output, scores.entropy)
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         if self.reference is None:
             return None
         return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
@@ -127,18 +165,14 @@ class Learner:
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1."""
         return self.policy.sequence_logprobs(token_ids)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What actors serve: every parameter by its checkpoint name, whole, one after the other. All ranks go through it."""
+        return served_weights(self.policy.model)
+
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer, for a checkpoint. The reference is not part: it is the initial policy."""
-        return {"model": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.policy.scorer.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.model.load_state_dict(state["model"])
+        self.policy.scorer.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def _frozen_copy(policy: Policy) -> Policy:
-    """A policy with weights of its own that no optimizer changes."""
-    model = copy.deepcopy(policy.model)
-    model.requires_grad_(False)
-    model.eval()
-    return Policy(model, policy.attention)

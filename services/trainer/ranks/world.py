@@ -1,0 +1,128 @@
+"""The ranks of the trainer and the groups they talk in: one for orders (host memory), one for tensors, one per shared row.
+
+One rank is a world without any group. What is said in the groups is not decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from services.trainer.ranks.layout import RankLayout, rank_layout
+from services.trainer.ranks.message import Message
+
+ORDER_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for rank 0's next order. Rank 0 gives one every few seconds (`loop.BEAT_S`) unless it computes or
+writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
+TENSOR_TIMEOUT = timedelta(minutes=10)
+"""How long a collective of the step may wait for a rank that computes."""
+
+
+class Links:
+    """Messages between rank 0 and the others. Every method is called by all ranks it names, in the same order."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self._rank, self._size = group, rank, size
+
+    def tell(self, messages: list[Message]) -> None:
+        """Rank 0: one message to each of ranks 1, 2, …"""
+        for rank, message in enumerate(messages, start=1):
+            _send(message, rank, self._group)
+
+    def tell_all(self, message: Message) -> None:
+        """Rank 0: the same message to every other rank."""
+        self.tell([message] * (self._size - 1))
+
+    def hear(self) -> Message:
+        """Other ranks: the next message of rank 0. Raises `RuntimeError` when rank 0 is gone."""
+        return _receive(0, self._group)
+
+    def report(self, message: Message) -> None:
+        """Other ranks: a message to rank 0."""
+        _send(message, 0, self._group)
+
+    def reports(self) -> list[Message]:
+        """Rank 0: one message from each of ranks 1, 2, …"""
+        return [_receive(rank, self._group) for rank in range(1, self._size)]
+
+
+def _send(message: Message, to: int, group: Any) -> None:
+    data = message.to_bytes()
+    dist.send(torch.tensor([len(data)]), to, group=group)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=group)
+
+
+def _receive(source: int, group: Any) -> Message:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source, group=group)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, source, group=group)
+    return Message.from_bytes(data.numpy().tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """This rank's place. `links`, `mesh`: None when it is alone; `row_group`: None when it has whole rows."""
+
+    layout: RankLayout
+    device: torch.device
+    links: Links | None = None
+    mesh: DeviceMesh | None = None
+    """Over all ranks: (copies, shards), or (shards) where there is one copy."""
+    row_group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.layout.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over rows that are computed at the same time, on every rank. `values` of one rank per row count."""
+        if self.mesh is None:
+            return values
+        total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
+        dist.all_reduce(total)
+        return total
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's `tensor`."""
+        if self.mesh is not None:
+            dist.broadcast(tensor, 0)
+
+
+def alone(device: torch.device | str = "cpu") -> World:
+    """One rank."""
+    return World(RankLayout(), torch.device(device))
+
+
+def join_world(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
+    """The world that torchrun's environment describes; returns when every rank is there. Raises `FieldError`."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT)
+    layout = rank_layout(dist.get_rank(), dist.get_world_size(), context_parallel, shard_ranks)
+    links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.rank, layout.size)
+    return World(layout, device, links, _shard_mesh(layout, device), _row_group(layout, device))
+
+
+def leave_world() -> None:
+    """Closes the groups of this process, where it has any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _shard_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
+    if layout.copies == 1:
+        return init_device_mesh(device.type, (layout.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (layout.copies, layout.shard_ranks), mesh_dim_names=("copy", "shard"))
+
+
+def _row_group(layout: RankLayout, device: torch.device) -> Any:
+    if layout.sequence_ranks == 1:
+        return None
+    shape = (layout.data_ranks, layout.sequence_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
+
