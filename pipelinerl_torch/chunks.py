@@ -32,21 +32,32 @@ def describe(
 @torch.no_grad()
 def pack(
     manifest: Manifest,
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     device: torch.device | str = "cpu",
     into: Tensor | None = None,
 ) -> Tensor:
     """Copy the parameters into one stream: uint8[total_bytes] on `device`, converted to the wire dtypes, padding zeroed.
 
-    `into`: such a stream that may be overwritten. Raises ManifestDiffers if a parameter is missing or has another shape or
-    dtype than the manifest says.
+    Given as pairs, they are taken one after the other, so that no two need to be there at once; names that the manifest does
+    not have are passed over. `into`: such a stream that may be overwritten. Raises ManifestDiffers if a parameter is missing
+    or has another shape or dtype than the manifest says.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device) if into is None else into
-    for spec, offset, size in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):
-        tensor = _checked(spec, parameters)
-        _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
-        stream[offset + size : offset + aligned(size)].zero_()
+    places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
+    for name, tensor in parameters.items() if isinstance(parameters, Mapping) else parameters:
+        index = places.pop(name, None)
+        if index is not None:
+            _put(stream, manifest, index, tensor)
+    for index in places.values():
+        raise ManifestDiffers(manifest.parameters[index].name, "presence", "missing", "present")
     return stream
+
+
+def _put(stream: Tensor, manifest: Manifest, index: int, tensor: Tensor) -> None:
+    spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
+    _check(spec, tensor)
+    _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
+    stream[offset + size : offset + aligned(size)].zero_()
 
 
 def chunk_of(stream: Tensor, chunk: Chunk) -> Tensor:
@@ -102,12 +113,8 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
     return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(spec.shape)
 
 
-def _checked(spec: ParameterSpec, parameters: Mapping[str, Tensor]) -> Tensor:
-    if spec.name not in parameters:
-        raise ManifestDiffers(spec.name, "presence", "missing", "present")
-    tensor = parameters[spec.name]
+def _check(spec: ParameterSpec, tensor: Tensor) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise ManifestDiffers(spec.name, "shape", tuple(tensor.shape), spec.shape)
     if dtype_name(tensor.dtype) != spec.dtype:
         raise ManifestDiffers(spec.name, "dtype", dtype_name(tensor.dtype), spec.dtype)
-    return tensor

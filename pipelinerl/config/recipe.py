@@ -206,7 +206,24 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
-    threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
+    nproc: int = Field(
+        1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."
+    )
+    context_parallel: int = Field(
+        1, ge=1, le=1024, description="Ranks that share the tokens of a row: for sequences that no one GPU holds."
+    )
+    shard_ranks: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer (a node's) is hybrid sharding.",
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
+    )
+    threads: int = Field(
+        0, ge=0, le=1024, description="Torch threads of each rank on CPU; 0 = share the cores with the actors."
+    )
     give_up_after_groups: int = Field(
         0,
         ge=0,

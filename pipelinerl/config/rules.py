@@ -98,4 +98,11 @@ def _conventional_lag(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError("algorithm.max_lag", max_lag, fix)
 
 
-_RULES = (_model, _warm_start_task, _task, _lengths, _groups, _conventional_lag)
+def _ranks(recipe: Recipe) -> Iterator[FieldError]:
+    trainer = recipe.trainer
+    if trainer.context_parallel > 1 and recipe.model.attention != "auto":
+        fix = f"needs model.attention = 'auto', not {recipe.model.attention!r}: only that one shares rows among ranks"
+        yield FieldError("trainer.context_parallel", trainer.context_parallel, fix)
+
+
+_RULES = (_model, _warm_start_task, _task, _lengths, _groups, _conventional_lag, _ranks)

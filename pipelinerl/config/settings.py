@@ -49,6 +49,21 @@ class TrainerSettings(BusSettings):
     transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
 
+    nodes: int = Field(1, ge=1, description="Pods of the trainer, each of which starts its own ranks.")
+    node: int = Field(0, ge=0, description="Which of them this one is; node 0 has rank 0.")
+    ranks_per_node: int = Field(0, ge=0, description="Ranks that a node starts, one per GPU; 0 = the recipe's.")
+    rendezvous: str = Field("", description="host:port of node 0 where the ranks of several nodes meet.")
+
+
+class RankSettings(BaseSettings):
+    """A rank's place, as torchrun tells it; a process that was not started by it is alone."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    rank: int = Field(0, ge=0, description="Among all ranks of the trainer.")
+    world_size: int = Field(1, ge=1, description="Ranks of the trainer.")
+    local_rank: int = Field(0, ge=0, description="Among the ranks of this node: the number of its GPU.")
+
 
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")

@@ -1,4 +1,4 @@
-"""Becomes another program that gets SIGTERM when its parent dies: `python die_with_parent.py PARENT_PID COMMAND ...`
+"""Becomes another program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
 So a killed runner leaves nothing behind. A program of its own, because the alternative, Python code between fork and
 exec, can deadlock in a process that has threads (gRPC's). Imports nothing but the standard library. Linux only
@@ -14,17 +14,17 @@ _PR_SET_PDEATHSIG = 1
 _CANNOT_RUN = 127
 
 
-def guarded(command: tuple[str, ...] | list[str]) -> list[str]:
+def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIGTERM) -> list[str]:
     """The command that runs `command` so, as a child of this process. It keeps its pid through exec. Pure but for the pid."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal)), *command]
 
 
-def become(parent_pid: int, command: list[str]) -> None:
+def become(parent_pid: int, death_signal: int, command: list[str]) -> None:
     """Replaces this process by `command`; the signal survives exec. Exits at once when the parent is gone already."""
     if sys.platform == "linux":
         import ctypes
 
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         if os.getppid() != parent_pid:
             sys.exit(0)
@@ -36,4 +36,4 @@ def become(parent_pid: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2:])
+    become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

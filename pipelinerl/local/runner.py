@@ -67,7 +67,10 @@ class LocalRun:
         self._interrupts = 0
         self._over = False
         threads = plan_threads(
-            available_cores(), self.recipe.actor.count, self.recipe.trainer.threads, self.recipe.actor.engine.threads
+            available_cores(),
+            self.recipe.actor.count,
+            self.recipe.trainer.threads * self.recipe.trainer.nproc,
+            self.recipe.actor.engine.threads,
         )
         self._launches = ServiceLaunches(self.recipe, self.run_dir, threads, self.environment, self.commands)
 

@@ -56,7 +56,9 @@ class ServiceLaunches:
             "run_dir": str(self.run_dir.path.resolve()),
             "expected_actors": str(self.recipe.actor.count),
         }
-        return self._launch("trainer", self.commands.trainer, settings, self.threads.trainer_env())
+        return self._launch(
+            "trainer", self.commands.trainer, settings, self.threads.trainer_env(self.recipe.trainer.nproc)
+        )
 
     def actor(self, index: int, verifier: str, model_dir: str) -> Launch:
         settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}

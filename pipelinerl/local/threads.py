@@ -22,8 +22,9 @@ class ThreadPlan:
     trainer: int
     engine: int
 
-    def trainer_env(self) -> dict[str, str]:
-        return _thread_env(self.trainer)
+    def trainer_env(self, num_ranks: int = 1) -> dict[str, str]:
+        """Of each of the trainer's ranks."""
+        return _thread_env(max(1, self.trainer // num_ranks))
 
     def actor_env(self) -> dict[str, str]:
         """`nobind`: vLLM would otherwise pin every actor to the same first cores, under the trainer's feet."""

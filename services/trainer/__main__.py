@@ -1,21 +1,36 @@
-"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/config/settings.py)."""
+"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/config/settings.py).
+
+Where the trainer has several ranks, this starts torchrun's agent, which starts each rank with the same command.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
-from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.logs import LogContext
 
 
 async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
-    from services.trainer.app import serve
+    ranks = RankSettings()
+    if ranks.rank == 0:
+        from services.trainer.app import serve
 
-    await serve(settings, stop, context)
+        await serve(settings, ranks, stop, context)
+    else:
+        from services.trainer.rank import serve_rank
+
+        await serve_rank(settings, ranks, context)
 
 
 def main() -> int:
+    if RankSettings().world_size == 1:
+        from services.trainer.launch import launch_ranks
+
+        code = launch_ranks()
+        if code is not None:
+            return code
     return run_service(TrainerSettings, "trainer", run)
 
 

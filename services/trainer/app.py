@@ -21,7 +21,7 @@ from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
@@ -60,11 +60,13 @@ SERVICE = "pipelinerl.v1.TrainerService"
 LOAD_EVERY_S = 5.0
 STOP_CHECKPOINT_S = 5.0
 """How long a run that is stopped waits for its last checkpoint, of the 7 s that the local runner gives a trainer."""
+DISMISS_S = 2.0
+"""How long the last order to the other ranks may wait for a computation of theirs."""
 INCARNATION = 1
 
 
-async def serve(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
+async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
+    """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = CollectorRegistry(), Readiness("the model is loading")
     async with AsyncExitStack() as stack:
@@ -73,7 +75,7 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event, context: LogCont
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings)
+        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks)
         bus = await stack.enter_async_context(
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )
@@ -198,6 +200,7 @@ class TrainingRun:
                     ending.create_task(self._say_end(finished))
                     if stopped and self._loop.version > 0:
                         ending.create_task(self._checkpoint_on_stop())
+                await self._loop.dismiss(DISMISS_S)
             finally:
                 self._loop.close()
 

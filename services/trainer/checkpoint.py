@@ -10,24 +10,31 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 
 def export_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, info: dict[str, Any]
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    info: dict[str, Any],
 ) -> Path:
-    """Writes `folder` (replacing what is there) with the model, the tokenizer and `info` as pipelinerl.json."""
+    """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer and `info` as
+    pipelinerl.json. Tied weights are given once."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        model.save_pretrained(partial, safe_serialization=True)
+        model.save_pretrained(partial, state_dict=dict(weights), safe_serialization=True)
         tokenizer.save_pretrained(partial)
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)

@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,20 +36,37 @@ log = logging.getLogger(__name__)
 
 MOST_SKIPPED_IN_A_ROW = 10
 """Steps without a finite loss and gradient after which no more is expected of the model."""
+BEAT_S = 30.0
+"""How often the other ranks hear that rank 0 is there, at most."""
 RUN_ENDED = "the run has ended: no more checkpoints are written"
 
 
 class PolicyTrainer(Protocol):
     """The compute side; every method blocks and runs on the one compute thread."""
 
-    def train_step(self, groups: list[TrainingGroup], version: int) -> Mapping[str, Any]:
-        """One optimizer step on the batch at policy `version`; returns the step's figures (docs/run-directory.md)."""
+    @property
+    def num_ranks(self) -> int: ...
+
+    def prepare(self, groups: Many[TrainingGroup], version: int) -> Any:
+        """Plans one optimizer step on the batch at policy `version`. The one method that any thread may call."""
+        ...
+
+    def train_step(self, prepared: Any) -> Mapping[str, Any]:
+        """One optimizer step; returns its figures (docs/run-directory.md)."""
         ...
 
     def snapshot(self, version: PolicyVersion) -> object: ...
     def score(self, token_ids: TokenIds) -> Logprobs: ...
     def checkpoint(self, final: bool) -> tuple[str, int]:
         """Writes a checkpoint; returns its folder and the version of the weights in it."""
+        ...
+
+    def beat(self) -> None:
+        """Tells the other ranks that there is nothing to do yet."""
+        ...
+
+    def end(self) -> None:
+        """Tells the other ranks to end."""
         ...
 
 
@@ -100,6 +118,7 @@ class OptimizerLoop:
         self._on_step, self._on_heldout, self._on_parity = on_step, on_heldout, on_parity
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
         self._last_checkpoint: Future[tuple[str, int]] | None = None
         self._skipped_in_a_row = 0
         self._closed = False
@@ -113,6 +132,7 @@ class OptimizerLoop:
 
     async def run(self) -> None:
         """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
+        beating = asyncio.create_task(self._beat())
         try:
             await self._offer(StepTimer())
             await self._updater.all_served()
@@ -123,8 +143,15 @@ class OptimizerLoop:
             await self._updater.all_served()
             await self.last_checkpoint()
         finally:
-            if self._measuring is not None:
-                self._measuring.cancel()
+            for task in (self._measuring, self._next, beating):
+                if task is not None:
+                    task.cancel()
+
+    async def _beat(self) -> None:
+        """Lets the other ranks know that this one is there while it waits for sequences."""
+        while self._trainer.num_ranks > 1:
+            await self._in_compute(self._trainer.beat)
+            await asyncio.sleep(BEAT_S)
 
     async def request_checkpoint(self) -> tuple[str, int]:
         """Folder and version, once written: now when the model is idle, else after the computation under way.
@@ -150,6 +177,15 @@ class OptimizerLoop:
                 raise ServiceError(RUN_ENDED) from None
             raise
 
+    async def dismiss(self, timeout_s: float) -> None:
+        """Tells the other ranks to end, after what they compute now. Those that have not heard it by then see this one go."""
+        if self._trainer.num_ranks > 1:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._in_compute(self._trainer.end)
+            except TimeoutError:
+                log.warning("the other ranks still compute after %.0f s", timeout_s)
+
     def close(self) -> None:
         """Leaves a computation under way to end by itself; checkpoints that were not begun are refused."""
         self._closed = True
@@ -159,10 +195,11 @@ class OptimizerLoop:
         timer, began_at = StepTimer(), time.monotonic()
         self.waiting_for = f"sequences for step {self.version + 1}"
         with timer.measure("wait"):
-            batch = await self._intake.take_batch(self.version)
+            batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
+        self._prepare_next()
         with timer.measure("compute"):
-            figures = await self._in_compute(functools.partial(self._trainer.train_step, batch, self.version))
+            figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
         outcome, reason = (Outcome.FAILED, "step skipped") if figures["skipped"] else (Outcome.TRAINED, "")
         for group in batch:
             self._books.close(group.sequences, outcome, reason)
@@ -179,6 +216,16 @@ class OptimizerLoop:
             await self._measured()  # the last record carries its own evaluation
         self._record(figures, batch, timer, step_s)
         self._count_skipped(figures["skipped"])
+
+    def _prepare_next(self) -> None:
+        """Starts to take the next step's batch and to plan it, beside the computation of this one."""
+        following, self._next = self.version + 1, None
+        if following < self._recipe.trainer.steps:
+            self._next = asyncio.create_task(self._prepared(following))
+
+    async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
+        batch = await self._intake.take_batch(version)
+        return batch, await asyncio.to_thread(self._trainer.prepare, batch, version)
 
     def _count_skipped(self, reason: str) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0

@@ -6,14 +6,14 @@ Everything here blocks and belongs to one thread; the event loop calls it throug
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
@@ -22,8 +22,11 @@ from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.model import load_policy
+from services.trainer.learn.model import DTYPES
+from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.loading import load_learner
+from services.trainer.ranks.lead import Lead
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import Snapshot, WeightSender
 
@@ -41,32 +44,45 @@ class TorchPolicyTrainer:
 
     def __init__(
         self,
-        learner: Learner,
+        lead: Lead,
         tokenizer: PreTrainedTokenizerBase,
         sender: WeightSender,
         port: CollectivePort,
         recipe: Recipe,
         run_dir: Path,
     ) -> None:
-        self._learner, self._sender, self._recipe, self._run_dir = learner, sender, recipe, run_dir
+        self._lead, self._sender, self._recipe, self._run_dir = lead, sender, recipe, run_dir
         self.tokenizer, self.port = tokenizer, port
-        self.vocab_size = learner.policy.vocab_size
+        self.vocab_size = lead.learner.policy.vocab_size
         self._version = 0
         """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
 
-    def train_step(self, groups: list[TrainingGroup], version: int) -> Mapping[str, Any]:
-        outcome = self._learner.train_step(groups, version)
-        self._version = version + 1
+    @property
+    def num_ranks(self) -> int:
+        return self._lead.num_ranks
+
+    def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
+        return self._lead.prepare(groups, version)
+
+    def train_step(self, prepared: PreparedStep) -> Mapping[str, Any]:
+        outcome = self._lead.train_step(prepared)
+        self._version = prepared.version + 1
         if not outcome.applied:
-            ids = [sequence.sequence_id for group in groups for sequence in group.sequences]
-            log.error("step skipped, loss or gradient not finite", extra={"sequences": ",".join(ids)})
+            ids = ",".join(prepared.sequence_ids)
+            log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
         return step_figures(outcome, self._recipe)
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
-        return self._sender.snapshot(version, self._learner.policy.model.named_parameters())
+        return self._sender.snapshot(version, self._lead.weights())
 
     def score(self, token_ids: TokenIds) -> Logprobs:
-        return self._learner.score(token_ids)
+        return self._lead.score(token_ids)
+
+    def beat(self) -> None:
+        self._lead.beat()
+
+    def end(self) -> None:
+        self._lead.end()
 
     def checkpoint(self, final: bool) -> tuple[str, int]:
         """`checkpoint/` for the last one, `checkpoints/step-<version>/` on the way."""
@@ -74,35 +90,39 @@ class TorchPolicyTrainer:
         info = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
         steps = self._run_dir / "checkpoints"
         folder = self._run_dir / "checkpoint" if final else steps / f"step-{version}"
-        export_policy(self._learner.policy.model, self.tokenizer, folder, info)
+        model = self._lead.learner.policy.model
+        dtype = DTYPES[self._recipe.model.dtype]
+        state = {name: tensor.to("cpu", dtype) for name, tensor in self._lead.weights()}
+        export_policy(model, state, self.tokenizer, folder, info)
         if not final:
             prune(steps, self._recipe.checkpoint.keep)
         return str(folder), version
 
 
-def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolicyTrainer:
-    """Loads model and tokenizer (seconds to minutes). Raises `FieldError` for what the user can mend."""
-    on_gpu = torch.cuda.is_available()
-    backend = transfer_backend(recipe.weights.backend, on_gpu)
-    if recipe.trainer.threads:
-        torch.set_num_threads(recipe.trainer.threads)
-    torch.manual_seed(recipe.seed)
+def load_policy_trainer(recipe: Recipe, settings: TrainerSettings, ranks: RankSettings) -> TorchPolicyTrainer:
+    """Rank 0: loads model and tokenizer (seconds to minutes). Raises `FieldError` for what the user can mend."""
+    backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = settings.model_dir or recipe.model.name
-    policy = load_policy(
-        source,
-        recipe.model,
-        gradient_checkpointing=recipe.trainer.gradient_checkpointing,
-        device="cuda" if on_gpu else "cpu",
-    )
-    learner = Learner(policy, recipe.algorithm, recipe.trainer, temperature=recipe.sampling.temperature)
-    wire_dtype = "" if recipe.weights.wire_dtype == "model" else recipe.weights.wire_dtype
-    chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
-    manifest = describe(policy.model.named_parameters(), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
-    placement = on_device(torch.device("cuda", torch.cuda.current_device())) if backend == "nccl" else HOST
-    sender = WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=placement)
+    tokenizer = load_tokenizer(source, recipe)
+    lead = Lead(load_learner(recipe, source, ranks))
+    sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
-    return TorchPolicyTrainer(learner, load_tokenizer(source, recipe), sender, port, recipe, settings.run_dir)
+    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, settings.run_dir)
+
+
+def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightSender:
+    """Sends what actors serve of this learner's policy. Sharded weights are collected in host memory: the second copy that a
+    snapshot is may not fit the one device that sends it."""
+    sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
+    if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
+        wire_dtype = recipe.model.dtype if sharded else ""
+    chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
+    described = learner.policy.model.named_parameters()
+    manifest = describe(described, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+    of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
+    of_snapshots = HOST if sharded else of_groups
+    return WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=of_snapshots, group_placement=of_groups)
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
@@ -149,4 +169,5 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "tokens_computed": tokens.tokens,
         "microbatches": tokens.microbatches,
         "packing_fill": tokens.packing_fill,
+        "imbalance": outcome.imbalance,
     }

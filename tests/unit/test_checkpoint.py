@@ -26,7 +26,7 @@ class Saved:
 
 
 def export(folder: Path, text: str, error: Exception | None = None) -> Path:
-    return export_policy(Saved("model", text), Saved("tokenizer", error=error), folder, {"version": 1})  # type: ignore
+    return export_policy(Saved("model", text), {}, Saved("tokenizer", error=error), folder, {"version": 1})  # type: ignore
 
 
 def names(folder: Path) -> list[str]:
@@ -51,7 +51,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int
 
     before = os.umask(umask)
     try:
-        export_policy(Private("model"), Saved("tokenizer"), tmp_path / "checkpoint", {})  # type: ignore
+        export_policy(Private("model"), {}, Saved("tokenizer"), tmp_path / "checkpoint", {})  # type: ignore
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]

@@ -117,7 +117,13 @@ class FakePolicy:
     def tokenizer(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1, 2, 3]}
 
-    def train_step(self, groups: object, version: int) -> dict[str, Any]:
+    num_ranks = 1
+
+    def prepare(self, groups: object, version: int) -> int:
+        return version
+
+    def train_step(self, prepared: int) -> dict[str, Any]:
+        version = prepared
         self._call(f"step {version}")
         self.stepping.set()
         self.may_step.wait(10)
@@ -136,6 +142,12 @@ class FakePolicy:
         self._call(f"{'last checkpoint' if final else 'checkpoint'} {self.version}")
         self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
         return f"folder-{self.version}", self.version
+
+    def beat(self) -> None:
+        self._call("beat")
+
+    def end(self) -> None:
+        self._call("end")
 
     def _call(self, what: str) -> None:
         self.calls.append(what)

@@ -60,7 +60,7 @@ class PackedLayout:
     longest: int
     blocks: tuple[RowBlock, ...]
     exchange: HeadExchange | None = None
-    """Where several ranks share the row: each brings its part of the tokens, and attends all of them with its part of the heads."""
+    """Where ranks share the row: each brings a part of the tokens, and attends all of them with a part of the heads."""
 
 
 def packed_layout(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:

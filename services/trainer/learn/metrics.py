@@ -1,7 +1,8 @@
 """What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
 
 Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, those of
-all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in Prometheus.
+all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in
+Prometheus.
 """
 
 from __future__ import annotations

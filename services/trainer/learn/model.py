@@ -18,6 +18,7 @@ from pipelinerl.config.recipe import ModelConfig
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import VARLEN, register
 from services.trainer.learn.policy import Policy, checked_policy
+from services.trainer.learn.scorer import TokenScorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,16 +31,35 @@ def load_policy(
     Raises `FieldError` when there is no such folder, no causal language model in it, weights are missing, its context
     is shorter than `max_context`, or the attention implementation is not available.
     """
-    folder = _check_folder(source, config)
-    hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if not folder and config.revision:
-        hub["revision"] = config.revision
+    _check_folder(source, config)
+    hub = _hub_arguments(source, config)
     hf_config = _load_config(source, hub)
     _check_context(hf_config, config)
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
     model.to(device)
     return wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
+
+
+def blank_policy(
+    source: str, config: ModelConfig, attention: str, own_logits: bool, *, gradient_checkpointing: bool = False
+) -> Policy:
+    """The shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
+
+    Raises `FieldError` when the model's configuration does not load.
+    """
+    register()
+    hf_config = _load_config(source, _hub_arguments(source, config))
+    _disable_dropout(hf_config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
+        )
+    _prepare(model, gradient_checkpointing)
+    model.set_attn_implementation(attention)
+    scorer = TokenScorer(model, attention)
+    scorer.own_logits = own_logits
+    return Policy(scorer, torch.device("meta"))
 
 
 def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False) -> Policy:
@@ -49,6 +69,16 @@ def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_chec
     """
     register()
     _disable_dropout(model.config)
+    _prepare(model, gradient_checkpointing)
+    if attention != "auto":
+        return _with_attention(model, attention)
+    try:
+        return _with_attention(model, _preferred(model.config))
+    except FieldError:
+        return _with_attention(model, "eager")
+
+
+def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     for module in model.modules():
         _disable_dropout(module)
         if isinstance(module, torch.nn.Dropout):
@@ -56,12 +86,6 @@ def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_chec
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    if attention != "auto":
-        return _with_attention(model, attention)
-    try:
-        return _with_attention(model, _preferred(model.config))
-    except FieldError:
-        return _with_attention(model, "eager")
 
 
 def frozen_copy(policy: Policy) -> Policy:
@@ -85,15 +109,19 @@ def _with_attention(model: PreTrainedModel, attention: str) -> Policy:
     return checked_policy(model, attention)
 
 
-def _check_folder(source: str, config: ModelConfig) -> bool:
-    """Whether `source` is a folder. Only a hub recipe may name something that is none."""
+def _hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
+    hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
+
+
+def _check_folder(source: str, config: ModelConfig) -> None:
+    """Only a hub recipe may name something that is no folder."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
-        return True
+        return
     if config.source != "hub" or Path(source).is_absolute():
         raise FieldError("model.name", source, "there is no such folder")
-    return False
 
 
 def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +41,11 @@ class StepShare:
     @classmethod
     def from_message(cls, message: Message) -> StepShare:
         """Inverse of `to_message`."""
-        batches = tuple(
-            HostMicroBatch(**{name: message.arrays[f"{index}/{name}"] for name in _array_names()}, **counts)
-            for index, counts in enumerate(message.fields["counts"])
-        )
-        return cls(message.fields["version"], batches)
+        batches = []
+        for index, counts in enumerate(message.fields["counts"]):
+            arrays: dict[str, Any] = {name: message.arrays[f"{index}/{name}"] for name in _array_names()}
+            batches.append(HostMicroBatch(**arrays, **counts))
+        return cls(message.fields["version"], tuple(batches))
 
 
 def _array_names() -> list[str]:

@@ -5,6 +5,7 @@ One rank is a world without any group. What is said in the groups is not decided
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,8 +28,8 @@ TENSOR_TIMEOUT = timedelta(minutes=10)
 class Links:
     """Messages between rank 0 and the others. Every method is called by all ranks it names, in the same order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+    def __init__(self, group: Any, size: int) -> None:
+        self._group, self._size = group, size
 
     def tell(self, messages: list[Message]) -> None:
         """Rank 0: one message to each of ranks 1, 2, …"""
@@ -47,9 +48,9 @@ class Links:
         """Other ranks: a message to rank 0."""
         _send(message, 0, self._group)
 
-    def reports(self) -> list[Message]:
-        """Rank 0: one message from each of ranks 1, 2, …"""
-        return [_receive(rank, self._group) for rank in range(1, self._size)]
+    def reports(self, ranks: Iterable[int]) -> list[Message]:
+        """Rank 0: one message from each of `ranks`."""
+        return [_receive(rank, self._group) for rank in ranks]
 
 
 def _send(message: Message, to: int, group: Any) -> None:
@@ -100,15 +101,19 @@ def alone(device: torch.device | str = "cpu") -> World:
     return World(RankLayout(), torch.device(device))
 
 
-def join_world(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
-    """The world that torchrun's environment describes; returns when every rank is there. Raises `FieldError`."""
+def join_ranks(device: torch.device) -> None:
+    """Meets the ranks of torchrun's environment; returns when every one is there."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT)
+
+
+def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
+    """All ranks that have met; called by all of them. Raises `FieldError`."""
     layout = rank_layout(dist.get_rank(), dist.get_world_size(), context_parallel, shard_ranks)
-    links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.rank, layout.size)
+    links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
     return World(layout, device, links, _shard_mesh(layout, device), _row_group(layout, device))
 
 
-def leave_world() -> None:
+def leave_ranks() -> None:
     """Closes the groups of this process, where it has any."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -125,4 +130,3 @@ def _row_group(layout: RankLayout, device: torch.device) -> Any:
         return None
     shape = (layout.data_ranks, layout.sequence_ranks)
     return init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
-

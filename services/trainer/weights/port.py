@@ -30,7 +30,7 @@ class CollectivePort:
     ) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
-        given_up, placement = threading.Event(), self._sender.placement.another()
+        given_up, placement = threading.Event(), self._sender.group_placement.another()
         meeting = asyncio.create_task(
             asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
         )

@@ -102,8 +102,8 @@ class Broadcast:
         with placement.scope(), Ahead(checksums, 2, f"checksum-{snapshot.version}") as ready:
             for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
                 header = ChunkHeader(snapshot.version, chunk.index, value, chunk.num_bytes)
-                for tensor in (header.to_tensor().to(placement.device), chunk_of(snapshot.stream, chunk)):
-                    group.broadcast(tensor, self._time_left())
+                for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
+                    group.broadcast(tensor.to(placement.device, non_blocking=True), self._time_left())
         seconds = time.monotonic() - started
         return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
 
@@ -117,11 +117,20 @@ class WeightSender:
     """Takes snapshots and starts broadcasts.
 
     `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
-    `placement`: where snapshots are kept, the same as that of the groups they are sent on.
+    `placement`: where snapshots are kept. `group_placement`: that of the groups they are sent on, the same unless snapshots
+    of a device's weights are kept in host memory, from where each chunk then goes to the device just before it is sent.
     """
 
-    def __init__(self, manifest: Manifest, *, stall_timeout_s: float = 10.0, placement: Placement = HOST) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        stall_timeout_s: float = 10.0,
+        placement: Placement = HOST,
+        group_placement: Placement | None = None,
+    ) -> None:
         self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
+        self.group_placement = group_placement or placement
         self._spare: deque[Tensor] = deque(maxlen=MOST_SPARE)
 
     @torch.no_grad()
@@ -135,11 +144,17 @@ class WeightSender:
         """
         into = self._spare.pop() if self._spare else None
         with self.placement.beside():
-            stream = pack(self.manifest, dict(parameters), self.placement.device, into)
+            stream = pack(self.manifest, parameters, self.placement.device, self._memory() if into is None else into)
         snapshot = Snapshot(self.manifest, version, stream, self.placement)
         if self.placement.stream is None:  # a device's allocator keeps its memory itself, and knows when it is free
             weakref.finalize(snapshot, self._spare.append, stream)
         return snapshot
+
+    def _memory(self) -> Tensor | None:
+        """Host memory that a device copies from and to without a detour, where snapshots of it are kept there."""
+        if self.placement.device.type == self.group_placement.device.type:
+            return None
+        return torch.empty(self.manifest.total_bytes, dtype=torch.uint8, pin_memory=True)
 
     def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
         """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""

@@ -1,0 +1,82 @@
+"""Starts the ranks of the trainer on this node under torchrun's elastic agent, and ends with them.
+
+A rank that dies takes the others of this node along at once, and those of other nodes when they next talk to it: the step is
+lost, not the run, which begins again with the processes. This process neither restarts them nor trains anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from typing import Any
+
+from pipelinerl.config.load import load_recipe
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.errors import FieldError
+from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.service.environment import read_settings
+from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
+
+log = logging.getLogger(__name__)
+
+RENDEZVOUS_TIMEOUT_S = 900
+"""How long a node waits for the others: images may have to be pulled."""
+
+
+def launch_ranks() -> int | None:
+    """Runs this node's ranks to their end and returns the exit code; None when there is one rank, which needs no agent."""
+    codes: list[int | None] = []
+
+    def launch() -> None:
+        settings = read_settings(TrainerSettings)
+        recipe = load_recipe(settings.recipe)
+        codes.append(_run(settings, recipe) if num_ranks(settings, recipe) > 1 else None)
+
+    failed = exit_code(launch)
+    return failed or codes[0]
+
+
+def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
+    """Ranks of the trainer, over all nodes. Raises `FieldError` for several nodes that have nowhere to meet."""
+    if settings.nodes > 1 and not settings.rendezvous:
+        raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
+    return settings.nodes * ranks_here(settings, recipe)
+
+
+def ranks_here(settings: TrainerSettings, recipe: Recipe) -> int:
+    return settings.ranks_per_node or recipe.trainer.nproc
+
+
+def _run(settings: TrainerSettings, recipe: Recipe) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(nproc_per_node=ranks_here(settings, recipe), **_agent(settings))
+    interpreter, *arguments = guarded((sys.executable, "-m", "services.trainer"), signal.SIGKILL)
+    try:
+        elastic_launch(config, interpreter)(*arguments)
+    except SignalException as stopped:
+        log.info("stopped on signal %s", stopped.sigval)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else EXIT_FAILURE
+    return EXIT_OK
+
+
+def _agent(settings: TrainerSettings) -> dict[str, Any]:
+    """What the agent is told but for the number of ranks. One node meets itself; several meet at node 0, which has rank 0."""
+    agent: dict[str, Any] = {
+        "min_nodes": settings.nodes,
+        "max_nodes": settings.nodes,
+        "run_id": settings.run,
+        "max_restarts": 0,
+        "monitor_interval": 0.2,
+        "local_addr": settings.advertise_host,
+    }
+    if settings.nodes == 1:
+        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{settings.advertise_host}:0"}
+    meeting = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
+    return agent | {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous, "rdzv_configs": meeting}

@@ -1,0 +1,97 @@
+"""From a recipe and this process's place among the ranks to its learner: the model loaded, checked, and sharded.
+
+Rank 0 loads the weights and finds out how the model is to be called; the others learn that from it and read the model's
+configuration only. One rank is plain: whole weights on its device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import RankSettings
+from pipelinerl.errors import FieldError
+from services.trainer.learn.model import DTYPES, blank_policy, frozen_copy, load_policy
+from services.trainer.learn.policy import Policy
+from services.trainer.learn.step import Learner
+from services.trainer.ranks.message import Message
+from services.trainer.ranks.sharding import shard_policy
+from services.trainer.ranks.world import World, alone, join_ranks, world_of_ranks
+
+
+def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
+    """The learner of this rank, for the model of folder (or hub id) `source`. Raises `FieldError`.
+
+    With several ranks, all of them must call it.
+    """
+    if recipe.trainer.threads:
+        torch.set_num_threads(recipe.trainer.threads)
+    torch.manual_seed(recipe.seed)
+    device = rank_device(ranks.local_rank)
+    if ranks.world_size > 1:
+        join_ranks(device)
+        return sharded_learner(recipe, source, device)
+    _check_alone(recipe)
+    policy = load_policy(
+        source, recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing, device=device
+    )
+    return _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
+
+
+def sharded_learner(recipe: Recipe, source: str, device: torch.device) -> Learner:
+    """This rank's learner among all ranks that have met. Raises `FieldError`."""
+    world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
+    whole = _load_on_first(recipe, source, world)
+    frozen = frozen_copy(whole) if _needs_reference(recipe) else None
+    policy = _sharded(whole, recipe, world)
+    return _learner(recipe, policy, world, _sharded(frozen, recipe, world) if frozen is not None else None)
+
+
+def _needs_reference(recipe: Recipe) -> bool:
+    return recipe.algorithm.kl_coefficient > 0
+
+
+def _learner(recipe: Recipe, policy: Policy, world: World, reference: Policy | None) -> Learner:
+    return Learner(
+        policy,
+        recipe.algorithm,
+        recipe.trainer,
+        temperature=recipe.sampling.temperature,
+        world=world,
+        reference=reference,
+    )
+
+
+def rank_device(local_rank: int) -> torch.device:
+    """The GPU of this rank, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_alone(recipe: Recipe) -> None:
+    for name in ("context_parallel", "shard_ranks"):
+        value = getattr(recipe.trainer, name)
+        if value > 1:
+            raise FieldError(f"trainer.{name}", value, "needs as many ranks; raise trainer.nproc, or use 1")
+
+
+def _load_on_first(recipe: Recipe, source: str, world: World) -> Policy:
+    """Rank 0: the model in host memory, checked. Other ranks: its shape."""
+    checkpointing = recipe.trainer.gradient_checkpointing
+    assert world.links is not None
+    if world.is_first:
+        policy = load_policy(source, recipe.model, gradient_checkpointing=checkpointing)
+        world.links.tell_all(Message("model", {"attention": policy.attention, "own_logits": policy.scorer.own_logits}))
+        return policy
+    found = world.links.hear().fields
+    return blank_policy(
+        source, recipe.model, found["attention"], found["own_logits"], gradient_checkpointing=checkpointing
+    )
+
+
+def _sharded(policy: Policy, recipe: Recipe, world: World) -> Policy:
+    dtype = DTYPES[recipe.model.dtype]
+    return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)

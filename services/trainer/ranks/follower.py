@@ -1,0 +1,40 @@
+"""What ranks other than 0 do: carry out rank 0's orders until the last one.
+
+Consumes orders; produces its share of gradients, weights and results. Rank 0 unblocks it; when rank 0 is gone, waiting ends
+with an error, and torchrun ends the other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from services.trainer.learn.share import TRAIN, StepShare
+from services.trainer.learn.step import Learner
+from services.trainer.ranks.lead import BEAT, END, SCORE, WEIGHTS
+from services.trainer.ranks.message import Message
+
+log = logging.getLogger(__name__)
+
+
+def follow(learner: Learner) -> None:
+    """Returns after rank 0's last order. Raises `RuntimeError` when rank 0 is gone."""
+    links = learner.world.links
+    assert links is not None, "a rank that is alone has nobody to follow"
+    while (order := links.hear()).kind != END:
+        carry_out(order, learner)
+
+
+def carry_out(order: Message, learner: Learner) -> None:
+    """One order, together with the other ranks."""
+    if order.kind == TRAIN:
+        result = learner.compute(StepShare.from_message(order))
+        world = learner.world
+        if world.layout.sequence_index == 0 and world.links is not None:
+            world.links.report(Message("result", arrays={"values": result.values}))
+    elif order.kind == SCORE:
+        learner.score(order.arrays["token_ids"])
+    elif order.kind == WEIGHTS:
+        for _ in learner.weights():
+            pass
+    else:
+        assert order.kind == BEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

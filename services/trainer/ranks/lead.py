@@ -1,0 +1,78 @@
+"""Rank 0's side of a trainer of several ranks: every order is told to all ranks and carried out together with them.
+
+With one rank there is nobody to tell. All methods block and belong to one thread, but for `prepare`. The other side of each
+order is `follower.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from pipelinerl.types import Logprobs, TokenIds
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.share import PreparedStep
+from services.trainer.learn.step import Learner, ShareResult, StepOutcome
+from services.trainer.ranks.layout import RankLayout
+from services.trainer.ranks.message import Message
+
+SCORE, WEIGHTS, BEAT, END = "score", "weights", "beat", "end"
+
+
+class Lead:
+    """`learner`: rank 0's."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self._layout, self._links = learner.world.layout, learner.world.links
+
+    @property
+    def num_ranks(self) -> int:
+        return self._layout.size
+
+    def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
+        """The next step's plan, which any thread may make."""
+        return self.learner.prepare(groups, version)
+
+    def train_step(self, prepared: PreparedStep) -> StepOutcome:
+        """One optimizer step of all ranks."""
+        if self._links is not None:
+            self._links.tell([prepared.shares[row].to_message() for row in self._rows_of_others()])
+        results = [self.learner.compute(prepared.shares[0])]
+        if self._links is not None:
+            first = results[0]
+            reports = self._links.reports(first_ranks(self._layout)[1:])
+            results += [ShareResult(first.report, first.totals, report.arrays["values"]) for report in reports]
+        return self.learner.outcome(prepared, results)
+
+    def score(self, token_ids: TokenIds) -> Logprobs:
+        """See `Learner.score`."""
+        self._tell(Message(SCORE, arrays={"token_ids": np.asarray(token_ids)}))
+        return self.learner.score(token_ids)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.weights`. Must be gone through to its end, or all ranks wait."""
+        self._tell(Message(WEIGHTS))
+        yield from self.learner.weights()
+
+    def beat(self) -> None:
+        """Says that there is no order yet."""
+        self._tell(Message(BEAT))
+
+    def end(self) -> None:
+        """The last order: the other ranks end."""
+        self._tell(Message(END))
+
+    def _tell(self, message: Message) -> None:
+        if self._links is not None:
+            self._links.tell_all(message)
+
+    def _rows_of_others(self) -> list[int]:
+        return [rank // self._layout.sequence_ranks for rank in range(1, self._layout.size)]
+
+
+def first_ranks(layout: RankLayout) -> list[int]:
+    """The first rank of each row, which reports for it."""
+    return list(range(0, layout.size, layout.sequence_ranks))

@@ -1,0 +1,108 @@
+"""A policy whose weights, gradients and optimizer state are spread over ranks (FSDP2, `torch.distributed.fsdp.fully_shard`).
+
+Rank 0 has loaded the model into host memory; the others have its shape only. Layer by layer the weights go from rank 0 to
+all, and each rank keeps its shard: no rank ever has more than one whole layer, or what lies outside the layers, on its device.
+Weights that are trained are kept in float32, computed with in the recipe's dtype, and their gradients summed in float32.
+Sums, not means: the terms of the loss carry their weight in the whole step already. One rank alone needs none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from pipelinerl.errors import FieldError
+from services.trainer.learn.policy import Policy
+from services.trainer.ranks.rows import RowPart, key_repeats
+from services.trainer.ranks.world import World
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest position of the call, of which a part of a row sees its own only."""
+
+
+def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
+    """`policy` over the ranks of `world`; called by all of them. It computes in `dtype`.
+
+    `reshard`: forget gathered weights after each forward pass and gather them again for the backward pass, which takes less
+    memory and more traffic. Raises `FieldError` when the model's heads do not divide among the ranks of a row.
+    """
+    assert world.mesh is not None, "one rank alone has nothing to shard"
+    scorer = policy.scorer
+    scorer.model.config.use_cache = False
+    scorer.model.tie_weights()
+    layers, spread = decoder_layers(scorer.model), _Spread(world)
+    inside = {module for layer in layers for module in layer.modules()}
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        spread.modules(layer.modules())
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    spread.modules(module for module in scorer.modules() if module not in inside)
+    # The root keeps its weights until the backward pass: the output head is called again there, chunk by chunk.
+    root = fully_shard(scorer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=False)
+    _sum_gradients(root)
+    return Policy(scorer, world.device, row_part(scorer.model, scorer.attention, world))
+
+
+def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
+    """This rank's part of each row; None when it has whole rows. Raises `FieldError` for a model that cannot share rows."""
+    layout = world.layout
+    if layout.sequence_ranks == 1:
+        return None
+    config = model.config.get_text_config()
+    if not attention.startswith("pipelinerl"):
+        fix = f"needs attention 'auto', and this model has {attention!r}; use 1, or a model without chunked attention"
+        raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
+    key_repeats(config.num_attention_heads, config.num_key_value_heads, layout.sequence_ranks)
+    scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if scaling in _LENGTH_DEPENDENT:
+        fix = f"does not work with the model's {scaling} rotary embedding, which depends on the row's length; use 1"
+        raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
+    return RowPart(layout.sequence_index, layout.sequence_ranks, world.row_group)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the model: the longest list of modules in it. Raises `FieldError` when there is none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise FieldError("trainer.nproc", "> 1", f"{type(model).__name__} has no list of layers to shard; use 1")
+    return list(max(lists, key=lambda layers: len(layers)))
+
+
+class _Spread:
+    """Brings rank 0's parameters and buffers onto every rank's device. Tied parameters stay tied."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that its id stays its own
+
+    def modules(self, modules: Iterable[nn.Module]) -> None:
+        """Of `modules` themselves, not of what is inside them."""
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, self._here(parameter))
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                setattr(module, name, self._here(buffer))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._moved:
+            dtype = torch.float32 if tensor.requires_grad else tensor.dtype
+            if self._world.is_first:
+                here = tensor.detach().to(self._world.device, dtype)
+            else:
+                here = torch.empty_like(tensor, dtype=dtype, device=self._world.device)
+            self._world.broadcast(here)
+            if isinstance(tensor, nn.Parameter):
+                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
+            self._moved[id(tensor)] = (tensor, here)
+        return self._moved[id(tensor)][1]
+
+
+def _sum_gradients(root: FSDPModule) -> None:
+    for module in root.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

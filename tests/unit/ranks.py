@@ -1,0 +1,65 @@
+"""Several ranks of a learner, each in a process of its own, and what a test wants to know of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+WAIT_S = 120.0
+
+
+def on_ranks(size: int, role: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `role(*arguments)` returns on each of `size` ranks, whose environment is the one that torchrun gives.
+
+    `role` is a function of a module. Raises AssertionError with the traceback of the first rank that fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    port, started = _free_port(), []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_play, args=(theirs, rank, size, port, role, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        results = [_heard(rank, said) for rank, (_, said) in enumerate(started)]
+    finally:
+        for process, said in started:
+            process.kill()
+            process.join()
+            said.close()
+    return results
+
+
+def _heard(rank: int, said: Connection) -> Any:
+    assert said.poll(WAIT_S), f"rank {rank} says nothing within {WAIT_S:g} s"
+    good, result = said.recv()
+    assert good, f"rank {rank} failed:\n{result}"
+    return result
+
+
+def _play(
+    said: Connection, rank: int, size: int, port: int, role: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        said.send((True, role(*arguments)))
+    except BaseException:  # noqa: BLE001 - a process boundary: the test raises it
+        said.send((False, traceback.format_exc()))
+    said.recv() if said.poll(WAIT_S) else None  # the groups live until the test has heard everybody
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
