@@ -6,6 +6,7 @@ Everything here blocks and belongs to one thread; the event loop calls it throug
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,10 @@ from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import StepMeter
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.throughput import StepWork, throughput_figures
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import Snapshot, WeightSender
 
@@ -51,16 +54,33 @@ class TorchPolicyTrainer:
         self._learner, self._sender, self._recipe, self._run_dir = learner, sender, recipe, run_dir
         self.tokenizer, self.port = tokenizer, port
         self.vocab_size = learner.policy.vocab_size
+        self._meter = StepMeter(learner.policy.model)
         self._version = 0
         """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> Mapping[str, Any]:
+        began_at = time.perf_counter()
         outcome = self._learner.train_step(groups, version)
+        seconds = time.perf_counter() - began_at
         self._version = version + 1
         if not outcome.applied:
             ids = [sequence.sequence_id for group in groups for sequence in group.sequences]
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ",".join(ids)})
-        return step_figures(outcome, self._recipe)
+        return {**step_figures(outcome, self._recipe), **self._throughput(outcome, groups, seconds)}
+
+    def _throughput(self, outcome: StepOutcome, groups: list[TrainingGroup], seconds: float) -> dict[str, Any]:
+        work = StepWork(
+            tokens_trained=outcome.tokens.completion_tokens if outcome.applied else 0,
+            tokens_computed=outcome.tokens.tokens,
+            seconds=seconds,
+            flops=self._meter.step_flops(groups),
+            num_devices=1,
+            peak_flops=self._meter.peak_flops,
+            memory_peak_bytes=self._meter.take_memory_peak(),
+            imbalance=outcome.imbalance,
+            phases_s=outcome.phases_s,
+        )
+        return throughput_figures(work)
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         return self._sender.snapshot(version, self._learner.policy.model.named_parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.metrics import StepCollector, TokenMetrics
 from services.trainer.learn.normalization import BatchTotals
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
+from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
 
 
@@ -35,6 +36,10 @@ class StepOutcome:
     tokens: TokenMetrics
     advantage_abs_mean: float
     """Over sequences; 0 means that no group told anything."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in `plan`, `build`, `forward_backward`, `metrics` and `optimizer`."""
+    imbalance: float = 0.0
+    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
 
     @property
     def applied(self) -> bool:
@@ -73,6 +78,7 @@ class Learner:
         self.pad_multiple = pad_multiple
         self.reference = _frozen_copy(policy) if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer)
+        self._phases = PhaseTimer(mark_for(policy.device))
 
     def train_step(self, groups: Sequence[TrainingGroup], version: int) -> StepOutcome:
         """One optimizer step on `groups` at policy version `version`.
@@ -84,19 +90,26 @@ class Learner:
         totals = BatchTotals(len(sequences), sum(sequence.num_completion_tokens for sequence in sequences))
         lengths = [sequence.num_tokens for sequence in sequences]
         collector = StepCollector(self.trainer.tokens_per_microbatch)
-        for members in plan_microbatches(lengths, self.trainer.tokens_per_microbatch):
-            batch = build_microbatch(
-                [sequences[index] for index in members],
-                advantages[members],
-                version,
-                self.algorithm.normalization,
-                totals,
-                pad_multiple=self.pad_multiple,
-                device=self.policy.device,
-            )
-            self._accumulate(batch, collector)
-        tokens = collector.result()
-        return StepOutcome(version, self.optimizer.step(tokens.loss), tokens, float(np.abs(advantages).mean()))
+        with self._phases.measure("plan"):
+            bins = plan_microbatches(lengths, self.trainer.tokens_per_microbatch)
+        for members in bins:
+            with self._phases.measure("build"):
+                batch = build_microbatch(
+                    [sequences[index] for index in members],
+                    advantages[members],
+                    version,
+                    self.algorithm.normalization,
+                    totals,
+                    pad_multiple=self.pad_multiple,
+                    device=self.policy.device,
+                )
+            with self._phases.measure("forward_backward"):
+                self._accumulate(batch, collector)
+        with self._phases.measure("metrics"):
+            tokens = collector.result()
+        with self._phases.measure("optimizer"):
+            report = self.optimizer.step(tokens.loss)
+        return StepOutcome(version, report, tokens, float(np.abs(advantages).mean()), self._phases.take())
 
     def _accumulate(self, batch: MicroBatch, collector: StepCollector) -> None:
         """Adds one micro-batch's gradient."""
