@@ -38,6 +38,10 @@ class RunSummary(TypedDict):
     mismatch_kl_mean: float | None
     actor_busy_fraction: float | None
     trainer_busy_fraction: float | None
+    tokens_per_s: dict[str, float | None]
+    mfu_mean: float | None
+    memory_peak_gib: float | None
+    idle_s_mean: float | None
 
 
 KEYS = tuple(RunSummary.__annotations__)

@@ -2,7 +2,7 @@
 
 Best-fit decreasing decides how few bins are needed; the same number of bins is then filled evenly, because equal
 micro-batches need the least memory and waste nothing when padded to one shape. Deterministic: equal inputs give equal
-bins. Not here: the tensors (services/trainer), or a cost model of attention.
+bins. Not here: the tensors (services/trainer), several ranks and the cost of attention (`step_plan`).
 """
 
 from __future__ import annotations

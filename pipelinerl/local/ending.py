@@ -85,5 +85,8 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  token lag          mean {number(lag['mean'], 2)}, p95 {number(lag['p95'])}, max {number(lag['max'])}{span}"
     if ess.get("mean") is not None:
         yield f"  ESS                mean {number(ess['mean'], 3)}, min {number(ess['min'], 3)}"
+    if (rate := (summary.get("tokens_per_s") or {}).get("computed")) is not None:
+        mfu = "" if summary.get("mfu_mean") is None else f", MFU {percent(summary['mfu_mean'])}"
+        yield f"  trainer            {number(rate)} tokens/s while it computes{mfu}"
     if broken:
         yield f"  PARITY             {broken} probes of served against trained policy failed: see logs"

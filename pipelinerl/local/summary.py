@@ -15,6 +15,7 @@ import numpy as np
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.run_summary import RunSummary
+from pipelinerl.throughput_totals import ThroughputTotals
 
 Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
@@ -54,6 +55,7 @@ def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummar
     """What metrics.jsonl alone tells, under the summary's names; what it does not tell is None."""
     last: Record = records[-1] if records else {}
     heldout, ess = _heldout(records), _values(records, "ess")
+    throughput = _throughput(records)
     return {
         "recipe": recipe.name,
         "mode": recipe.mode,
@@ -80,7 +82,18 @@ def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummar
         "mismatch_kl_mean": _mean(_values(records, "mismatch_kl")),
         "actor_busy_fraction": last.get("actor_busy_fraction"),
         "trainer_busy_fraction": last.get("trainer_busy_fraction"),
+        "tokens_per_s": throughput.tokens_per_s,
+        "mfu_mean": throughput.mfu_mean,
+        "memory_peak_gib": throughput.memory_peak_gib,
+        "idle_s_mean": throughput.idle_s_mean,
     }
+
+
+def _throughput(records: Iterable[Record]) -> ThroughputTotals:
+    totals = ThroughputTotals()
+    for record in records:
+        totals.add(record)
+    return totals
 
 
 def lag_totals(records: Iterable[Record]) -> dict[int, int]:

@@ -27,12 +27,13 @@ const PrlViews = (() => {
   }
 
   function tiles(root, data) {
-    const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {};
+    const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
     const entries = [
       ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}`],
       ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode`],
       ["Wall clock", duration(s.wall_s), `trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
+      ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],

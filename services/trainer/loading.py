@@ -59,6 +59,7 @@ def _learner(recipe: Recipe, policy: Policy, world: World, reference: Policy | N
         temperature=recipe.sampling.temperature,
         world=world,
         reference=reference,
+        compute_dtype=DTYPES[recipe.model.dtype],
     )
 
 

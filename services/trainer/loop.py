@@ -30,6 +30,7 @@ from services.trainer.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.probe import Parity, measure_parity
 from services.trainer.records import StepRecord
+from services.trainer.throughput import update_idle_s
 from services.trainer.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -298,6 +299,7 @@ class OptimizerLoop:
             **figures,
         }
         record["step_s"] = {**timer.seconds, "total": step_s}
+        record["idle_s"] = update_idle_s(record["step_s"])
         record["sequences"] = self._books.ledger.counts.as_dict()
         self._on_step(record, batch)
 

@@ -26,8 +26,14 @@ class TrainerMetrics:
             "mismatch_kl": "KL estimate over tokens of lag 0, nats.",
             "logprob_mismatch": "Largest probe difference between actor and trainer, nats; finite ones only.",
             "packing_fill": "Tokens over token budget of all micro-batches.",
+            "mfu": "Model FLOPs utilization of the last step; of known devices only.",
+            "imbalance": "Share of the ranks' compute time spent waiting for each other, last step.",
+            "memory_peak_gib": "Most memory: tensors on a GPU since the step before, else the process since its start.",
         }
         self._gauges = {key: Gauge(prefix + key, text, registry=registry) for key, text in gauges.items()}
+        self.tokens_per_second = Gauge(
+            prefix + "tokens_per_second", "Tokens over compute time of the last step.", ["tokens"], registry=registry
+        )
         self.policy_version = Gauge(prefix + "policy_version", "Optimizer steps taken.", registry=registry)
         self.members = Gauge(prefix + "members", "Actors in the weight-transfer group.", registry=registry)
         self.epoch = Gauge(prefix + "epoch", "Number of the group's membership.", registry=registry)
@@ -40,6 +46,15 @@ class TrainerMetrics:
         )
         self.phase_seconds = Histogram(
             prefix + "step_phase_seconds", "Time of one optimizer step by phase.", ["phase"], registry=registry
+        )
+        self.compute_seconds = Histogram(
+            prefix + "compute_phase_seconds",
+            "Compute time of one optimizer step by phase.",
+            ["phase"],
+            registry=registry,
+        )
+        self.idle_seconds = Histogram(
+            prefix + "update_idle_seconds", "Time of one step without compute because of sending.", registry=registry
         )
         self.parity_failures = Counter(
             prefix + "parity_failures", "Probe answers that could not be compared.", registry=registry
@@ -57,6 +72,7 @@ class TrainerMetrics:
             value = record.get(key)
             if value is not None:
                 gauge.set(value)
+        self._observe_compute(record)
         self.policy_version.set(record["policy_version"])
         self.tokens_trained.inc(record["tokens_trained"])
         self.parity_failures.inc(record["parity_failures"])
@@ -67,3 +83,12 @@ class TrainerMetrics:
             self.phase_seconds.labels(phase).observe(seconds)
         for lag, tokens in record["lag_histogram"].items():
             self.tokens_by_lag.labels(LAG_BUCKETS[int(lag_bucket(np.array([int(lag)]))[0])]).inc(tokens)
+
+    def _observe_compute(self, record: StepRecord) -> None:
+        for tokens, rate in record.get("tokens_per_s", {}).items():
+            if rate is not None:
+                self.tokens_per_second.labels(tokens).set(rate)
+        for phase, seconds in record.get("compute_s", {}).items():
+            self.compute_seconds.labels(phase).observe(seconds)
+        if "idle_s" in record:
+            self.idle_seconds.observe(record["idle_s"])

@@ -6,6 +6,7 @@ Everything here blocks and belongs to one thread; the event loop calls it throug
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
+from services.trainer.throughput import StepWork, throughput_figures
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import Snapshot, WeightSender
 
@@ -65,12 +67,28 @@ class TorchPolicyTrainer:
         return self._lead.prepare(groups, version)
 
     def train_step(self, prepared: PreparedStep) -> Mapping[str, Any]:
+        began_at = time.perf_counter()
         outcome = self._lead.train_step(prepared)
+        seconds = time.perf_counter() - began_at
         self._version = prepared.version + 1
         if not outcome.applied:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
-        return step_figures(outcome, self._recipe)
+        return {**step_figures(outcome, self._recipe), **self._throughput(outcome, seconds)}
+
+    def _throughput(self, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
+        work = StepWork(
+            tokens_trained=outcome.tokens.completion_tokens if outcome.applied else 0,
+            tokens_computed=outcome.tokens.tokens,
+            seconds=seconds,
+            flops=outcome.flops,
+            num_devices=self._lead.num_ranks,
+            peak_flops=self._lead.learner.meter.peak_flops,
+            memory_peak_bytes=outcome.memory_peak_bytes,
+            imbalance=outcome.imbalance,
+            phases_s=outcome.phases_s,
+        )
+        return throughput_figures(work)
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         return self._sender.snapshot(version, self._lead.weights())
@@ -169,5 +187,4 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "tokens_computed": tokens.tokens,
         "microbatches": tokens.microbatches,
         "packing_fill": tokens.packing_fill,
-        "imbalance": outcome.imbalance,
     }

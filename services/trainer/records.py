@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from pipelinerl.throughput_totals import ThroughputTotals
+
 StepRecord = dict[str, Any]
 """One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
 
@@ -98,6 +100,7 @@ class RunTotals:
     join_s: list[float] = field(default_factory=list)
     """Seconds in which a side group brought an actor to the served version."""
     compute_s: float = 0.0
+    throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
     steps: int = 0
     steps_skipped: int = 0
 

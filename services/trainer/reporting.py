@@ -130,6 +130,7 @@ class RunReport:
         totals.steps += 1
         totals.tokens_generated = record["tokens_generated"]
         totals.compute_s += record["step_s"]["compute"]
+        totals.throughput.add(record)
         if record["skipped"]:
             totals.steps_skipped += 1
         else:
@@ -209,6 +210,10 @@ class RunReport:
             "mismatch_kl_mean": mean(totals.mismatch_kl),
             "actor_busy_fraction": self.actor_busy_fraction(),
             "trainer_busy_fraction": totals.compute_s / wall_s,
+            "tokens_per_s": totals.throughput.tokens_per_s,
+            "mfu_mean": totals.throughput.mfu_mean,
+            "memory_peak_gib": totals.throughput.memory_peak_gib,
+            "idle_s_mean": totals.throughput.idle_s_mean,
         }
         self._files.write_summary(summary)
         return summary

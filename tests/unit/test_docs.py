@@ -131,6 +131,7 @@ def figures_of_a_step() -> dict[str, Any]:
     from services.trainer.learn.optimizer import OptimizerReport
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import step_figures
+    from services.trainer.throughput import StepWork, throughput_figures
 
     numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
     buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
@@ -138,6 +139,8 @@ def figures_of_a_step() -> dict[str, Any]:
     figures = step_figures(StepOutcome(1, OptimizerReport(1e-4, 1.0, ""), tokens, 0.5), make_recipe())
     return {
         **figures,
+        **throughput_figures(StepWork(8, 8, 1.0, 1.0, 1, None, 1, 0.0, {"plan": 1.0})),
+        "idle_s": 0.2,
         "step": 1,
         "policy_version": 1,
         "step_s": {"wait": 1.0, "compute": 1.0, "snapshot": 0.1, "send": 0.1, "total": 2.2},

@@ -122,6 +122,8 @@ async def test_a_run_steps_sends_measures_and_ends_with_a_checkpoint() -> None:
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
         assert [result.version for result in one.heldout] == [0, 4]
         assert one.books.ledger.counts.trained == 8
+        for record in one.records:
+            assert record["idle_s"] == record["step_s"]["snapshot"] + record["step_s"]["send"] > 0
 
 
 async def test_checkpoints_on_the_way_are_those_that_are_due() -> None:

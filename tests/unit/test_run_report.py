@@ -45,6 +45,7 @@ class Desk:
             "step": self.taken,
             "policy_version": self.taken,
             "step_s": {"compute": 0.1},
+            "idle_s": 0.02,
             "sequences": {},
         }
         self.report.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
@@ -55,7 +56,10 @@ class Desk:
         return json.loads((self.run_dir / "summary.json").read_text())
 
     def exported(self, name: str) -> float | None:
-        return self.registry.get_sample_value(f"pipelinerl_trainer_{name}")
+        return self.of(name)
+
+    def of(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
 
 
 @pytest.fixture
@@ -114,6 +118,22 @@ def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
     for report, wanted in ((taken, [1, 1, {0: 1}, 1]), (skipped, [0, 0, {}, 1])):
         figures = policy_trainer.step_figures(StepOutcome(1, report, tokens, 0.5), make_recipe())
         assert [figures[key] for key in keys] == wanted
+
+
+def test_throughput_is_exported_and_summed_up(desk: Desk) -> None:
+    desk.step()
+    desk.step("loss not finite")
+    assert desk.exported("mfu") == 0.4
+    assert desk.exported("imbalance") == 0.05
+    assert desk.exported("memory_peak_gib") == 1.5
+    assert (desk.of("tokens_per_second", tokens="computed"), desk.of("tokens_per_second", tokens="trained")) == (100, 0)
+    assert desk.of("compute_phase_seconds_sum", phase="forward_backward") == pytest.approx(0.14)
+    assert desk.exported("update_idle_seconds_sum") == pytest.approx(0.04)
+    summary = desk.summary()
+    # 8 and 0 of 10 and 10 tokens trained in 0.1 s each
+    assert summary["tokens_per_s"] == {"trained": pytest.approx(40), "computed": pytest.approx(100)}
+    assert (summary["mfu_mean"], summary["idle_s_mean"]) == (pytest.approx(0.4), pytest.approx(0.02))
+    assert summary["memory_peak_gib"] == 1.5
 
 
 def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:

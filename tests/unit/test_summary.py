@@ -50,7 +50,8 @@ def records() -> list[dict[str, Any]]:
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
-             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5),
+             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5, step_s={"compute": 0.5},
+             tokens_computed=80, mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
     ]  # fmt: skip
 
 
@@ -73,6 +74,8 @@ def test_everything_that_the_steps_tell() -> None:
     assert summary["weight_updates"] == {
         "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,
     }  # fmt: skip
+    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 100, "computed": 160}, 0.25)
+    assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"], summary["trainer_busy_fraction"]) == (
         0.25,
@@ -88,7 +91,7 @@ def test_both_writers_of_the_summary_give_the_same_keys(tmp_path: Path) -> None:
     trainers = json.loads((tmp_path / "summary.json").read_text())
     for runners in (summary_from_metrics(recipe(), records()), summary_from_metrics(recipe(), [])):
         assert tuple(runners) == tuple(trainers) == KEYS
-        for key in ("sequences", "lag", "ess", "weight_updates", "membership"):
+        for key in ("sequences", "lag", "ess", "weight_updates", "membership", "tokens_per_s"):
             assert set(runners[key]) == set(trainers[key]), key
     assert set(REQUIRED) <= set(KEYS)
 
@@ -188,6 +191,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "done after 1m 15s: 3 optimizer steps" in text
     assert "held-out accuracy  25.0% -> 75.0%" in text
     assert "mean 1.02, p95 2, max 10; 60.0% of the sequences span several policy versions" in text
+    assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert f"report             {tmp_path}/report.html" in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")

@@ -96,6 +96,12 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
         "mismatch_kl": 0.01,
         "sequences_trained": 0 if skipped else 4,
         "tokens_trained": tokens,
+        "tokens_computed": 10,
+        "tokens_per_s": {"trained": tokens / 0.1, "computed": 100.0},
+        "mfu": 0.4,
+        "memory_peak_gib": 1.5,
+        "imbalance": 0.05,
+        "compute_s": {"forward_backward": 0.07, "optimizer": 0.03},
         "lag_histogram": {} if skipped else {0: tokens},
     }
 

@@ -6,16 +6,20 @@ rank. It sends nothing and knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from pipelinerl.algorithms.packing import plan_microbatches
+from pipelinerl.algorithms.step_cost import UNIT_COST, CostModel
+from pipelinerl.algorithms.step_plan import plan_step
 from pipelinerl.types import Sequence
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, host_microbatch
+from services.trainer.learn.flops import training_flops
 from services.trainer.learn.normalization import BatchTotals, Normalization
+from services.trainer.learn.phases import PhaseTimer
 from services.trainer.ranks.message import Message
 
 TRAIN = "train"
@@ -63,7 +67,11 @@ class PreparedStep:
     advantage_abs_mean: float
     """Over sequences; 0 means that no group told anything."""
     imbalance: float
-    """Share of the ranks' time that is spent waiting for the slowest rank, by the plan's costs."""
+    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    flops: float
+    """Model FLOPs of the whole step."""
+    phases_s: Mapping[str, float]
+    """Seconds in `plan` and `build`, beside the step before."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -79,6 +87,7 @@ def prepare_step(
     *,
     data_ranks: int = 1,
     pad_multiple: int = 1,
+    cost_model: CostModel = UNIT_COST,
 ) -> PreparedStep:
     """Plans and packs one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
@@ -93,18 +102,21 @@ def prepare_step(
         chosen: list[Sequence] = [sequences[index] for index in members]
         return host_microbatch(chosen, advantages[members], version, normalization, totals, pad_multiple)
 
-    plan = plan_step([sequence.num_tokens for sequence in sequences], budget, data_ranks)
+    lengths = [sequence.num_tokens for sequence in sequences]
+    outputs = [sequence.num_completion_tokens for sequence in sequences]
+    timer = PhaseTimer()
+    with timer.measure("plan"):
+        plan = plan_step(lengths, budget, data_ranks, cost_model, outputs)
+    with timer.measure("build"):
+        shares = [
+            StepShare(version, tuple(packed(members) for members in plan.of_rank(rank))) for rank in range(data_ranks)
+        ]
     return PreparedStep(
         version=version,
-        shares=tuple(StepShare(version, tuple(packed(members) for members in slots)) for slots in plan),
+        shares=tuple(shares),
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
         advantage_abs_mean=float(np.abs(advantages).mean()),
-        imbalance=0.0,
+        imbalance=plan.imbalance,
+        flops=training_flops(cost_model, lengths, outputs),
+        phases_s=timer.take(),
     )
-
-
-def plan_step(lengths: list[int], budget: int, ranks: int) -> list[list[list[int]]]:
-    bins = plan_microbatches(lengths, budget)
-    while len(bins) % ranks:
-        bins.append([])
-    return [bins[rank::ranks] for rank in range(ranks)]

@@ -7,7 +7,7 @@ and what becomes of the sequences of a skipped step. Who tells the other ranks i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
 from pipelinerl.types import Logprobs, TokenIds
 from services.trainer.learn.batch import MicroBatch, TrainingGroup
 from services.trainer.learn.loss import LossInputs, compute_loss
+from services.trainer.learn.meter import StepMeter
 from services.trainer.learn.metrics import StepCollector, TokenMetrics, token_metrics
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
+from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
 from services.trainer.learn.weights import served_weights
@@ -37,6 +39,8 @@ class ShareResult:
     """See `StepCollector.totals`."""
     values: NDArray[np.float32]
     """See `StepCollector.values`; of this rank's share."""
+    memory_peak_bytes: int
+    """Of this rank."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,14 @@ class StepOutcome:
     tokens: TokenMetrics
     advantage_abs_mean: float
     """Over sequences; 0 means that no group told anything."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in `plan`, `build` (both beside the step before), `to_device`, `forward_backward`, `totals`, `optimizer`."""
     imbalance: float = 0.0
-    """See `PreparedStep.imbalance`."""
+    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    flops: float = 0.0
+    """Model FLOPs of the step, over all ranks."""
+    memory_peak_bytes: int = 0
+    """Of the rank that needed most."""
 
     @property
     def applied(self) -> bool:
@@ -86,10 +96,12 @@ class Learner:
         pad_multiple: int = 1,
         world: World | None = None,
         reference: Policy | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it.
 
-        `reference`: the policy that the KL term is to, a copy of `policy` when None.
+        `reference`: the policy that the KL term is to, a copy of `policy` when None. `compute_dtype`: of matrix products,
+        where it is not that of the weights.
         """
         self.policy = policy
         self.algorithm = algorithm
@@ -99,6 +111,8 @@ class Learner:
         self.world = world or alone(policy.device)
         self.reference = (reference or frozen_copy(policy)) if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
+        self.meter = StepMeter(policy.model, compute_dtype)
+        self._phases = PhaseTimer(mark_for(policy.device))
 
     def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
         """Plans one optimizer step for all ranks. Any thread may do so while another step is computed.
@@ -112,6 +126,7 @@ class Learner:
             self.trainer.tokens_per_microbatch,
             data_ranks=self.world.layout.data_ranks,
             pad_multiple=self.pad_multiple,
+            cost_model=self.meter.cost_model,
         )
 
     def train_step(self, groups: Sequence[TrainingGroup], version: int) -> StepOutcome:
@@ -122,19 +137,32 @@ class Learner:
     def compute(self, share: StepShare) -> ShareResult:
         """One optimizer step; `share` is this rank's, or that of its row."""
         collector = StepCollector()
-        for batch in share.batches:
-            self._accumulate(batch.on(self.policy.device), collector)
-        totals = self.world.sum(collector.totals())
-        report = self.optimizer.step(float(totals[0]))
-        return ShareResult(report, totals.cpu().numpy(), collector.values())
+        for share_batch in share.batches:
+            with self._phases.measure("to_device"):
+                batch = share_batch.on(self.policy.device)
+            with self._phases.measure("forward_backward"):
+                self._accumulate(batch, collector)
+        with self._phases.measure("totals"):
+            totals = self.world.sum(collector.totals())
+            loss = float(totals[0])
+        with self._phases.measure("optimizer"):
+            report = self.optimizer.step(loss)
+        return ShareResult(report, totals.cpu().numpy(), collector.values(), self.meter.take_memory_peak())
 
     def outcome(self, prepared: PreparedStep, results: Sequence[ShareResult]) -> StepOutcome:
         """What the step did, from `results` of each share of `prepared`, in their order."""
         values = np.concatenate([result.values for result in results], axis=1)
         budget = self.trainer.tokens_per_microbatch
-        tokens = token_metrics(values, results[0].totals, prepared.batches, budget)
-        report = results[0].report
-        return StepOutcome(prepared.version, report, tokens, prepared.advantage_abs_mean, prepared.imbalance)
+        return StepOutcome(
+            version=prepared.version,
+            optimizer=results[0].report,
+            tokens=token_metrics(values, results[0].totals, prepared.batches, budget),
+            advantage_abs_mean=prepared.advantage_abs_mean,
+            phases_s={**prepared.phases_s, **self._phases.take()},
+            imbalance=prepared.imbalance,
+            flops=prepared.flops,
+            memory_peak_bytes=max(result.memory_peak_bytes for result in results),
+        )
 
     def _accumulate(self, batch: MicroBatch, collector: StepCollector) -> None:
         """Adds one micro-batch's gradient."""

@@ -30,7 +30,8 @@ def carry_out(order: Message, learner: Learner) -> None:
         result = learner.compute(StepShare.from_message(order))
         world = learner.world
         if world.layout.sequence_index == 0 and world.links is not None:
-            world.links.report(Message("result", arrays={"values": result.values}))
+            fields = {"memory_peak_bytes": result.memory_peak_bytes}
+            world.links.report(Message("result", fields, {"values": result.values}))
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
     elif order.kind == WEIGHTS:

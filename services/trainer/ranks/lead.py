@@ -7,6 +7,7 @@ order is `follower.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from pipelinerl.types import Logprobs, TokenIds
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.share import PreparedStep
-from services.trainer.learn.step import Learner, ShareResult, StepOutcome
+from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.ranks.layout import RankLayout
 from services.trainer.ranks.message import Message
 
@@ -42,9 +43,8 @@ class Lead:
             self._links.tell([prepared.shares[row].to_message() for row in self._rows_of_others()])
         results = [self.learner.compute(prepared.shares[0])]
         if self._links is not None:
-            first = results[0]
             reports = self._links.reports(first_ranks(self._layout)[1:])
-            results += [ShareResult(first.report, first.totals, report.arrays["values"]) for report in reports]
+            results += [replace(results[0], values=report.arrays["values"], **report.fields) for report in reports]
         return self.learner.outcome(prepared, results)
 
     def score(self, token_ids: TokenIds) -> Logprobs:

@@ -66,10 +66,10 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the model: the longest list of modules in it. Raises `FieldError` when there is none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise FieldError("trainer.nproc", "> 1", f"{type(model).__name__} has no list of layers to shard; use 1")
-    return list(max(lists, key=lambda layers: len(layers)))
+    return max(lists, key=len)
 
 
 class _Spread:

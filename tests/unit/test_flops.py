@@ -1,0 +1,202 @@
+"""FLOPs of known shapes by hand, of every known architecture against its parameters, and the share of a peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from benchmarks.random_models import smollm2_config
+from services.trainer.learn.devices import peak_flops
+from services.trainer.learn.flops import GATED_MODELS, mfu, model_flops, training_flops
+
+QWEN_1_5B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_smollm2_135m_by_hand() -> None:
+    # One layer: q and o 2 · 576², k and v 2 · 576 · 192, three of 576 · 1536: 884,736 + 2,654,208 = 3,538,944 weights.
+    flops = model_flops(smollm2_config(), num_parameters=0)
+    assert flops.per_token == 2 * 30 * 3_538_944 == 212_336_640
+    assert flops.per_output_token == 2 * 576 * 49152 == 56_623_104
+    assert flops.per_pair == 30 * 4 * 9 * 64 == 69_120
+    assert (flops.per_windowed_pair, flops.window) == (0, 0)
+    # 134,515,008 parameters: the layers, the tied embedding, 61 norms of 576
+    assert (flops.per_token + flops.per_output_token) / 2 == 134_515_008 - 61 * 576
+
+
+def test_qwen_1_5b_by_hand() -> None:
+    # q and o 2 · 1536², k and v 2 · 1536 · 256, three of 1536 · 8960: 5,505,024 + 41,287,680 = 46,792,704 weights a layer.
+    flops = model_flops(QWEN_1_5B, num_parameters=0)
+    assert flops.per_token == 2 * 28 * 46_792_704 == 2_620_391_424
+    assert flops.per_output_token == 466_747_392
+    assert flops.per_pair == 28 * 4 * 1536 == 172_032
+    # 2 of 4 tokens predicted: 4 · 2,620,391,424 + 2 · 466,747,392 + 10 pairs · 172,032
+    assert training_flops(flops, [4], [2]) == 3 * (10_481_565_696 + 933_494_784 + 1_720_320)
+
+
+def test_llama_8b_by_hand() -> None:
+    # q and o 2 · 4096², k and v 2 · 4096 · 1024, three of 4096 · 14336: 41,943,040 + 176,160,768 = 218,103,808 a layer.
+    flops = model_flops(LLAMA_8B, num_parameters=0)
+    assert flops.per_token == 2 * 32 * 218_103_808 == 13_958_643_712
+    assert flops.per_output_token == 1_050_673_152
+    assert flops.per_pair == 524_288
+
+
+def config_of(model_type: str, **fields: Any) -> PretrainedConfig:
+    config = CONFIG_MAPPING[model_type](**SMALL | fields)
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def matrices(config: PretrainedConfig) -> dict[str, int]:
+    """Sizes of the model's matrices by name, none of them in memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim >= 2}
+
+
+MIXTURES = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("model_type", sorted(GATED_MODELS - MIXTURES))
+def test_a_token_meets_every_matrix_once(model_type: str) -> None:
+    config = config_of(model_type)
+    flops = model_flops(config, num_parameters=0)
+    sizes = {name: size for name, size in matrices(config).items() if "embed_tokens" not in name}
+    head = sizes.pop("lm_head.weight", SMALL["vocab_size"] * SMALL["hidden_size"])
+    assert flops.per_token == 2 * sum(sizes.values())
+    assert flops.per_output_token == 2 * head
+
+
+@pytest.mark.parametrize("model_type", sorted(MIXTURES))
+def test_a_token_meets_its_experts_only(model_type: str) -> None:
+    """2 of 6 experts: the flops are those of a model of 2 experts, but for a router of 6 outputs."""
+    fields = {"num_experts_per_tok": 2, **({"moe_intermediate_size": 40} if model_type.startswith("qwen") else {})}
+    experts = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    few, many = (config_of(model_type, **fields, **{experts: number}) for number in (2, 6))
+    sizes = {name: size for name, size in matrices(few).items() if "embed_tokens" not in name}
+    sizes.pop("lm_head.weight")
+    router = 4 * SMALL["hidden_size"] * SMALL["num_hidden_layers"]
+    assert model_flops(few, num_parameters=0).per_token == 2 * sum(sizes.values())
+    assert model_flops(many, num_parameters=0).per_token == 2 * (sum(sizes.values()) + router)
+
+
+def test_layers_without_experts_are_dense() -> None:
+    fields: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    sparse, mixed = (config_of("qwen3_moe", mlp_only_layers=dense, **fields) for dense in ([], [1]))
+    # 3 · 48 · 80 instead of 2 experts of 3 · 48 · 40 and a router of 48 · 4
+    difference = model_flops(mixed, 0).per_token - model_flops(sparse, 0).per_token
+    assert difference == 2 * (11_520 - (2 * 5_760 + 192))
+
+
+def test_windows_bound_the_layers_that_have_them() -> None:
+    config = Gemma2Config(**SMALL | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8})
+    flops = model_flops(config, num_parameters=0)
+    assert (flops.per_pair, flops.per_windowed_pair, flops.window) == (2 * 4 * 4 * 16, 2 * 4 * 4 * 16, 8)
+
+
+def test_all_layers_of_a_mistral_have_its_window_and_none_without_one() -> None:
+    windowed, full = (model_flops(config_of("mistral", sliding_window=size), 0) for size in (8, None))
+    assert (windowed.per_pair, windowed.window) == (0, 8)
+    assert (full.per_windowed_pair, full.window) == (0, 0)
+    assert windowed.per_windowed_pair == full.per_pair
+
+
+def test_a_window_that_qwen_does_not_use_is_none() -> None:
+    config = Qwen2Config(**SMALL | {"use_sliding_window": False, "sliding_window": 8})
+    assert model_flops(config, 0).per_windowed_pair == 0
+
+
+def test_an_unknown_architecture_costs_twice_its_parameters() -> None:
+    flops = model_flops(CONFIG_MAPPING["gpt2"](), num_parameters=1000)
+    assert flops.of([10]).tolist() == [20_000]
+
+
+def test_utilization_by_hand() -> None:
+    # 4e15 FLOPs in 2 s on 4 devices of 1e15 FLOP/s
+    assert mfu(4e15, 2.0, 4, 1e15) == 0.5
+    assert mfu(4e15, 2.0, 4, None) is None
+    assert mfu(4e15, 0.0, 4, 1e15) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera_flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_peaks_of_known_devices(name: str, tera_flops: float) -> None:
+    assert peak_flops(name, "bfloat16") == pytest.approx(tera_flops * 1e12)
+    assert peak_flops(name, "float16") == pytest.approx(tera_flops * 1e12)
+    assert peak_flops(name, "float32") is None
+
+
+def test_a_v100_has_float16_only() -> None:
+    assert peak_flops("Tesla V100-SXM2-16GB", "float16") == 125e12
+    assert peak_flops("Tesla V100-SXM2-16GB", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A10G",
+        "NVIDIA H1000",
+    ],
+)
+def test_what_is_not_known_has_no_peak(name: str) -> None:
+    assert peak_flops(name, "bfloat16") is None

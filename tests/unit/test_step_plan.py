@@ -1,0 +1,153 @@
+"""Plans of one step over ranks: by hand, what any plan must keep, and how even it is on realistic lengths."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.algorithms.packing import pack, plan_microbatches
+from pipelinerl.algorithms.step_cost import UNIT_COST, CostModel
+from pipelinerl.algorithms.step_plan import plan_step
+from pipelinerl.errors import FieldError
+
+QWEN_1_5B = CostModel(per_token=2.62e9, per_output_token=4.67e8, per_pair=172_032)
+SQUARES = CostModel(per_token=0.0, per_pair=2.0)
+"""A sequence of n tokens costs n (n + 1)."""
+LENGTHS = st.lists(st.integers(1, 60), max_size=60)
+
+
+def test_cost_of_full_attention_by_hand() -> None:
+    # 10 · 3 tokens + 100 · 2 outputs + 7 · (1 + 2 + 3) pairs
+    assert CostModel(10, 100, 7).of([3], outputs=[2]).tolist() == [272]
+    assert CostModel(10, 100, 7).of([3, 1]).tolist() == [372, 117]
+
+
+def test_cost_of_a_window_by_hand() -> None:
+    # 5 tokens that see 2 each at most: 1 + 2 + 2 + 2 + 2; 2 tokens are within the window: 1 + 2
+    assert CostModel(0, per_windowed_pair=1, window=2).of([5, 2]).tolist() == [9, 3]
+
+
+def test_a_window_as_long_as_the_sequence_is_full_attention() -> None:
+    windowed = CostModel(0, per_windowed_pair=3, window=50).of(range(1, 51))
+    assert windowed.tolist() == CostModel(0, per_pair=3).of(range(1, 51)).tolist()
+
+
+def test_two_ranks_by_hand() -> None:
+    # Best fit: 6 + 4 | 5 + 2, one slot. LPT over two ranks: 6 | 5, 4 | then 2 on the 6.
+    plan = plan_step([6, 4, 5, 2], budget=10, num_ranks=2)
+    assert plan.slots == [[[2, 1], [0, 3]]]
+    assert plan.costs == [[9, 8]]
+    assert plan.imbalance == pytest.approx(1 - 17 / 18)
+
+
+def test_the_cost_decides_and_not_the_tokens() -> None:
+    # Tokens would be even as 4 + 1 | 2 + 2 + 1; costs n (n + 1) are 20, 6, 6, 2, 2: 20 | 6 + 6 + 2 + 2.
+    plan = plan_step([4, 2, 2, 1, 1], budget=8, num_ranks=2, cost_model=SQUARES)
+    assert plan.costs == [[20, 16]]
+    assert plan.slots == [[[0], [1, 2, 3, 4]]]
+
+
+def test_long_sequences_share_a_slot() -> None:
+    """Two long ones in two slots would let the other rank wait twice."""
+    plan = plan_step([8, 2, 8, 2, 2, 2], budget=8, num_ranks=2, cost_model=SQUARES)
+    assert plan.costs == [[72, 72], [12, 12]]
+    assert plan.imbalance == 0
+
+
+def test_predicted_tokens_count_where_they_are_known() -> None:
+    model = CostModel(per_token=0, per_output_token=1)
+    plan = plan_step([4, 4, 4, 4], budget=12, num_ranks=2, cost_model=model, outputs=[3, 1, 1, 1])
+    assert plan.costs == [[3, 3]]
+
+
+def test_more_ranks_than_sequences_leaves_ranks_empty() -> None:
+    plan = plan_step([5, 5], budget=10, num_ranks=4)
+    assert plan.slots == [[[0], [1], [], []]]
+    assert plan.imbalance == 0.5
+    assert [plan.of_rank(rank) for rank in range(4)] == [[[0]], [[1]], [[]], [[]]]
+
+
+def test_no_sequences_need_no_slot() -> None:
+    plan = plan_step([], budget=10, num_ranks=2)
+    assert (plan.slots, plan.imbalance, plan.of_rank(1)) == ([], 0.0, [])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_sequence_beyond_the_budget_is_named(num_ranks: int) -> None:
+    with pytest.raises(FieldError, match=r"trainer.tokens_per_microbatch = 16: a sequence of 17 tokens"):
+        plan_step([4, 17], budget=16, num_ranks=num_ranks)
+
+
+@given(LENGTHS, st.integers(60, 200), st.integers(1, 9), st.sampled_from([UNIT_COST, SQUARES, QWEN_1_5B]))
+def test_what_every_plan_keeps(lengths: list[int], budget: int, num_ranks: int, model: CostModel) -> None:
+    plan = plan_step(lengths, budget, num_ranks, model)
+    ranks = [plan.of_rank(rank) for rank in range(num_ranks)]
+    assert sorted(index for bins in ranks for members in bins for index in members) == list(range(len(lengths)))
+    assert {len(bins) for bins in ranks} == {plan.num_slots}
+    assert plan.num_slots == math.ceil(len(pack(lengths, budget)) / num_ranks)
+    assert all(sum(lengths[index] for index in members) <= budget for bins in ranks for members in bins)
+    assert all(any(bins) for bins in plan.slots), "a slot without any sequence"
+    assert 0 <= plan.imbalance < 1
+    for bins, costs in zip(plan.slots, plan.costs, strict=True):
+        for members, cost in zip(bins, costs, strict=True):
+            assert cost == pytest.approx(float(model.of([lengths[index] for index in members]).sum()))
+    assert plan_step(list(lengths), budget, num_ranks, model) == plan
+
+
+@given(LENGTHS, st.integers(60, 200))
+def test_one_rank_gets_what_packing_gives(lengths: list[int], budget: int) -> None:
+    plan = plan_step(lengths, budget, 1, QWEN_1_5B)
+    assert plan.of_rank(0) == plan_microbatches(lengths, budget)
+    assert plan.imbalance == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_many_similar_sequences_are_nearly_even(num_ranks: int) -> None:
+    lengths = np.random.default_rng(0).integers(900, 1101, size=1024).tolist()
+    assert plan_step(lengths, 8192, num_ranks, QWEN_1_5B).imbalance < 0.01
+
+
+def reasoning_lengths(seed: int, count: int, budget: int) -> list[int]:
+    """Log-normal with a long tail: the median a twelfth of the budget, some at the budget itself."""
+    lengths = np.random.default_rng(seed).lognormal(math.log(budget / 12), 1.0, count)
+    return np.clip(lengths, 16, budget).astype(int).tolist()
+
+
+def round_robin_cost(lengths: list[int], budget: int, num_ranks: int, model: CostModel) -> float:
+    """Of a step whose sequences are dealt to the ranks in turn, each packing its own; lockstep per slot."""
+    shares = [lengths[rank::num_ranks] for rank in range(num_ranks)]
+    costs = [[float(model.of([share[i] for i in bin_]).sum()) for bin_ in pack(share, budget)] for share in shares]
+    num_slots = max(map(len, costs))
+    return sum(max(rank[slot] if slot < len(rank) else 0.0 for rank in costs) for slot in range(num_slots))
+
+
+@pytest.mark.parametrize("budget", [8192, 32768])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 64])
+@pytest.mark.parametrize("count", [64, 256, 1024])
+def test_never_slower_than_dealing_in_turn(count: int, num_ranks: int, budget: int) -> None:
+    for seed in range(4):
+        lengths = reasoning_lengths(seed, count, budget)
+        plan = plan_step(lengths, budget, num_ranks, QWEN_1_5B)
+        assert plan.cost <= round_robin_cost(lengths, budget, num_ranks, QWEN_1_5B) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0.01), (4, 0.03), (8, 0.05)])
+def test_a_long_tail_is_balanced(num_ranks: int, most: float) -> None:
+    """Mean of 8 steps of 512 reasoning traces at 32k tokens a micro-batch."""
+    plans = [plan_step(reasoning_lengths(seed, 512, 32768), 32768, num_ranks, QWEN_1_5B) for seed in range(8)]
+    assert np.mean([plan.imbalance for plan in plans]) < most
+
+
+def test_levelling_the_slots_beats_evening_them() -> None:
+    """Evened alone, these plans wait for 3.3% of the time."""
+    lengths = [reasoning_lengths(seed, 64, 8192) for seed in range(8)]
+    assert np.mean([plan_step(each, 8192, 4, QWEN_1_5B).imbalance for each in lengths]) < 0.02
+
+
+def test_ranks_are_even_over_the_whole_step_too() -> None:
+    """Replicas that meet only at the end of a step wait for the largest sum: 9 + 6 and 8 + 7, not 9 + 7 and 8 + 6."""
+    assert plan_step([9, 8, 7, 6], budget=10, num_ranks=2).slots == [[[0], [1]], [[3], [2]]]

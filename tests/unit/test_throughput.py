@@ -1,0 +1,194 @@
+"""Figures of a step's use of its devices: by hand, and measured on a real learner."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
+from pipelinerl.throughput_totals import ThroughputTotals
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import StepMeter, process_memory_peak
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.phases import HostMark, PhaseTimer, mark_for
+from services.trainer.learn.step import Learner
+from services.trainer.throughput import StepWork, throughput_figures, update_idle_s
+from tests.unit.builders import make_group, make_sequence
+
+WORK: dict[str, Any] = {
+    "tokens_trained": 300,
+    "tokens_computed": 400,
+    "seconds": 2.0,
+    "flops": 1e15,
+    "num_devices": 4,
+    "peak_flops": 5e14,
+    "memory_peak_bytes": 3 * 2**29,
+    "imbalance": 0.125,
+    "phases_s": {"plan": 0.5, "optimizer": 1.5},
+}
+
+
+def test_figures_by_hand() -> None:
+    assert throughput_figures(StepWork(**WORK)) == {
+        "tokens_per_s": {"trained": 150.0, "computed": 200.0},
+        "mfu": 0.25,
+        "memory_peak_gib": 1.5,
+        "imbalance": 0.125,
+        "compute_s": {"plan": 0.5, "optimizer": 1.5},
+    }
+
+
+def test_an_unknown_device_has_no_utilization() -> None:
+    assert throughput_figures(StepWork(**WORK | {"peak_flops": None}))["mfu"] is None
+
+
+def test_idle_time_is_that_of_sending() -> None:
+    step_s = {"wait": 8.0, "compute": 4.0, "snapshot": 0.25, "send": 0.5, "checkpoint": 2.0, "total": 14.75}
+    assert update_idle_s(step_s) == 0.75
+    assert update_idle_s({"wait": 1.0, "compute": 1.0, "total": 2.0}) == 0.0
+
+
+# Over a run
+
+
+def step(compute_s: float, trained: int, computed: int, **more: Any) -> dict[str, Any]:
+    return {"step_s": {"compute": compute_s}, "tokens_trained": trained, "tokens_computed": computed, **more}
+
+
+def test_means_of_a_run_are_over_compute_time() -> None:
+    totals = ThroughputTotals()
+    totals.add(step(1.0, 100, 150, mfu=0.5, idle_s=0.25, memory_peak_gib=2.0))
+    totals.add(step(3.0, 60, 90, mfu=0.25, idle_s=0.75, memory_peak_gib=1.0))
+    totals.add(step(4.0, 0, 160, mfu=None, idle_s=0.5))
+    assert totals.tokens_per_s == {"trained": 20.0, "computed": 50.0}
+    assert totals.mfu_mean == (0.5 * 1 + 0.25 * 3) / 4
+    assert (totals.idle_s_mean, totals.memory_peak_gib) == (0.5, 2.0)
+
+
+def test_steps_that_tell_nothing_leave_nothing() -> None:
+    totals = ThroughputTotals()
+    totals.add({"step": 1, "tokens_trained": 5})
+    assert totals.tokens_per_s == {"trained": None, "computed": None}
+    assert (totals.mfu_mean, totals.idle_s_mean, totals.memory_peak_gib) == (None, None, None)
+
+
+# Phases
+
+
+def test_phases_add_up_and_are_taken_once() -> None:
+    times_s = iter([0.0, 1.0, 1.0, 4.0, 4.5, 5.0])
+    timer = PhaseTimer(lambda: HostMark(lambda: next(times_s)))
+    for phase in ("build", "forward_backward", "build"):
+        with timer.measure(phase):
+            pass
+    assert timer.take() == {"build": 1.5, "forward_backward": 3.0}
+    assert timer.take() == {}
+
+
+def test_a_phase_that_fails_is_measured_too() -> None:
+    timer = PhaseTimer()
+    with pytest.raises(KeyError), timer.measure("build"):
+        raise KeyError
+    assert list(timer.take()) == ["build"]
+
+
+class DeviceMark:
+    """A mark of a device that is behind: passed once `device.at_s` has come to it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.due_s = device, 0.0
+
+    def record(self) -> None:
+        self.due_s = self.device.queued_s
+
+    def query(self) -> bool:
+        return self.device.at_s >= self.due_s
+
+    def elapsed_time(self, end: Any, /) -> float:
+        assert self.query(), "the host would wait"
+        assert end.query(), "the host would wait"
+        return 1000 * (end.due_s - self.due_s)
+
+
+class Device:
+    queued_s = 0.0
+    at_s = 0.0
+
+
+def test_what_the_device_has_not_finished_is_counted_with_the_next_step() -> None:
+    device = Device()
+    timer = PhaseTimer(lambda: DeviceMark(device))
+    with timer.measure("forward_backward"):
+        device.queued_s += 4
+    device.at_s = 4.0
+    with timer.measure("optimizer"):
+        device.queued_s += 1
+    assert timer.take() == {"forward_backward": 4.0}
+    device.at_s = 5.0
+    assert timer.take() == {"optimizer": 1.0}
+
+
+# Measured
+
+
+def groups() -> list[TrainingGroup]:
+    group = make_group()
+    return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+
+
+def test_a_step_of_the_learner_tells_its_phases() -> None:
+    learner = Learner(wrap_model(tiny_model()), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=64))
+    for _ in range(2):
+        outcome = learner.train_step(groups(), version=2)
+        assert set(outcome.phases_s) == {"plan", "build", "to_device", "forward_backward", "totals", "optimizer"}
+        assert all(0 < seconds < math.inf for seconds in outcome.phases_s.values())
+        assert outcome.imbalance == 0
+
+
+def test_flops_of_a_step_by_hand() -> None:
+    # Layer: q and o 2 · 8 · 8, k and v 2 · 8 · 4, three of 8 · 16: 576 weights; head 8 · 32; attention 4 · 8 a pair.
+    meter = StepMeter(tiny_model())
+    sequences = [sequence for group in groups() for sequence in group.sequences]
+    counts = [(sequence.num_tokens, sequence.num_completion_tokens) for sequence in sequences]
+    assert counts == [(5, 2), (5, 2)]
+    assert meter.step_flops(groups()) == 3 * 2 * (5 * 2 * 576 + 2 * 2 * 256 + 15 * 32)
+    assert meter.peak_flops is None
+
+
+def test_memory_of_the_process_rises_with_what_it_holds() -> None:
+    meter = StepMeter(tiny_model())
+    before, resident = meter.take_memory_peak(), _status_kib("VmRSS") * 1024
+    held = np.ones(before - resident + 2**26, dtype=np.uint8)
+    assert meter.take_memory_peak() >= before + 2**25
+    assert held[-1] == 1
+
+
+def _status_kib(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def test_without_a_status_file_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = process_memory_peak()
+    monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", tmp_path / "none")
+    assert process_memory_peak() >= told * 0.99
+
+
+def test_a_cpu_is_timed_by_the_host() -> None:
+    assert isinstance(mark_for(torch.device("cpu"))(), HostMark)
