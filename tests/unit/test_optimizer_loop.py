@@ -163,9 +163,9 @@ async def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
     async with bench(recipe) as one:
         step, good = one.policy.train_step, MOST_SKIPPED_IN_A_ROW - 1
 
-        def mostly_skipped(groups: object, version: int) -> dict[str, Any]:
+        def mostly_skipped(version: int) -> dict[str, Any]:
             one.policy.skipped = "" if version == good else "loss not finite"
-            return step(groups, version)
+            return step(version)
 
         one.policy.train_step = mostly_skipped  # type: ignore[method-assign]
         await one.loop.run()

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
+from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
+from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.ranks.follower import follow
 from services.trainer.ranks.lead import Lead
@@ -38,7 +40,9 @@ class Job:
     model: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self) -> Recipe:
-        trainer = {"learning_rate": 1e-2, "tokens_per_microbatch": 64, "max_grad_norm": 0.5} | self.trainer
+        # AdamW divides by the size of the gradient: with its usual epsilon it makes steps of rounding errors of tiny ones.
+        usual = {"learning_rate": 1e-2, "tokens_per_microbatch": 64, "max_grad_norm": 0.5, "epsilon": 1e-3}
+        trainer = usual | self.trainer
         model = {"source": "path", "name": self.folder, "max_context": 64} | self.model
         return make_recipe(model=model, trainer=trainer, algorithm=self.algorithm)
 
@@ -48,6 +52,8 @@ class Result:
     """Of rank 0."""
 
     outcomes: list[dict[str, Any]]
+    gradients: list[dict[str, np.ndarray]]
+    """Before clipping, of each step."""
     weights: dict[str, np.ndarray]
     scores: np.ndarray
     microbatches: list[int]
@@ -55,6 +61,7 @@ class Result:
 
 def train(learner: Learner, job: Job) -> Result | None:
     """None on ranks that follow."""
+    gradients = keep_gradients(learner)
     if not learner.world.is_first:
         follow(learner)
         return None
@@ -68,7 +75,21 @@ def train(learner: Learner, job: Job) -> Result | None:
     scores = lead.score(np.arange(11) % 23)
     weights = {name: tensor.float().numpy().copy() for name, tensor in lead.weights()}
     lead.end()
-    return Result(outcomes, weights, scores, microbatches)
+    return Result(outcomes, gradients, weights, scores, microbatches)
+
+
+def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
+    """Where each step of the learner's optimizer will leave the gradients that it is given."""
+    kept: list[dict[str, np.ndarray]] = []
+    step = learner.optimizer.step
+
+    def keeping(loss: float) -> OptimizerReport:
+        named = learner.policy.model.named_parameters()
+        kept.append({name: whole(weight.grad).numpy().copy() for name, weight in named if weight.grad is not None})
+        return step(loss)
+
+    learner.optimizer.step = keeping  # type: ignore[method-assign]
+    return kept
 
 
 def train_all(jobs: dict[str, Job]) -> dict[str, Result | None]:
@@ -83,9 +104,10 @@ def train_all(jobs: dict[str, Job]) -> dict[str, Result | None]:
 
 def same(one: Result, many: Result, atol: float = 1e-5) -> None:
     """`many` is `one` to `atol`, in everything but the number of micro-batches."""
-    assert one.weights.keys() == many.weights.keys()
-    for name, weight in one.weights.items():
-        np.testing.assert_allclose(many.weights[name], weight, atol=atol, err_msg=name)
+    for left, right in zip([one.weights, *one.gradients], [many.weights, *many.gradients], strict=True):
+        assert left.keys() == right.keys()
+        for name, values in left.items():
+            np.testing.assert_allclose(right[name], values, rtol=1e-5, atol=atol, err_msg=name)
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
         for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "policy_loss"):

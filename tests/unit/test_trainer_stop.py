@@ -56,7 +56,7 @@ async def stop_during_step(run: app.TrainingRun, policy: FakePolicy) -> asyncio.
     stop = asyncio.Event()
 
     async def step_under_way() -> None:
-        await run._loop._in_compute(lambda: policy.train_step([], 1))
+        await run._loop._in_compute(lambda: policy.train_step(1))
 
     run._loop.run = step_under_way  # type: ignore[method-assign]
 
