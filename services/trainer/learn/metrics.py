@@ -44,6 +44,8 @@ class TokenMetrics:
     entropy: float | None
     """Mean, nats."""
     clip_fraction: float
+    mask_fraction: float
+    """Share of tokens that `algorithm.mask` left out of the policy loss."""
     mismatch_kl: float | None
     """Mean k3 estimate of KL(μ ‖ π) over sampled tokens of lag 0, nats: numerics and stale KV, no policy change."""
     log_weight_abs_max: float | None
@@ -79,14 +81,16 @@ class StepCollector:
 
     def add(self, batch: MicroBatch, output: LossOutput, entropy: Tensor) -> None:
         """`entropy` float32[C], nats, of the micro-batch's completion tokens."""
-        self._per_token.append(torch.stack((output.log_weights, output.clipped.float(), entropy.detach())))
+        self._per_token.append(
+            torch.stack((output.log_weights, output.clipped.float(), output.masked.float(), entropy.detach()))
+        )
         self._scalars.append(torch.stack((output.loss.detach(), output.policy_loss, output.reference_kl)))
         self._batches.append(batch)
 
     def result(self) -> TokenMetrics:
         """Waits for the device."""
         assert self._batches, "a step has at least one micro-batch"
-        log_weights, clipped, entropy = torch.cat(self._per_token, dim=1).double().cpu().numpy()
+        log_weights, clipped, masked, entropy = torch.cat(self._per_token, dim=1).double().cpu().numpy()
         loss, policy_loss, reference_kl = torch.stack(self._scalars).double().sum(0).tolist()
         lags = np.concatenate([batch.lags for batch in self._batches])
         loads = [batch.num_tokens for batch in self._batches]
@@ -98,6 +102,7 @@ class StepCollector:
             ess=EssSums.of(log_weights).ratio if usable else None,
             entropy=_mean(entropy),
             clip_fraction=float(clipped.mean()),
+            mask_fraction=float(masked.mean()),
             mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
             log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
             weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,
