@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -143,3 +145,13 @@ def test_without_torchao_the_field_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(FieldError, match=r"needs torchao, which does not import here \(No module named 'torchao'\)"):
         Regression("adamw_8bit")
     Regression("adamw")
+
+
+def test_importing_torchao_leaves_a_services_log_empty() -> None:
+    script = """
+from pipelinerl.service.logs import LogContext, configure_logging
+configure_logging(LogContext("r", "trainer", "trainer-0"))
+import services.trainer.learn.adamw_8bit
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == ""
