@@ -164,13 +164,43 @@ class ActorConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
+_GRPO: dict[str, Any] = {"advantage": "group_mean", "normalize_std": True, "normalization": "sequence"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": _GRPO,
+    "gspo": _GRPO | {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
+}
+"""Fields of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section 3.1,
+which bounds weights from above only and does not say where: at 5 here, as the paper's c."""
+
+
 class AlgorithmConfig(Section):
-    loss: Literal["reinforce", "ppo_clip", "grpo"] = Field(
-        "reinforce", description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`."
+    loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
+        "reinforce",
+        description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`; `gspo`: one ratio per "
+        "sequence; `cispo`: clipped importance weights. The last three bring their published settings along.",
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ε below 1 for `ppo_clip` and `grpo`.")
-    clip_high: float = Field(0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28).")
+    clip_low: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Unless given: `gspo` 3e-4, `cispo` 1.",
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Unless given: `gspo` 4e-4, `cispo` 4."
+    )
+    mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
+        "none",
+        description="Tokens left out of the policy loss. `icepop`: each with π / μ out of bounds; `sequence`: all of a "
+        "sequence whose geometric mean of π / μ is; `off_policy_sequence`: all of one with negative advantage and KL above "
+        "`mask_kl`.",
+    )
+    mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
+    mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
+    mask_kl: float = Field(
+        0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`."
+    )
     advantage: Literal["group_mean", "leave_one_out"] = Field("leave_one_out", description="Baseline.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
@@ -186,24 +216,36 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_grpo(cls, data: Any) -> Any:
-        """`loss: grpo` alone means GRPO as published: group mean, divided by std, averaged over each sequence."""
-        if isinstance(data, dict) and data.get("loss") == "grpo":
-            return {"advantage": "group_mean", "normalize_std": True, "normalization": "sequence"} | data
-        return data
+    def _as_published(cls, data: Any) -> Any:
+        """A loss named alone means what its authors published: advantages, normalisation and clip range included."""
+        return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After warm-up.")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up: the peak.")
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
+        "constant",
+        description="After warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: over the last `decay_steps`; "
+        "`inverse_sqrt`: with the square root of the step.",
+    )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    decay_steps: int = Field(0, ge=0, description="Last optimizer steps, in which `wsd` decays.")
+    final_learning_rate: float = Field(
+        0.0, ge=0, le=1, description="Share of the peak at which a decay ends; `inverse_sqrt` never falls below it."
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="`adamw_8bit`: torchao's, with a quarter of the memory for its moments."
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the mean of gradients.")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    max_skipped_steps: int = Field(
+        10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
+    )
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     nproc: int = Field(

@@ -91,6 +91,26 @@ def _groups(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError("trainer.batch_size", batch, fix)
 
 
+def _schedule(recipe: Recipe) -> Iterator[FieldError]:
+    trainer = recipe.trainer
+    decay, left = trainer.decay_steps, trainer.steps - trainer.warmup_steps
+    if trainer.schedule == "wsd" and left < 1:
+        fix = f"leaves trainer.schedule = 'wsd' no step of trainer.steps = {trainer.steps} to decay in; lower it"
+        yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
+    elif trainer.schedule == "wsd" and not 1 <= decay <= left:
+        fix = f"trainer.schedule = 'wsd' needs 1 to {left} here, the steps after warm-up"
+        yield FieldError("trainer.decay_steps", decay, fix)
+    if trainer.schedule != "wsd" and decay:
+        fix = f"trainer.schedule = {trainer.schedule!r} has no such phase; use wsd, or 0"
+        yield FieldError("trainer.decay_steps", decay, fix)
+    if trainer.schedule == "constant" and trainer.final_learning_rate:
+        fix = "trainer.schedule = 'constant' does not decay; use linear, cosine, wsd or inverse_sqrt, or 0"
+        yield FieldError("trainer.final_learning_rate", trainer.final_learning_rate, fix)
+    if trainer.schedule == "inverse_sqrt" and not trainer.warmup_steps:
+        fix = "trainer.schedule = 'inverse_sqrt' decays on the scale of its warm-up; use at least 1"
+        yield FieldError("trainer.warmup_steps", 0, fix)
+
+
 def _conventional_lag(recipe: Recipe) -> Iterator[FieldError]:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
@@ -105,4 +125,4 @@ def _ranks(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError("trainer.context_parallel", trainer.context_parallel, fix)
 
 
-_RULES = (_model, _warm_start_task, _task, _lengths, _groups, _conventional_lag, _ranks)
+_RULES = (_model, _warm_start_task, _task, _lengths, _groups, _conventional_lag, _schedule, _ranks)

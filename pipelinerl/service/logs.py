@@ -18,7 +18,14 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "color_message", "taskName"),
     "vllm_process_name",  # vLLM puts it into every record of the process
 }
-_CHATTY = ("uvicorn.error", "asyncio", "httpx")
+_LEAST_LEVEL = {
+    "uvicorn.error": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "httpx": logging.WARNING,
+    # Where torchao is installed, transformers imports it, and it warns of each GPU library that does not load on this machine.
+    "torchao": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+}
 
 
 @dataclass
@@ -43,8 +50,8 @@ def configure_logging(
     handler.setFormatter(JsonFormatter(context) if log_format == "json" else TextFormatter(context))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, least in _LEAST_LEVEL.items():
+        logging.getLogger(name).setLevel(least)
 
 
 class JsonFormatter(logging.Formatter):

@@ -35,8 +35,6 @@ from services.trainer.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED_IN_A_ROW = 10
-"""Steps without a finite loss and gradient after which no more is expected of the model."""
 BEAT_S = 30.0
 """How often the other ranks hear that rank 0 is there, at most."""
 RUN_ENDED = "the run has ended: no more checkpoints are written"
@@ -230,10 +228,11 @@ class OptimizerLoop:
 
     def _count_skipped(self, reason: str) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
-        if self._skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+        if self._skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
             raise ServiceError(
-                f"the last {self._skipped_in_a_row} optimizer steps were skipped ({reason}): the policy is broken; try a "
-                "lower trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
+                f"the last {self._skipped_in_a_row} optimizer steps were skipped ({reason}), as many as "
+                "trainer.max_skipped_steps allows: the policy is broken; try a lower "
+                "trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
             )
 
     async def _offer(self, timer: StepTimer) -> None:

@@ -23,6 +23,7 @@ class TrainerMetrics:
             "entropy": "Mean token entropy, nats.",
             "ess": "Effective sample size ratio, unclamped weights.",
             "clip_fraction": "Share of tokens whose weight the loss bounded.",
+            "mask_fraction": "Share of tokens that the mask left out of the policy loss.",
             "mismatch_kl": "KL estimate over tokens of lag 0, nats.",
             "logprob_mismatch": "Largest probe difference between actor and trainer, nats; finite ones only.",
             "packing_fill": "Tokens over token budget of all micro-batches.",

@@ -176,6 +176,7 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "ess_by_lag": {label: bucket.ess for label, bucket in tokens.by_lag.items()},
         "clip_fraction": tokens.clip_fraction,
         "clip_fraction_by_lag": {label: bucket.clip_fraction for label, bucket in tokens.by_lag.items()},
+        "mask_fraction": tokens.mask_fraction,
         "mismatch_kl": tokens.mismatch_kl,
         "reference_kl": tokens.reference_kl if recipe.algorithm.kl_coefficient > 0 else None,
         "log_weight_abs_max": tokens.log_weight_abs_max,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
 }
+LOSSES = get_args(AlgorithmConfig.model_fields["loss"].annotation)
 LENGTHS = [(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)]
 """(prompt, completion) tokens."""
 
@@ -140,6 +141,8 @@ def plain_gradients(
             torch.from_numpy(sequence.behaviour_logprobs),
             torch.full((tokens,), float(advantage)),
             torch.full((tokens,), weight.get(config.normalization, 1 / totals.num_sequences)),
+            torch.zeros(tokens, dtype=torch.long),
+            1,
         )
         compute_loss(inputs, config).loss.backward()
     return gradients_of(model)
@@ -185,10 +188,24 @@ def test_packed_gradients_are_unpacked_gradients(family: str, attention: str) ->
     assert_same(expected, packed_gradients(wrap_model(model, attention), group, config, temperature=0.7))
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "grpo"])
-def test_every_loss_is_the_same_packed(loss: str) -> None:
-    model, group = model_of("llama-tied"), group_of(sequences_of(LENGTHS))
-    config = AlgorithmConfig(loss=loss)
+def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]], spread: float = 0.5) -> TrainingGroup:
+    """μ about the policy, half of the sequences by a little: whatever a loss cuts or masks, it cuts and masks some."""
+    generator = np.random.default_rng(5)
+    sequences = []
+    for index, sequence in enumerate(sequences_of(lengths)):
+        with torch.no_grad():
+            logprobs = plain_logprobs(model, sequence).numpy()
+        noise = generator.normal(0, spread if index % 2 else 1e-4, len(logprobs))
+        sequences.append(replace(sequence, behaviour_logprobs=(logprobs + noise).astype(np.float32)))
+    return group_of(sequences)
+
+
+@pytest.mark.parametrize("mask", ["none", "icepop", "sequence", "off_policy_sequence"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_the_same_packed(loss: str, mask: str) -> None:
+    model = model_of("llama-tied")
+    group = near_policy(model, LENGTHS)
+    config = AlgorithmConfig(loss=loss, mask=mask, mask_low=0.9, mask_high=1.1, mask_kl=0.05)
     assert_same(plain_gradients(model, group, config), packed_gradients(wrap_model(model), group, config))
 
 
@@ -203,10 +220,13 @@ def test_any_lengths_pack_without_changing_gradients(lengths: list[tuple[int, in
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
-@pytest.mark.parametrize("loss", ["reinforce", "grpo"])
-def test_the_number_of_micro_batches_never_changes_gradients(normalization: str, loss: str) -> None:
-    policy, group = wrap_model(model_of("llama-untied")), group_of(sequences_of(LENGTHS))
-    config = AlgorithmConfig(loss=loss, normalization=normalization)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("mask", ["none", "sequence"])
+def test_the_number_of_micro_batches_never_changes_gradients(normalization: str, loss: str, mask: str) -> None:
+    model = model_of("llama-untied")
+    group = near_policy(model, LENGTHS)
+    policy = wrap_model(model)
+    config = AlgorithmConfig(loss=loss, normalization=normalization, mask=mask, mask_low=0.9, mask_high=1.1)
     one = packed_gradients(policy, group, config, budget=128)
     assert_same(one, packed_gradients(policy, group, config, budget=24))
 
@@ -221,7 +241,14 @@ def test_padding_never_changes_a_loss(attention: str, multiple: int) -> None:
     def loss(pad_multiple: int) -> tuple[float, int]:
         batch = build_microbatch(sequences, advantages, 0, "batch", totals, pad_multiple=pad_multiple)
         scores = policy.scores(batch.row, batch.predictors, batch.targets)
-        inputs = LossInputs(scores.logprobs, batch.behaviour_logprobs, batch.advantages, batch.weights)
+        inputs = LossInputs(
+            scores.logprobs,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            batch.weights,
+            batch.sequence_index,
+            batch.num_sequences,
+        )
         return compute_loss(inputs, AlgorithmConfig()).loss.item(), batch.row.input_ids.shape[1]
 
     bare, padded = loss(1), loss(multiple)
@@ -372,6 +399,24 @@ def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
     assert (tokens.sequences, tokens.completion_tokens, tokens.tokens) == (2, 10, 15)
 
 
+def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
+    """Of 10 tokens two have w = 9, which a clamp of 5 truncates unless they are masked; ESS counts them either way."""
+    policy = wrap_model(model_of("llama-tied"))
+    fresh, old = on_policy(policy, sequences_of([(2, 6), (3, 4)]))
+    behaviour = old.behaviour_logprobs - np.log(np.array([1, 9, 1, 9], dtype=np.float32))
+    group = group_of([fresh, replace(old, behaviour_logprobs=behaviour)])
+
+    def metrics(mask: str) -> tuple[float, float]:
+        learner = Learner(policy, AlgorithmConfig(clamp=5.0, mask=mask), TrainerConfig(learning_rate=1e-9))
+        tokens = learner.train_step([group], 0).tokens
+        assert tokens.ess == pytest.approx(26**2 / (10 * (8 + 2 * 81)), abs=1e-4)
+        return tokens.mask_fraction, tokens.clip_fraction
+
+    assert metrics("none") == pytest.approx((0.0, 0.2))
+    assert metrics("icepop") == pytest.approx((0.2, 0.0))
+    assert metrics("sequence") == pytest.approx((0.0, 0.2))  # the geometric mean of (1, 9, 1, 9) is 3
+
+
 @pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 30 / 48), (20, 2, 30 / 40), (80, 1, 30 / 80)])
 def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fill: float) -> None:
     learner = Learner(
@@ -397,10 +442,11 @@ def test_a_token_of_a_later_version_is_our_mistake() -> None:
 # Steps
 
 
-def test_steps_raise_the_probability_of_what_was_better() -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_raise_the_probability_of_what_was_better(loss: str) -> None:
     policy = wrap_model(model_of("llama-tied"))
     sequences = on_policy(policy, sequences_of([(3, 8), (3, 8)]))
-    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-3))
+    learner = Learner(policy, AlgorithmConfig(loss=loss), TrainerConfig(learning_rate=1e-3))
 
     def total(sequence: Sequence) -> float:
         tokens = np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))
@@ -516,6 +562,21 @@ def test_learning_rate_by_hand() -> None:
     assert rates("linear", [1, 2, 7, 12, 50]) == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])
     assert rates("cosine", [2, 7, 12]) == pytest.approx([1.0, 0.5, 0.0])
     assert learning_rate(0, TrainerConfig(learning_rate=0.25)) == 0.25
+
+
+def test_decays_end_at_the_final_share_of_the_peak() -> None:
+    def rates(schedule: str, steps: list[int], **changes: Any) -> list[float]:
+        config = TrainerConfig(
+            learning_rate=1.0, steps=12, warmup_steps=2, schedule=schedule, final_learning_rate=0.1, **changes
+        )
+        return [learning_rate(step, config) for step in steps]
+
+    assert rates("linear", [0, 2, 7, 12, 50]) == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
+    assert rates("cosine", [2, 7, 12]) == pytest.approx([1.0, 0.55, 0.1])
+    # √(2 / step), and never below 0.1
+    assert rates("inverse_sqrt", [1, 2, 8, 50, 2000]) == pytest.approx([1.0, 1.0, 0.5, 0.2, 0.1])
+    # Constant up to step 8, then 4 steps down
+    assert rates("wsd", [0, 2, 8, 10, 11, 12, 50], decay_steps=4) == pytest.approx([0.5, 1, 1, 0.55, 0.325, 0.1, 0.1])
 
 
 # Loading

@@ -18,7 +18,7 @@ from pipelinerl.errors import ServiceError
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.loop import MOST_SKIPPED_IN_A_ROW, OptimizerLoop
+from services.trainer.loop import OptimizerLoop
 from services.trainer.probe import Parity
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, serving
@@ -149,19 +149,19 @@ async def test_a_probe_measures_the_actors_that_serve() -> None:
 
 
 async def test_steps_skipped_in_a_row_end_the_run_with_advice() -> None:
-    recipe = quiet(trainer=dict(BRIEF, steps=MOST_SKIPPED_IN_A_ROW + 5))
+    recipe = quiet(trainer=dict(BRIEF, steps=8, max_skipped_steps=3))
     async with bench(recipe, skipped="loss not finite") as one:
-        with pytest.raises(ServiceError, match=r"last 10 .* skipped \(loss not finite\).*lower trainer.learning_rate"):
+        with pytest.raises(ServiceError, match=r"last 3 .* skipped \(loss not finite\).*lower trainer.learning_rate"):
             await one.loop.run()
-        assert len(one.records) == MOST_SKIPPED_IN_A_ROW
+        assert len(one.records) == 3
         assert one.books.ledger.counts.trained == 0
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"step skipped": 2 * MOST_SKIPPED_IN_A_ROW}
+        assert one.books.ledger.reasons(Outcome.FAILED) == {"step skipped": 6}
 
 
 async def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
-    recipe = quiet(trainer=dict(BRIEF, steps=2 * MOST_SKIPPED_IN_A_ROW - 1))
+    recipe = quiet(trainer=dict(BRIEF, steps=5, max_skipped_steps=3))
     async with bench(recipe) as one:
-        step, good = one.policy.train_step, MOST_SKIPPED_IN_A_ROW - 1
+        step, good = one.policy.train_step, 2
 
         def mostly_skipped(version: int) -> dict[str, Any]:
             one.policy.skipped = "" if version == good else "loss not finite"

@@ -185,14 +185,15 @@ def test_all_wrong_overrides_are_listed() -> None:
         ("trainer", "gradient_checkpointing", "maybe", "use true or false"),
         ("model", "dtype", "fp8", "use one of float32, bfloat16, float16"),
         ("algorithm", "max_lag", -1, "use an integer or null, at least 0"),
-        ("algorithm", "clip_low", 1.0, "below 1"),
+        ("trainer", "beta1", 1.0, "below 1"),
+        ("algorithm", "clip_low", 1.5, "at most 1"),
         ("task", "config", [1], "use a mapping"),
         ("task", "name", 5, "use text"),
         ("weights", "deadline_s", float("inf"), "use a number, above 0"),
         ("evaluation", "temperature", float("nan"), "use a number, at least 0 and at most 4"),
         ("reward", "answer_pattern", "(", "not a regular expression"),
         ("actor", "engine", 3, "use a section with kv_cache_gib"),
-        ("trainer", "lerning_rate", 1, "no such field; did you mean trainer.learning_rate?"),
+        ("trainer", "lerning_rate", 1, "no such field; did you mean trainer.learning_rate or"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(
@@ -234,6 +235,32 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: warmstart}", "model.warmstart", "needs this section"),
+        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
+        (
+            "trainer={steps: 20, schedule: wsd, warmup_steps: 5, decay_steps: 16}",
+            "trainer.decay_steps",
+            "16: trainer.schedule = 'wsd' needs 1 to 15 here, the steps after warm-up",
+        ),
+        (
+            "trainer={steps: 20, schedule: wsd, warmup_steps: 20, decay_steps: 1}",
+            "trainer.warmup_steps",
+            "20: leaves trainer.schedule = 'wsd' no step of trainer.steps = 20 to decay in; lower it",
+        ),
+        (
+            "trainer={schedule: cosine, decay_steps: 5}",
+            "trainer.decay_steps",
+            "5: trainer.schedule = 'cosine' has no such",
+        ),
+        (
+            "trainer.final_learning_rate=0.1",
+            "trainer.final_learning_rate",
+            "0.1: trainer.schedule = 'constant' does not",
+        ),
+        (
+            "trainer.schedule=inverse_sqrt",
+            "trainer.warmup_steps",
+            "0: trainer.schedule = 'inverse_sqrt' decays on the scale",
+        ),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
     ],
 )

@@ -2,7 +2,7 @@
 
 Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
 to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
-does with them. Not here: advantages. Ratios are per token only.
+does with them. A mask (`masks.py`) takes tokens out of any loss. Not here: advantages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.recipe import AlgorithmConfig
+from services.trainer.learn.masks import MASKS, MaskInputs, sequence_means
 
 LARGEST_LOG_RATIO = 20.0
 """Bound of |log ratio| before a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""
@@ -22,7 +23,10 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """Of C completion tokens, float32[C] each. `logprobs` (and `entropy`, with a bonus) carry the gradient."""
+    """Of C completion tokens of S sequences, float32[C] where nothing else is said; C may be 0.
+
+    `logprobs` (and `entropy`, with a bonus) carry the gradient. All completion tokens of a sequence are in one `LossInputs`.
+    """
 
     logprobs: Tensor
     """log π, nats."""
@@ -31,6 +35,10 @@ class LossInputs:
     advantages: Tensor
     weights: Tensor
     """Factor of each token's term; 0 masks it."""
+    sequence_index: Tensor
+    """int64[C]: its sequence, 0 .. S - 1."""
+    num_sequences: int
+    """S"""
     entropy: Tensor | None = None
     reference_logprobs: Tensor | None = None
 
@@ -46,7 +54,9 @@ class LossOutput:
     log_weights: Tensor
     """float32[C]: log π − log μ, unclamped."""
     clipped: Tensor
-    """bool[C]: the bound was active, so a weight was truncated or a gradient cut."""
+    """bool[C]: the bound was active, so a weight was truncated or a gradient cut; never of a masked token."""
+    masked: Tensor
+    """bool[C]: left out of the policy loss by `algorithm.mask`."""
 
 
 PolicyTerm = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -62,14 +72,43 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tens
 
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) (arXiv 1707.06347, eq. 7), r = π / μ; clip-higher of DAPO."""
+    return _clipped(inputs.logprobs - inputs.behaviour_logprobs, inputs.advantages, config)
+
+
+def gspo(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the sequence of log ratio) (arXiv 2507.18071, eq. 5).
+
+    In its token form (section 4.3): s is one number, and its gradient in each token's log π goes through that token's own
+    term. For one advantage in a sequence that is the same gradient, and a masked token then has none.
+    """
     log_ratio = inputs.logprobs - inputs.behaviour_logprobs
+    of_sequence = sequence_means(log_ratio.detach(), inputs.sequence_index, inputs.num_sequences)
+    own_gradient = inputs.logprobs - inputs.logprobs.detach()
+    return _clipped(of_sequence + own_gradient, inputs.advantages, config)
+
+
+def cispo(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """−clip(r, 1 − ε_low, 1 + ε_high) · A · log π, no gradient through r = π / μ (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
+    ratio = (inputs.logprobs - inputs.behaviour_logprobs).detach().exp()
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -bounded * inputs.advantages * inputs.logprobs, bounded != ratio
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """PPO's term for a ratio given by its logarithm [C], which carries the gradient."""
     ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    free, cut = ratio * inputs.advantages, bounded * inputs.advantages
+    free, cut = ratio * advantages, bounded * advantages
     return -torch.minimum(free, cut), (cut < free).detach()
 
 
-POLICY_TERMS: dict[str, PolicyTerm] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "grpo": ppo_clip}
+POLICY_TERMS: dict[str, PolicyTerm] = {
+    "reinforce": reinforce,
+    "ppo_clip": ppo_clip,
+    "grpo": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+}
 """GRPO's policy term is PPO's; its advantages and normalisation differ, and `AlgorithmConfig` defaults to them."""
 
 
@@ -80,9 +119,16 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def compute_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
-    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy, weighted sums over tokens."""
+    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy, weighted sums over tokens.
+
+    A masked token adds 0 to the policy loss, and nothing else changes: neither the weights of the others nor the other terms.
+    """
+    log_weights = (inputs.logprobs - inputs.behaviour_logprobs).detach()
+    masked = MASKS[config.mask](
+        MaskInputs(log_weights, inputs.advantages, inputs.sequence_index, inputs.num_sequences), config
+    )
     per_token, clipped = POLICY_TERMS[config.loss](inputs, config)
-    policy_loss = (inputs.weights * per_token).sum()
+    policy_loss = (inputs.weights * per_token.masked_fill(masked, 0.0)).sum()
     loss, reference_kl = policy_loss, policy_loss.new_zeros(())
     if config.kl_coefficient > 0:
         assert inputs.reference_logprobs is not None, "kl_coefficient > 0 needs reference logprobs"
@@ -91,5 +137,4 @@ def compute_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
     if config.entropy_coefficient > 0:
         assert inputs.entropy is not None, "entropy_coefficient > 0 needs entropies"
         loss = loss - config.entropy_coefficient * (inputs.weights * inputs.entropy).sum()
-    log_weights = (inputs.logprobs - inputs.behaviour_logprobs).detach()
-    return LossOutput(loss, policy_loss.detach(), reference_kl.detach(), log_weights, clipped)
+    return LossOutput(loss, policy_loss.detach(), reference_kl.detach(), log_weights, clipped & ~masked, masked)

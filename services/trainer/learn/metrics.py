@@ -46,6 +46,8 @@ class TokenMetrics:
     entropy: float | None
     """Mean, nats."""
     clip_fraction: float
+    mask_fraction: float
+    """Share of tokens that `algorithm.mask` left out of the policy loss."""
     mismatch_kl: float | None
     """Mean k3 estimate of KL(μ ‖ π) over sampled tokens of lag 0, nats: numerics and stale KV, no policy change."""
     log_weight_abs_max: float | None
@@ -79,7 +81,9 @@ class StepCollector:
 
     def add(self, output: LossOutput, entropy: Tensor) -> None:
         """`entropy` float32[C], nats, of the micro-batch's completion tokens."""
-        self._per_token.append(torch.stack((output.log_weights, output.clipped.float(), entropy.detach())))
+        self._per_token.append(
+            torch.stack((output.log_weights, output.clipped.float(), output.masked.float(), entropy.detach()))
+        )
         self._scalars.append(torch.stack((output.loss.detach(), output.policy_loss, output.reference_kl)))
 
     def totals(self) -> Tensor:
@@ -87,7 +91,7 @@ class StepCollector:
         return torch.stack(self._scalars).double().sum(0)
 
     def values(self) -> NDArray[np.float32]:
-        """[3, C]: log weight, clipped, entropy of each completion token. Waits for the device."""
+        """[4, C]: log weight, clipped, masked, entropy of each completion token. Waits for the device."""
         return torch.cat(self._per_token, dim=1).float().cpu().numpy()
 
 
@@ -98,7 +102,7 @@ def token_metrics(
 
     `budget`: tokens of a micro-batch at most.
     """
-    log_weights, clipped, entropy = values.astype(np.float64)
+    log_weights, clipped, masked, entropy = values.astype(np.float64)
     loss, policy_loss, reference_kl = totals.tolist()
     lags = np.concatenate([batch.lags for batch in batches])
     loads = [batch.num_tokens for batch in batches if batch.num_sequences]
@@ -110,6 +114,7 @@ def token_metrics(
         ess=EssSums.of(log_weights).ratio if usable else None,
         entropy=_mean(entropy),
         clip_fraction=float(clipped.mean()),
+        mask_fraction=float(masked.mean()),
         mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
         log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
         weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,

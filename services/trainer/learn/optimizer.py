@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.config.recipe import TrainerConfig
+from services.trainer.learn.adamw import build_adamw, set_learning_rate
 from services.trainer.learn.schedule import learning_rate
 from services.trainer.learn.weights import whole
 
@@ -31,7 +32,10 @@ class OptimizerReport:
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a model. `backward()` fills gradients, `step` uses and clears them."""
+    """AdamW over the trainable parameters of a model. `backward()` fills gradients, `step` uses and clears them.
+
+    Raises `FieldError` when the recipe's optimizer does not work here.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig) -> None:
         self.config = config
@@ -39,13 +43,7 @@ class PolicyOptimizer:
         """Optimizer steps taken; skipped ones do not count and do not move the schedule."""
         self._live = [parameter for parameter in parameters if parameter.requires_grad]
         self._stepped = [_master_of(parameter) for parameter in self._live]
-        self._adamw = torch.optim.AdamW(
-            _decay_groups(self._stepped, config.weight_decay),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=_fused_works(self._stepped),
-        )
+        self._adamw = build_adamw(_decay_groups(self._stepped, config.weight_decay), config)
 
     def step(self, loss: float) -> OptimizerReport:
         """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is reported."""
@@ -58,8 +56,7 @@ class PolicyOptimizer:
         return OptimizerReport(rate, norm, skipped)
 
     def _take(self, rate: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._adamw, rate)
         self._adamw.step()
         self._publish_masters()
         self.steps_taken += 1
@@ -109,10 +106,6 @@ def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[d
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _fused_works(parameters: list[nn.Parameter]) -> bool:
-    return all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
 
 
 def _not_finite(loss: float, norm: float) -> str:

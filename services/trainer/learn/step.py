@@ -175,6 +175,8 @@ class Learner:
                 behaviour_logprobs=batch.behaviour_logprobs,
                 advantages=batch.advantages,
                 weights=batch.weights,
+                sequence_index=batch.sequence_index,
+                num_sequences=batch.num_sequences,
                 entropy=scores.entropy,
                 reference_logprobs=self._reference_logprobs(batch),
             ),
