@@ -1,7 +1,7 @@
 """Advantages of one group: how much better a sample did than its siblings.
 
-The paper's equation 4 has a learned baseline v(x, y); the two baselines here need no model. Not here: the value head,
-and the filter's bookkeeping (`ledger.py` has the outcome, the caller decides).
+The paper's equation 4 has a learned baseline v(x, y), which is the trainer's to subtract: here `value` leaves rewards as they
+are. The other baselines need no model. Not here: the filter's bookkeeping (`ledger.py` has the outcome, the caller decides).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import FieldError
 
-Baseline = Literal["group_mean", "leave_one_out"]
+Baseline = Literal["group_mean", "leave_one_out", "value"]
 
 STD_FLOOR = 1e-6
 """Added to the standard deviation, in units of reward, so that a nearly constant group does not explode."""
@@ -32,7 +32,8 @@ def group_advantages(
 
     `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv
     2402.14740), which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard
-    deviation (n - 1 in the denominator) plus `STD_FLOOR`. Equal rewards give exactly 0.
+    deviation (n - 1 in the denominator) plus `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself, of which the
+    learned baseline is subtracted token by token (`services/trainer/learn/loss.py`).
 
     Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them.
     """
@@ -41,6 +42,8 @@ def group_advantages(
         raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")
     if values.size < smallest_group(baseline):
         raise FieldError("rewards", values.tolist(), f"baseline {baseline} needs {smallest_group(baseline)} samples")
+    if baseline == "value":
+        return values.copy()
     shifted = values - values[0]
     centred = shifted - shifted.mean()
     advantages = centred * (values.size / (values.size - 1)) if baseline == "leave_one_out" else centred

@@ -201,7 +201,12 @@ class AlgorithmConfig(Section):
     mask_kl: float = Field(
         0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`."
     )
-    advantage: Literal["group_mean", "leave_one_out"] = Field("leave_one_out", description="Baseline.")
+    advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
+        "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
+    )
+    value_coefficient: float = Field(
+        0.1, gt=0, description="Weight of the value head's loss, 0.5 (v - R)², with advantage `value`."
+    )
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",

@@ -86,6 +86,12 @@ def _groups(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.algorithm.advantage == "leave_one_out" and size < 2:
         fix = "needs sampling.group_size of at least 2; raise that, or use group_mean"
         yield FieldError("algorithm.advantage", recipe.algorithm.advantage, fix)
+    if recipe.algorithm.advantage == "value" and recipe.algorithm.normalize_std:
+        fix = "does not go with algorithm.advantage = 'value', whose advantages are no group's; use false"
+        yield FieldError("algorithm.normalize_std", True, fix)
+    if recipe.algorithm.filter_equal_rewards and size < 2:
+        fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
+        yield FieldError("algorithm.filter_equal_rewards", True, fix)
     if batch % size:
         fix = f"is not a multiple of sampling.group_size = {size}: a batch holds whole groups"
         yield FieldError("trainer.batch_size", batch, fix)

@@ -14,10 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelinerl.errors import FieldError
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from services.trainer.learn.scorer import TokenScorer
+
+VALUE_HEAD = "value_head.safetensors"
 _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 
@@ -27,21 +32,47 @@ def export_policy(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     info: dict[str, Any],
+    value_head: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer and `info` as
-    pipelinerl.json. Tied weights are given once."""
+    """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer, `info` as
+    pipelinerl.json, and `value_head` where there is one. Tied weights are given once."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         model.save_pretrained(partial, state_dict=dict(weights), safe_serialization=True)
         tokenizer.save_pretrained(partial)
+        if value_head:
+            save_value_head(value_head, partial / VALUE_HEAD)
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
         _put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
+    """`weights`: `weight` [1, hidden size] and `bias` [1]."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
+
+
+def load_value_head(scorer: TokenScorer, folder: Path) -> bool:
+    """Gives `scorer`'s value head the weights in a checkpoint's `folder`; False where there are none.
+
+    Raises `FieldError` for weights of another shape.
+    """
+    from safetensors.torch import load_file
+
+    if not (folder / VALUE_HEAD).is_file() or scorer.value_head is None:
+        return False
+    try:
+        scorer.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
+    except RuntimeError as error:
+        raise FieldError("model.name", str(folder), f"its {VALUE_HEAD} is not this model's: {error}") from error
+    return True
 
 
 def _same_mode(folder: Path, mode: int) -> None:

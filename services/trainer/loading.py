@@ -6,13 +6,17 @@ configuration only. One rank is plain: whole weights on its device.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
+from services.trainer.checkpoint import load_value_head
 from services.trainer.learn.model import DTYPES, blank_policy, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy
+from services.trainer.learn.scorer import add_value_head
 from services.trainer.learn.step import Learner
 from services.trainer.ranks.message import Message
 from services.trainer.ranks.sharding import shard_policy
@@ -35,6 +39,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
     policy = load_policy(
         source, recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing, device=device
     )
+    _give_value_head(policy, recipe, source)
     return _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
 
 
@@ -42,9 +47,18 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device) -> Learne
     """This rank's learner among all ranks that have met. Raises `FieldError`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     whole = _load_on_first(recipe, source, world)
+    _give_value_head(whole, recipe, source)
     frozen = frozen_copy(whole) if _needs_reference(recipe) else None
     policy = _sharded(whole, recipe, world)
     return _learner(recipe, policy, world, _sharded(frozen, recipe, world) if frozen is not None else None)
+
+
+def _give_value_head(policy: Policy, recipe: Recipe, source: str) -> None:
+    """The one that is saved beside the model, else a new one."""
+    if recipe.algorithm.advantage == "value":
+        add_value_head(policy.scorer)
+        if policy.device.type != "meta":
+            load_value_head(policy.scorer, Path(source))
 
 
 def _needs_reference(recipe: Recipe) -> bool:

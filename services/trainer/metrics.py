@@ -24,6 +24,8 @@ class TrainerMetrics:
             "ess": "Effective sample size ratio, unclamped weights.",
             "clip_fraction": "Share of tokens whose weight the loss bounded.",
             "mask_fraction": "Share of tokens that the mask left out of the policy loss.",
+            "value_loss": "Loss of the learned baseline, before its coefficient.",
+            "explained_variance": "1 - Var(R - v) / Var(R) over tokens; 1 for a perfect learned baseline.",
             "mismatch_kl": "KL estimate over tokens of lag 0, nats.",
             "logprob_mismatch": "Largest probe difference between actor and trainer, nats; finite ones only.",
             "packing_fill": "Tokens over token budget of all micro-batches.",

@@ -111,7 +111,7 @@ class TorchPolicyTrainer:
         model = self._lead.learner.policy.model
         dtype = DTYPES[self._recipe.model.dtype]
         state = {name: tensor.to("cpu", dtype) for name, tensor in self._lead.weights()}
-        export_policy(model, state, self.tokenizer, folder, info)
+        export_policy(model, state, self.tokenizer, folder, info, self._lead.value_head())
         if not final:
             prune(steps, self._recipe.checkpoint.keep)
         return str(folder), version
@@ -179,6 +179,8 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "mask_fraction": tokens.mask_fraction,
         "mismatch_kl": tokens.mismatch_kl,
         "reference_kl": tokens.reference_kl if recipe.algorithm.kl_coefficient > 0 else None,
+        "value_loss": tokens.value_loss,
+        "explained_variance": tokens.explained_variance,
         "log_weight_abs_max": tokens.log_weight_abs_max,
         "lag": {"mean": tokens.lag_mean, "p95": tokens.lag_p95, "max": tokens.lag_max},
         "lag_histogram": tokens.lag_histogram if applied else {},

@@ -31,9 +31,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from pipelinerl.algorithms.advantages import group_advantages
 from pipelinerl.config.recipe import AlgorithmConfig, ModelConfig, TrainerConfig
+from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.types import Sequence, VersionSpan
+from services.trainer.checkpoint import VALUE_HEAD, save_value_head
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, build_microbatch, token_row
 from services.trainer.learn.loss import LossInputs, compute_loss
@@ -43,6 +46,8 @@ from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.schedule import learning_rate
 from services.trainer.learn.step import Learner
+from services.trainer.loading import load_learner
+from tests.unit.builders import make_recipe
 
 VOCABULARY = 23
 SHAPE: dict[str, Any] = {
@@ -656,3 +661,42 @@ def test_the_flash_kernel_agrees_with_padded_rows() -> None:
     half = (x.bfloat16() for x in (query, key, value))
     flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
+
+
+def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    algorithm = AlgorithmConfig(advantage="value", value_coefficient=1.0)
+    learner = Learner(policy, algorithm, TrainerConfig(learning_rate=3e-3, tokens_per_microbatch=64))
+    sequences = sequences_of(LENGTHS, behaviour=-3.0)
+    rewards = np.array([sequence.reward for sequence in sequences])
+    group = TrainingGroup(tuple(sequences), group_advantages(rewards, "value"))
+    metrics = [learner.train_step([group], version).metrics for version in range(40)]
+    assert metrics[0]["explained_variance"] == pytest.approx(0.0)
+    assert metrics[0]["value_loss"] == pytest.approx(
+        0.5 * 28 / 6
+    )  # batch normalisation: 28 tokens of reward 1, 6 sequences
+    assert metrics[-1]["value_loss"] < 0.2 * metrics[0]["value_loss"]
+    assert metrics[-1]["explained_variance"] > 0.7
+
+
+def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) -> None:
+    model_of("llama-tied").save_pretrained(tmp_path)
+    recipe = make_recipe(
+        model={"source": "path", "name": str(tmp_path), "max_context": 64}, algorithm={"advantage": "value"}
+    )
+    first = load_learner(recipe, str(tmp_path), RankSettings())
+    assert first.policy.scorer.value_head is not None
+    with torch.no_grad():
+        first.policy.scorer.value_head.weight.fill_(0.5)
+    save_value_head(dict(first.value_head()), tmp_path / VALUE_HEAD)
+    again = load_learner(recipe, str(tmp_path), RankSettings())
+    assert dict(again.value_head())["weight"].tolist() == [[0.5] * 32]
+    save_value_head({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD)
+    with pytest.raises(FieldError, match="is not this model's"):
+        load_learner(recipe, str(tmp_path), RankSettings())
+
+
+def test_a_model_without_a_plain_head_gets_no_value_head() -> None:
+    policy = wrap_model(build(GraniteConfig, GraniteForCausalLM, **{**SHAPE, "logits_scaling": 3.0}))
+    with pytest.raises(FieldError, match=r"algorithm\.advantage = 'value': needs a model with a plain output head"):
+        Learner(policy, AlgorithmConfig(advantage="value"), TrainerConfig())

@@ -289,3 +289,27 @@ def test_on_policy_every_loss_has_the_policy_gradient(advantages: list[float], l
     output = compute_loss(tokens, AlgorithmConfig(loss=loss))
     assert gradient(tokens, output) == pytest.approx([-advantage for advantage in advantages])
     assert not output.clipped.any()
+
+
+def test_a_learned_baseline_by_hand() -> None:
+    values = torch.tensor([0.25, 1.5], requires_grad=True)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        behaviour_logprobs=logprobs.detach(),
+        advantages=torch.tensor([1.0, 1.0]),
+        weights=torch.tensor([0.5, 0.5]),
+        sequence_index=torch.tensor([0, 0]),
+        num_sequences=1,
+        values=values,
+    )
+    output = compute_loss(inputs, AlgorithmConfig(advantage="value", value_coefficient=0.2))
+    # A = R − v = 0.75, −0.5; policy loss 0.5 · (0.75 · 1 − 0.5 · 2); value loss 0.5 · 0.5 · (0.75² + 0.5²)
+    assert output.policy_loss.item() == pytest.approx(0.5 * (0.75 - 1.0))
+    assert output.value_loss.item() == pytest.approx(0.25 * (0.5625 + 0.25))
+    assert output.loss.item() == pytest.approx(-0.125 + 0.2 * 0.203125)
+    output.loss.backward()
+    assert logprobs.grad is not None
+    assert values.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.375, 0.25])  # the policy's gradient takes A as it is
+    assert values.grad.tolist() == pytest.approx([0.2 * 0.5 * -0.75, 0.2 * 0.5 * 0.5])  # and none of it reaches v

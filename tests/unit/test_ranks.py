@@ -74,6 +74,7 @@ def train(learner: Learner, job: Job) -> Result | None:
         lead.beat()
     scores = lead.score(np.arange(11) % 23)
     weights = {name: tensor.float().numpy().copy() for name, tensor in lead.weights()}
+    weights |= {f"value_head.{name}": tensor.numpy().copy() for name, tensor in lead.value_head().items()}
     lead.end()
     return Result(outcomes, gradients, weights, scores, microbatches)
 
@@ -110,8 +111,9 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             np.testing.assert_allclose(right[name], values, rtol=1e-5, atol=atol, err_msg=name)
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "policy_loss"):
-            assert right[key] == pytest.approx(left[key], rel=1e-4, abs=1e-5), key
+        for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "policy_loss", "value_loss"):
+            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5), key
+        assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
         for key in ("sequences", "completion_tokens", "tokens", "lag_histogram", "learning_rate", "skipped"):
             assert right[key] == left[key], key
 
@@ -125,6 +127,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "entropy and reference": (
         "qwen2-untied",
         {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}},
+    ),
+    "value head": ("llama-tied", {"algorithm": {"advantage": "value"}}),
+    "value head, rows shared": (
+        "qwen2-untied",
+        {"algorithm": {"advantage": "value"}, "trainer": {"context_parallel": 2}},
     ),
     "ratios of sequences, masked": (
         "llama-tied",

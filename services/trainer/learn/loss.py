@@ -2,14 +2,14 @@
 
 Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
 to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
-does with them. A mask (`masks.py`) takes tokens out of any loss. Not here: advantages.
+does with them. A mask (`masks.py`) takes tokens out of any loss. Not here: advantages that need no model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class LossInputs:
     behaviour_logprobs: Tensor
     """log μ, nats."""
     advantages: Tensor
+    """With `values`: returns, of which they are subtracted."""
     weights: Tensor
     """Factor of each token's term; 0 masks it."""
     sequence_index: Tensor
@@ -41,6 +42,8 @@ class LossInputs:
     """S"""
     entropy: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    """v_φ before the token, the learned baseline; carries a gradient."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,8 @@ class LossOutput:
     """bool[C]: the bound was active, so a weight was truncated or a gradient cut; never of a masked token."""
     masked: Tensor
     """bool[C]: left out of the policy loss by `algorithm.mask`."""
+    value_loss: Tensor
+    """Weighted sum of 0.5 (v − R)², before its coefficient; 0 without values."""
 
 
 PolicyTerm = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -118,11 +123,21 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
+def subtract_values(inputs: LossInputs) -> tuple[LossInputs, Tensor]:
+    """The paper's equation 4: advantages R − v_φ, through which no gradient flows, and the weighted sum of 0.5 (v_φ − R)²."""
+    if inputs.values is None:
+        return inputs, inputs.logprobs.new_zeros(())
+    error = inputs.values - inputs.advantages
+    return replace(inputs, advantages=-error.detach()), (inputs.weights * 0.5 * error.square()).sum()
+
+
 def compute_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
-    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy, weighted sums over tokens.
+    """Policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value loss,
+    weighted sums over tokens.
 
     A masked token adds 0 to the policy loss, and nothing else changes: neither the weights of the others nor the other terms.
     """
+    inputs, value_loss = subtract_values(inputs)
     log_weights = (inputs.logprobs - inputs.behaviour_logprobs).detach()
     masked = MASKS[config.mask](
         MaskInputs(log_weights, inputs.advantages, inputs.sequence_index, inputs.num_sequences), config
@@ -137,4 +152,14 @@ def compute_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
     if config.entropy_coefficient > 0:
         assert inputs.entropy is not None, "entropy_coefficient > 0 needs entropies"
         loss = loss - config.entropy_coefficient * (inputs.weights * inputs.entropy).sum()
-    return LossOutput(loss, policy_loss.detach(), reference_kl.detach(), log_weights, clipped & ~masked, masked)
+    if inputs.values is not None:
+        loss = loss + config.value_coefficient * value_loss
+    return LossOutput(
+        loss=loss,
+        policy_loss=policy_loss.detach(),
+        reference_kl=reference_kl.detach(),
+        log_weights=log_weights,
+        clipped=clipped & ~masked,
+        masked=masked,
+        value_loss=value_loss.detach(),
+    )

@@ -42,6 +42,11 @@ class TokenMetrics:
     policy_loss: float
     reference_kl: float
     """Weighted like the loss; 0 without a reference."""
+    value_loss: float | None
+    """Weighted like the loss, before its coefficient; None without a value head."""
+    explained_variance: float | None
+    """1 − Var(R − v) / Var(R) over tokens: 1 for a perfect learned baseline, 0 for a constant one; None without a value head,
+    or where all returns are equal."""
     ess: float | None
     entropy: float | None
     """Mean, nats."""
@@ -79,19 +84,22 @@ class StepCollector:
         self._per_token: list[Tensor] = []
         self._scalars: list[Tensor] = []
 
-    def add(self, output: LossOutput, entropy: Tensor) -> None:
-        """`entropy` float32[C], nats, of the micro-batch's completion tokens."""
-        self._per_token.append(
-            torch.stack((output.log_weights, output.clipped.float(), output.masked.float(), entropy.detach()))
-        )
-        self._scalars.append(torch.stack((output.loss.detach(), output.policy_loss, output.reference_kl)))
+    def add(self, output: LossOutput, entropy: Tensor, values: Tensor | None = None) -> None:
+        """`entropy` float32[C], nats, of the micro-batch's completion tokens; `values` float32[C], the learned baseline."""
+        rows = [output.log_weights, output.clipped.float(), output.masked.float(), entropy.detach()]
+        if values is not None:
+            rows.append(values.detach())
+        self._per_token.append(torch.stack(rows))
+        scalars = (output.loss.detach(), output.policy_loss, output.reference_kl, output.value_loss)
+        self._scalars.append(torch.stack(scalars))
 
     def totals(self) -> Tensor:
-        """float64[3] on the device: loss, policy loss, KL to the reference; sums over micro-batches."""
+        """float64[4] on the device: loss, policy loss, KL to the reference, value loss; sums over micro-batches."""
         return torch.stack(self._scalars).double().sum(0)
 
     def values(self) -> NDArray[np.float32]:
-        """[4, C]: log weight, clipped, masked, entropy of each completion token. Waits for the device."""
+        """[4, C]: log weight, clipped, masked, entropy of each completion token; [5, C] with its learned baseline last. Waits
+        for the device."""
         return torch.cat(self._per_token, dim=1).float().cpu().numpy()
 
 
@@ -102,8 +110,9 @@ def token_metrics(
 
     `budget`: tokens of a micro-batch at most.
     """
-    log_weights, clipped, masked, entropy = values.astype(np.float64)
-    loss, policy_loss, reference_kl = totals.tolist()
+    log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
+    loss, policy_loss, reference_kl, value_loss = totals.tolist()
+    returns = np.concatenate([batch.advantages for batch in batches])
     lags = np.concatenate([batch.lags for batch in batches])
     loads = [batch.num_tokens for batch in batches if batch.num_sequences]
     usable = bool(np.isfinite(log_weights).all())
@@ -111,6 +120,8 @@ def token_metrics(
         loss=loss,
         policy_loss=policy_loss,
         reference_kl=reference_kl,
+        value_loss=value_loss if baseline else None,
+        explained_variance=explained_variance(baseline[0], returns) if baseline else None,
         ess=EssSums.of(log_weights).ratio if usable else None,
         entropy=_mean(entropy),
         clip_fraction=float(clipped.mean()),
@@ -129,6 +140,12 @@ def token_metrics(
         microbatches=len(loads),
         packing_fill=sum(loads) / (len(loads) * budget),
     )
+
+
+def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
+    """1 − Var(R − v) / Var(R), of `baseline` v and `returns` R, [C] each; None where all returns are equal."""
+    spread = float(np.var(returns.astype(np.float64)))
+    return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import PackedLayout, forward_arguments
 from services.trainer.learn.logprobs import MAX_LOGITS, chunked_scores, token_scores
 
@@ -60,7 +61,12 @@ class TokenScorer(nn.Module):
 
 
 def add_value_head(scorer: TokenScorer) -> None:
-    """A value of 0 everywhere, until it is trained."""
+    """A value of 0 everywhere, until it is trained. Raises `FieldError` for a model that hides what it makes logits of."""
+    if scorer.own_logits:
+        fix = (
+            f"needs a model with a plain output head, and {type(scorer.model).__name__} has none; use another baseline"
+        )
+        raise FieldError("algorithm.advantage", "value", fix)
     width = scorer.model.config.get_text_config().hidden_size
     with torch.device(scorer.model.device):
         scorer.value_head = nn.Linear(width, 1, dtype=torch.float32)

@@ -25,8 +25,9 @@ from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
+from services.trainer.learn.scorer import add_value_head
 from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
-from services.trainer.learn.weights import served_weights
+from services.trainer.learn.weights import whole_parameters
 from services.trainer.ranks.world import World, alone
 
 
@@ -109,6 +110,8 @@ class Learner:
         self.temperature = temperature
         self.pad_multiple = pad_multiple * policy.row_multiple
         self.world = world or alone(policy.device)
+        if algorithm.advantage == "value" and policy.scorer.value_head is None:
+            add_value_head(policy.scorer)
         self.reference = (reference or frozen_copy(policy)) if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
         self.meter = StepMeter(policy.model, compute_dtype)
@@ -179,11 +182,12 @@ class Learner:
                 num_sequences=batch.num_sequences,
                 entropy=scores.entropy,
                 reference_logprobs=self._reference_logprobs(batch),
+                values=scores.values,
             ),
             self.algorithm,
         )
         output.loss.backward()
-        collector.add(output, scores.entropy)
+        collector.add(output, scores.entropy, scores.values)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
@@ -197,7 +201,12 @@ class Learner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What actors serve: every parameter by its checkpoint name, whole, one after the other. All ranks go through it."""
-        return served_weights(self.policy.model)
+        return whole_parameters(self.policy.model)
+
+    def value_head(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the value head; nothing where there is none."""
+        head = self.policy.scorer.value_head
+        return iter(()) if head is None else whole_parameters(head)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer, for a checkpoint. The reference is not part: it is the initial policy."""

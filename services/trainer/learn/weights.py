@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 
 @torch.no_grad()
-def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each parameter, tied ones once, in the order of `named_parameters`.
 
     With sharded weights every rank must go through all of it: each step gathers one parameter.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         yield name, whole(parameter)
 
 

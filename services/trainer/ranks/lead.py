@@ -19,7 +19,7 @@ from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.ranks.layout import RankLayout
 from services.trainer.ranks.message import Message
 
-SCORE, WEIGHTS, BEAT, END = "score", "weights", "beat", "end"
+SCORE, WEIGHTS, VALUE_HEAD, BEAT, END = "score", "weights", "value head", "beat", "end"
 
 
 class Lead:
@@ -56,6 +56,11 @@ class Lead:
         """See `Learner.weights`. Must be gone through to its end, or all ranks wait."""
         self._tell(Message(WEIGHTS))
         yield from self.learner.weights()
+
+    def value_head(self) -> dict[str, Tensor]:
+        """Its parameters by name; empty without one."""
+        self._tell(Message(VALUE_HEAD))
+        return dict(self.learner.value_head())
 
     def beat(self) -> None:
         """Says that there is no order yet."""
