@@ -21,6 +21,8 @@ from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
 
 log = logging.getLogger(__name__)
 
+RANK = (sys.executable, "-m", "services.trainer")
+"""What each rank runs: it finds its place in the environment that torchrun gives it."""
 RENDEZVOUS_TIMEOUT_S = 900
 """How long a node waits for the others: images may have to be pulled."""
 
@@ -32,7 +34,8 @@ def launch_ranks() -> int | None:
     def launch() -> None:
         settings = read_settings(TrainerSettings)
         recipe = load_recipe(settings.recipe)
-        codes.append(_run(settings, recipe) if num_ranks(settings, recipe) > 1 else None)
+        several = num_ranks(settings, recipe) > 1
+        codes.append(run_ranks(settings, ranks_here(settings, recipe), RANK) if several else None)
 
     failed = exit_code(launch)
     return failed or codes[0]
@@ -49,15 +52,19 @@ def ranks_here(settings: TrainerSettings, recipe: Recipe) -> int:
     return settings.ranks_per_node or recipe.trainer.nproc
 
 
-def _run(settings: TrainerSettings, recipe: Recipe) -> int:
+def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
+    """Runs `command` as each of this node's ranks, with the other nodes', to their end; returns the exit code.
+
+    That of the first rank that failed, where one did; a signal to this process goes to all of them, and ends well.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(nproc_per_node=ranks_here(settings, recipe), **_agent(settings))
-    interpreter, *arguments = guarded((sys.executable, "-m", "services.trainer"), signal.SIGKILL)
+    config = LaunchConfig(nproc_per_node=num_here, **_agent(settings))
+    program, *arguments = guarded(command, signal.SIGKILL)
     try:
-        elastic_launch(config, interpreter)(*arguments)
+        elastic_launch(config, program)(*arguments)
     except SignalException as stopped:
         log.info("stopped on signal %s", stopped.sigval)
     except ChildFailedError as error:

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
+from pipelinerl.errors import FieldError
 from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.ranks.follower import follow
+from services.trainer.ranks.layout import rank_layout
 from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.message import Message
+from services.trainer.ranks.rows import key_repeats
 from services.trainer.ranks.world import join_ranks, leave_ranks
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
@@ -57,6 +62,14 @@ class Result:
     weights: dict[str, np.ndarray]
     scores: np.ndarray
     microbatches: list[int]
+    state_bytes: int
+    """Of weights and moments on rank 0."""
+
+
+def state_bytes(learner: Learner) -> int:
+    moments = [state[name] for state in learner.optimizer._adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors = [*learner.policy.scorer.parameters(), *moments]
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def train(learner: Learner, job: Job) -> Result | None:
@@ -76,7 +89,7 @@ def train(learner: Learner, job: Job) -> Result | None:
     weights = {name: tensor.float().numpy().copy() for name, tensor in lead.weights()}
     weights |= {f"value_head.{name}": tensor.numpy().copy() for name, tensor in lead.value_head().items()}
     lead.end()
-    return Result(outcomes, gradients, weights, scores, microbatches)
+    return Result(outcomes, gradients, weights, scores, microbatches, state_bytes(learner))
 
 
 def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
@@ -198,3 +211,63 @@ def test_ranks_train_as_one(
 ) -> None:
     assert moved(jobs[case], alone[case]) > 1e-3
     same(alone[case], together[size][case])
+
+
+def test_each_rank_keeps_its_share_of_weights_and_moments(
+    alone: dict[str, Result], together: dict[int, dict[str, Result]]
+) -> None:
+    """docs/training.md: 4 + 8 bytes a parameter, over the ranks that share one copy."""
+    num_parameters = sum(weight.size for weight in alone["untied"].weights.values())
+    assert alone["untied"].state_bytes == 12 * num_parameters
+    for size, case, sharing in ((2, "untied", 2), (4, "untied", 4), (4, "hybrid", 2)):
+        assert together[size][case].state_bytes == pytest.approx(12 * num_parameters / sharing, rel=0.1)
+
+
+def test_all_ranks_have_equally_many_micro_batches(
+    jobs: dict[str, Job], together: dict[int, dict[str, Result]]
+) -> None:
+    assert together[2]["untied"].microbatches[0] < len(jobs["untied"].lengths)
+    assert together[4]["fewer sequences than ranks"].microbatches == [1, 1]
+
+
+def test_a_world_that_its_recipe_does_not_divide_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 3: does not divide the 4 ranks .*\[1, 2, 4\]"):
+        rank_layout(0, 4, context_parallel=3, shard_ranks=0)
+    with pytest.raises(FieldError, match=r"trainer\.shard_ranks = 3: does not divide"):
+        rank_layout(0, 4, context_parallel=1, shard_ranks=3)
+
+
+def test_neighbours_share_rows_and_copies() -> None:
+    layouts = [rank_layout(rank, 8, context_parallel=2, shard_ranks=4) for rank in range(8)]
+    assert [layout.data_index for layout in layouts] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.sequence_index for layout in layouts] == [0, 1] * 4
+    assert {(layout.data_ranks, layout.copies) for layout in layouts} == {(4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "key_heads", "ranks", "repeats"),
+    [(4, 2, 2, 1), (4, 2, 4, 2), (28, 4, 2, 1), (12, 2, 6, 3), (8, 8, 8, 1)],
+)
+def test_key_heads_are_repeated_until_they_divide(query_heads: int, key_heads: int, ranks: int, repeats: int) -> None:
+    assert key_repeats(query_heads, key_heads, ranks) == repeats
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the 28 attention heads"):
+        key_repeats(28, 4, 8)
+
+
+def test_messages_come_back_as_they_were() -> None:
+    sent = Message("train", {"version": 3, "counts": [{"n": 1}]}, {"0/a": np.arange(5), "0/b": np.zeros(0, np.float32)})
+    got = Message.from_bytes(sent.to_bytes())
+    assert (got.kind, got.fields) == (sent.kind, sent.fields)
+    assert {name: (array.dtype, array.tolist()) for name, array in got.arrays.items()} == {
+        "0/a": (np.dtype(np.int64), [0, 1, 2, 3, 4]),
+        "0/b": (np.dtype(np.float32), []),
+    }
+
+
+def test_a_rank_alone_cannot_share_rows(jobs: dict[str, Job]) -> None:
+    job = jobs["rows shared by two"]
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
+        load_learner(job.recipe(), job.folder, RankSettings())

@@ -112,6 +112,8 @@ class FakePolicy:
     def __init__(self, run_dir: Path = Path("nowhere"), *, skipped: str = "") -> None:
         self.run_dir, self.skipped = run_dir, skipped
         self.calls: list[str] = []
+        self.planned: list[int] = []
+        self.prepared_ahead = threading.Event()
         self.threads: set[str] = set()
         self.stepping, self.may_step = threading.Event(), threading.Event()
         self.may_step.set()
@@ -126,6 +128,9 @@ class FakePolicy:
     num_ranks = 1
 
     def prepare(self, groups: object, version: int) -> int:
+        self.planned.append(version)
+        if version > self.version:
+            self.prepared_ahead.set()
         return version
 
     def train_step(self, prepared: int) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""Ranks under torchrun's agent: they meet within and across nodes, and end together, however one of them or the agent ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.errors import FieldError
+from services.trainer.launch import num_ranks
+from tests.unit.builders import make_recipe
+
+AGENT = """
+import json, sys
+from pathlib import Path
+from pipelinerl.config.settings import TrainerSettings
+from services.trainer.launch import run_ranks
+if __name__ == "__main__":
+    settings, num_here, worker = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.exit(run_ranks(TrainerSettings(**settings), num_here, (sys.executable, worker)))
+"""
+SUM_OF_RANKS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}\\n".encode())
+dist.destroy_process_group()
+"""
+RANK_1_FAILS = "import os, sys, time\nsys.exit(2) if os.environ['RANK'] == '1' else time.sleep(600)"
+WAITS = "import os, time\nos.write(1, f'pid {os.getpid()}\\n'.encode())\ntime.sleep(600)"
+WAIT_S = 120.0
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    base = {"run": "r", "recipe": "recipe.yaml", "instance": "trainer", "verifier": "nowhere:1", "run_dir": "."}
+    return base | changes
+
+
+Agents = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start_agent(tmp_path: Path) -> Iterator[Agents]:
+    """Starts an agent with so many ranks that run `worker`; whatever is left at the end is killed."""
+    import json
+
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "agent.py").write_text(AGENT)
+
+    def start(worker: str, num_here: int, **changes: Any) -> subprocess.Popen[str]:
+        (tmp_path / "worker.py").write_text(worker)
+        arguments = [
+            str(tmp_path / "agent.py"),
+            json.dumps(settings(**changes)),
+            str(num_here),
+            str(tmp_path / "worker.py"),
+        ]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        )  # fmt: skip
+        return started[-1]
+
+    yield start
+    for agent in started:
+        agent.kill()
+        agent.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
+    assert agent.stdout is not None
+    return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
+
+
+def test_the_ranks_of_a_node_meet(start_agent: Agents) -> None:
+    agent = start_agent(SUM_OF_RANKS, 2)
+    output, _ = agent.communicate(timeout=WAIT_S)
+    assert agent.returncode == 0
+    assert sorted(output.splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+
+
+def test_the_ranks_of_two_nodes_meet_and_node_0_has_rank_0(start_agent: Agents) -> None:
+    rendezvous = f"127.0.0.1:{free_port()}"
+    first, second = (start_agent(SUM_OF_RANKS, 2, nodes=2, node=node, rendezvous=rendezvous) for node in (0, 1))
+    outputs = [agent.communicate(timeout=WAIT_S)[0] for agent in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert sorted(outputs[0].splitlines()) == ["rank 0 of 4: 10", "rank 1 of 4: 10"]
+    assert sorted(outputs[1].splitlines()) == ["rank 2 of 4: 10", "rank 3 of 4: 10"]
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(start_agent: Agents) -> None:
+    agent = start_agent(RANK_1_FAILS, 2)
+    agent.communicate(timeout=WAIT_S)
+    assert agent.returncode == 2
+
+
+def test_a_killed_rank_takes_the_others_along(start_agent: Agents) -> None:
+    agent = start_agent(WAITS, 2)
+    first, second = pids_of(agent, 2)
+    os.kill(first, signal.SIGKILL)
+    assert agent.wait(WAIT_S) == 1
+    assert gone(second)
+
+
+def test_sigterm_ends_ranks_and_agent_well(start_agent: Agents) -> None:
+    agent = start_agent(WAITS, 2)
+    pids = pids_of(agent, 2)
+    agent.terminate()
+    assert agent.wait(WAIT_S) == 0
+    assert all(gone(pid) for pid in pids)
+
+
+def test_ranks_do_not_outlive_a_killed_agent(start_agent: Agents) -> None:
+    agent = start_agent(WAITS, 2)
+    pids = pids_of(agent, 2)
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    agent.kill()
+    import select
+
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    ended: set[int] = set()
+    while len(ended) < len(pids):
+        ready = poll.poll(WAIT_S * 1000)
+        assert ready, "a rank outlives its agent"
+        for descriptor, _ in ready:
+            ended.add(descriptor)
+            poll.unregister(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_ranks_of_all_nodes_are_counted_and_nodes_need_a_place_to_meet() -> None:
+    recipe = make_recipe(trainer={"batch_size": 4, "tokens_per_microbatch": 64, "nproc": 2})
+    assert num_ranks(TrainerSettings(**settings()), recipe) == 2
+    assert num_ranks(TrainerSettings(**settings(ranks_per_node=4, nodes=3, rendezvous="a:1")), recipe) == 12
+    with pytest.raises(FieldError, match="PIPELINERL_RENDEZVOUS"):
+        num_ranks(TrainerSettings(**settings(nodes=2)), recipe)
