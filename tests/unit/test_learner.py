@@ -310,6 +310,15 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     assert_same(bare, packed_gradients(checkpointed, group, AlgorithmConfig()))
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
+def test_how_many_logits_exist_at_a_time_changes_no_gradient(family: str) -> None:
+    """Of 23 words, blocks of one word each for the 40 completion tokens."""
+    group, config = group_of(sequences_of(LENGTHS)), AlgorithmConfig(entropy_coefficient=0.1)
+    whole = wrap_model(model_of(family))
+    blocks = Policy(wrap_model(model_of(family)).model, VARLEN, max_logits=60)
+    assert_same(packed_gradients(whole, group, config), packed_gradients(blocks, group, config))
+
+
 # Scores and metrics
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model, seen as: log-probabilities of chosen tokens in a packed row.
 
 Output logits are made at completion positions only. Where the model is a plain backbone and linear head, they are made
-from hidden states here, in chunks; where it does more to its logits (soft capping, scaling), the model makes them
+from hidden states here, block by block; where it does more to its logits (soft capping, scaling), the model makes them
 itself. Which of the two holds is found out on two short sequences when the model is wrapped, together with whether
 attention really stays within a sequence; an architecture that leaks is refused there.
 """
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import TokenRow, token_row
-from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, chunked_scores, token_scores
+from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, head_scores, token_scores
 
 PROBE_LENGTHS = (7, 5)
 """Tokens of the two sequences on which a model is checked."""
@@ -32,7 +32,7 @@ class Policy:
         self.attention = attention
         self.device: torch.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._chunk_tokens = max(1, max_logits // self.vocab_size)
+        self._max_logits = max_logits
         self._head = None if _caps_logits(model) else model.get_output_embeddings()
         if _packing_error(self) > _tolerance(model.dtype):
             self._head = None
@@ -46,7 +46,7 @@ class Policy:
             logits = self._forward(self.model, row, logits_to_keep=predictors).logits[0]
             return token_scores(logits, targets, temperature, entropy_grad)
         hidden = self._forward(self.model.base_model, row).last_hidden_state[0].index_select(0, predictors)
-        return chunked_scores(hidden, self._head, targets, temperature, self._chunk_tokens, entropy_grad)
+        return head_scores(hidden, self._head, targets, temperature, entropy_grad, self._max_logits)
 
     def _forward(self, module: nn.Module, row: TokenRow, **arguments: Any) -> Any:
         return module(
