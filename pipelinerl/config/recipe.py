@@ -206,6 +206,9 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    compile: bool = Field(
+        False, description="Decoder layers through torch.compile: a minute at the start, then less time per step."
+    )
     threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
     give_up_after_groups: int = Field(
         0,

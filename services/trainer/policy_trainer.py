@@ -92,6 +92,7 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings) -> TorchPolic
         source,
         recipe.model,
         gradient_checkpointing=recipe.trainer.gradient_checkpointing,
+        compiled=recipe.trainer.compile,
         device="cuda" if on_gpu else "cpu",
     )
     learner = Learner(policy, recipe.algorithm, recipe.trainer, temperature=recipe.sampling.temperature)

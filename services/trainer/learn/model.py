@@ -16,18 +16,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from pipelinerl.config.recipe import ModelConfig
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import VARLEN, register
+from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.policy import Policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(
-    source: str, config: ModelConfig, *, gradient_checkpointing: bool = False, device: torch.device | str = "cpu"
+    source: str,
+    config: ModelConfig,
+    *,
+    gradient_checkpointing: bool = False,
+    compiled: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Policy:
     """The model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
 
     Raises `FieldError` when there is no such folder, no causal language model in it, weights are missing, its context
-    is shorter than `max_context`, or the attention implementation is not available.
+    is shorter than `max_context`, the attention implementation is not available, or it cannot be compiled.
     """
     folder = _check_folder(source, config)
     hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -38,7 +44,10 @@ def load_policy(
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
     model.to(device)
-    return wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
+    policy = wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
+    if compiled:
+        compile_layers(policy.model)
+    return policy
 
 
 def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False) -> Policy:
