@@ -8,6 +8,7 @@ reaches for no network: whether a hub model exists is found out by who downloads
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def check_environment(recipe: Recipe) -> None:
 
 def examine(recipe: Recipe) -> Findings:
     """Makes the held-out problems and imports the reward function, which takes a second or more."""
-    found = [*_model(recipe), *_gpu(recipe), *_lessons(recipe), *_task(recipe), *_reward(recipe), *_actors(recipe)]
+    rules = (_model, _gpu, _compiler, _lessons, _task, _reward, _actors)
+    found = [finding for rule in rules for finding in rule(recipe)]
     mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
     return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
 
@@ -81,6 +83,14 @@ def _gpu(recipe: Recipe) -> Iterator[Finding]:
         yield Lacking(FieldError("model.dtype", recipe.model.dtype, f"{where} float32 and a small model"))
     if recipe.weights.backend == "nccl":
         yield Lacking(FieldError("weights.backend", recipe.weights.backend, f"{where} auto or gloo"))
+
+
+def _compiler(recipe: Recipe) -> Iterator[Finding]:
+    """That of the CPU, by the name that torch looks for. What a GPU needs comes with its build of torch."""
+    name = os.environ.get("CXX", "g++")
+    if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
+        fix = f"no C++ compiler is here ({name}); install g++, name another one with CXX, or set false"
+        yield Lacking(FieldError("trainer.compile", True, fix))
 
 
 def _lessons(recipe: Recipe) -> Iterator[Finding]:

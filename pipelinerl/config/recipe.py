@@ -253,6 +253,9 @@ class TrainerConfig(Section):
     )
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    compile: bool = Field(
+        False, description="Decoder layers through torch.compile: a minute at the start, then less time per step."
+    )
     nproc: int = Field(
         1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."
     )

@@ -14,6 +14,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
 from services.trainer.checkpoint import load_value_head
+from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.model import DTYPES, blank_policy, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.scorer import add_value_head
@@ -40,6 +41,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
         source, recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing, device=device
     )
     _give_value_head(policy, recipe, source)
+    _compile_where_wanted(policy, recipe, device)
     return _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
 
 
@@ -48,6 +50,7 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device) -> Learne
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     whole = _load_on_first(recipe, source, world)
     _give_value_head(whole, recipe, source)
+    _compile_where_wanted(whole, recipe, device)
     frozen = frozen_copy(whole) if _needs_reference(recipe) else None
     policy = _sharded(whole, recipe, world)
     return _learner(recipe, policy, world, _sharded(frozen, recipe, world) if frozen is not None else None)
@@ -59,6 +62,11 @@ def _give_value_head(policy: Policy, recipe: Recipe, source: str) -> None:
         add_value_head(policy.scorer)
         if policy.device.type != "meta":
             load_value_head(policy.scorer, Path(source))
+
+
+def _compile_where_wanted(policy: Policy, recipe: Recipe, device: torch.device) -> None:
+    if recipe.trainer.compile:
+        compile_layers(policy.model, device)
 
 
 def _needs_reference(recipe: Recipe) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 WAIT_S = 120.0
 
 
-def on_ranks(size: int, role: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float = WAIT_S) -> list[Any]:
     """What `role(*arguments)` returns on each of `size` ranks, whose environment is the one that torchrun gives.
 
     `role` is a function of a module. Raises AssertionError with the traceback of the first rank that fails.
@@ -27,7 +27,7 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any) -> list[Any]:
         theirs.close()
         started.append((process, ours))
     try:
-        results = [_heard(rank, said) for rank, (_, said) in enumerate(started)]
+        results = [_heard(rank, said, wait_s) for rank, (_, said) in enumerate(started)]
     finally:
         for process, said in started:
             process.kill()
@@ -36,8 +36,8 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any) -> list[Any]:
     return results
 
 
-def _heard(rank: int, said: Connection) -> Any:
-    assert said.poll(WAIT_S), f"rank {rank} says nothing within {WAIT_S:g} s"
+def _heard(rank: int, said: Connection, wait_s: float) -> Any:
+    assert said.poll(wait_s), f"rank {rank} says nothing within {wait_s:g} s"
     good, result = said.recv()
     assert good, f"rank {rank} failed:\n{result}"
     return result
@@ -56,7 +56,7 @@ def _play(
         said.send((True, role(*arguments)))
     except BaseException:  # noqa: BLE001 - a process boundary: the test raises it
         said.send((False, traceback.format_exc()))
-    said.recv() if said.poll(WAIT_S) else None  # the groups live until the test has heard everybody
+    said.poll(WAIT_S)  # the groups live until the test has heard everybody
 
 
 def _free_port() -> int:

@@ -43,7 +43,7 @@ from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.normalization import BatchTotals
 from services.trainer.learn.optimizer import PolicyOptimizer
-from services.trainer.learn.policy import Policy
+from services.trainer.learn.policy import Policy, checked_policy
 from services.trainer.learn.schedule import learning_rate
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner
@@ -340,6 +340,15 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     bare = packed_gradients(wrap_model(model_of("llama-tied")), group, AlgorithmConfig())
     checkpointed = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
     assert_same(bare, packed_gradients(checkpointed, group, AlgorithmConfig()))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
+def test_how_many_logits_exist_at_a_time_changes_no_gradient(family: str) -> None:
+    """Of 23 words, blocks of one word each for the 40 completion tokens."""
+    group, config = group_of(sequences_of(LENGTHS)), AlgorithmConfig(entropy_coefficient=0.1)
+    whole = wrap_model(model_of(family))
+    blocks = checked_policy(wrap_model(model_of(family)).model, VARLEN, max_logits=60)
+    assert_same(packed_gradients(whole, group, config), packed_gradients(blocks, group, config))
 
 
 # Scores and metrics

@@ -453,6 +453,20 @@ def test_a_recipe_for_gpus_is_not_for_a_machine_without(tmp_path: Path, monkeypa
     assert examine(halves).lacking == ()
 
 
+def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = recipe_from_data(minimal(), "x", ["trainer.compile=true"])
+    compiler = tmp_path / "some-c++"
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    assert "no C++ compiler is here" in missing(compiled)["trainer.compile"]
+    assert examine(recipe_from_data(minimal(), "x")).lacking == ()
+    compiler.touch(mode=0o755)
+    assert examine(compiled).lacking == ()
+    compiler.unlink()
+    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    assert examine(compiled).lacking == ()
+
+
 def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, tools = tmp_path / "dev", tmp_path / "bin"
     devices.mkdir()

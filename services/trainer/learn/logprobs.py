@@ -1,8 +1,9 @@
 """Log-probability of each sampled token, and entropy of the distribution it was sampled from.
 
-Logits are made only where a completion token is predicted, and in chunks of tokens whose logits fit `MAX_LOGITS`; with
-more than one chunk, a chunk's logits are made again in the backward pass instead of kept. Not here: top-p and top-k.
-A policy sampled with them is compared with the full distribution, so keep both off (the recipes' default) when training.
+Logits are made only where a completion token is predicted, never more than `max_logits` at a time, and made again in
+the backward pass instead of kept: block by block of the vocabulary where the head is a plain linear layer
+(`linear_logprobs.py`), else in chunks of tokens. Not here: top-p and top-k. A policy sampled with them is compared with
+the full distribution, so keep both off (the recipes' default) when training.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MAX_LOGITS = 2**27
-"""Logits (tokens × vocabulary) of one chunk: 512 MiB in float32."""
+from services.trainer.learn.linear_logprobs import MAX_LOGITS, is_plain_linear, linear_scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,31 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
     """Scores of `targets` int64[C] under `logits` [C, vocabulary]. The entropy has a gradient only when asked for."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_distribution = torch.log_softmax(scaled, dim=-1)
-    logprobs = log_distribution.gather(-1, targets[:, None]).squeeze(-1)
+    logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
     source = log_distribution if entropy_grad else log_distribution.detach()
     # 0 · log 0 = 0: a masked vocabulary entry has logit -inf.
     entropy = -(source.exp() * source.clamp(min=torch.finfo(source.dtype).min)).sum(-1)
     return TokenScores(logprobs, entropy)
+
+
+def head_scores(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool = False,
+    max_logits: int = MAX_LOGITS,
+) -> TokenScores:
+    """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
+
+    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called.
+    """
+    assert isinstance(head.weight, Tensor)
+    if is_plain_linear(head):
+        bias = head.bias if isinstance(head.bias, Tensor) else None
+        return TokenScores(*linear_scores(hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits))
+    chunk_tokens = max(1, max_logits // head.weight.shape[0])
+    return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
 
 
 def chunked_scores(

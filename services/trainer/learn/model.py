@@ -24,7 +24,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_policy(
-    source: str, config: ModelConfig, *, gradient_checkpointing: bool = False, device: torch.device | str = "cpu"
+    source: str,
+    config: ModelConfig,
+    *,
+    gradient_checkpointing: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Policy:
     """The model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
 

@@ -2,7 +2,7 @@
 
 Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within
 one. Logits are made at completion positions only: where the model is a plain backbone and linear head from hidden states,
-in chunks, and where it does more to its logits (soft capping, scaling) by the model itself. Not here: what is packed, and
+block by block, and where it does more to its logits (soft capping, scaling) by the model itself. Not here: what is packed, and
 which of the two a model needs.
 """
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import PackedLayout, forward_arguments
-from services.trainer.learn.logprobs import MAX_LOGITS, chunked_scores, token_scores
+from services.trainer.learn.logprobs import MAX_LOGITS, head_scores, token_scores
 
 
 class TokenScorer(nn.Module):
@@ -28,7 +28,7 @@ class TokenScorer(nn.Module):
         self.attention = attention
         self.own_logits = False
         self.value_head: nn.Linear | None = None
-        self._chunk_tokens = max(1, max_logits // model.get_output_embeddings().weight.shape[0])
+        self._max_logits = max_logits
 
     def forward(
         self,
@@ -54,10 +54,11 @@ class TokenScorer(nn.Module):
             return scores.logprobs, scores.entropy
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
-        scores = chunked_scores(hidden, head, targets, temperature, self._chunk_tokens, entropy_grad)
+        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self._max_logits)
         if self.value_head is None:
             return scores.logprobs, scores.entropy
-        return scores.logprobs, scores.entropy, self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
+        values = self.value_head(hidden.to(self.value_head.weight.dtype))
+        return scores.logprobs, scores.entropy, values.float().sum(1)  # of one column: no view, which FSDP warns of
 
 
 def add_value_head(scorer: TokenScorer) -> None:

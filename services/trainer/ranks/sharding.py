@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
+from services.trainer.learn.layers import decoder_layers
 from services.trainer.learn.policy import Policy
 from services.trainer.ranks.rows import RowPart, key_repeats
 from services.trainer.ranks.world import World
@@ -35,6 +36,9 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
     scorer.model.config.use_cache = False
     scorer.model.tie_weights()
     layers, spread = decoder_layers(scorer.model), _Spread(world)
+    if not layers:
+        fix = f"{type(scorer.model).__name__} has no list of layers to shard; use 1"
+        raise FieldError("trainer.nproc", world.layout.size, fix)
     inside = {module for layer in layers for module in layer.modules()}
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
@@ -62,14 +66,6 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
         fix = f"does not work with the model's {scaling} rotary embedding, which depends on the row's length; use 1"
         raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
     return RowPart(layout.sequence_index, layout.sequence_ranks, world.row_group)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the model: the longest list of modules in it. Raises `FieldError` when there is none."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise FieldError("trainer.nproc", "> 1", f"{type(model).__name__} has no list of layers to shard; use 1")
-    return max(lists, key=len)
 
 
 class _Spread:

@@ -1,0 +1,95 @@
+"""Compiled decoder layers: the same gradients, the same names, and a clear error where nothing can be compiled."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.config.settings import RankSettings
+from pipelinerl.errors import FieldError
+from services.trainer.learn.compile import compile_layers
+from services.trainer.learn.layers import decoder_layers
+from services.trainer.learn.model import wrap_model
+from services.trainer.loading import load_learner
+from tests.unit.builders import make_recipe
+from tests.unit.ranks import on_ranks
+from tests.unit.test_learner import (
+    LENGTHS,
+    assert_same,
+    group_of,
+    model_of,
+    packed_gradients,
+    sequences_of,
+)
+from tests.unit.test_ranks import SHORT, Job, same, train, train_all
+
+CXX = os.environ.get("CXX", "g++")
+needs_compiler = pytest.mark.skipif(shutil.which(CXX) is None, reason=f"no C++ compiler ({CXX}) on this machine")
+
+
+def is_compiled(model: PreTrainedModel) -> list[bool]:
+    return [layer._compiled_call_impl is not None for layer in decoder_layers(model)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_have_the_same_gradients(checkpointed: bool) -> None:
+    """Rows of several lengths, and a reference policy, which is an uncompiled copy of a compiled one."""
+    config = AlgorithmConfig(kl_coefficient=0.1)
+    eager = wrap_model(model_of("llama-tied"))
+    compiled = wrap_model(model_of("llama-tied"), gradient_checkpointing=checkpointed)
+    compile_layers(compiled.model, torch.device("cpu"))
+    for lengths, budget in ((LENGTHS, 40), ([(3, 5), (2, 30)], 128)):
+        group = group_of(sequences_of(lengths))
+        assert_same(packed_gradients(eager, group, config, budget), packed_gradients(compiled, group, config, budget))
+
+
+@needs_compiler
+def test_a_loaded_policy_is_compiled_in_place(tmp_path: Path) -> None:
+    model_of("qwen2-tied").save_pretrained(tmp_path)
+    plain, compiled = (
+        load_learner(make_recipe(trainer={"compile": wanted}), str(tmp_path), RankSettings()).policy.model
+        for wanted in (False, True)
+    )
+    assert (is_compiled(plain), is_compiled(compiled)) == ([False, False], [True, True])
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert is_compiled(copy.deepcopy(compiled)) == [False, False]
+
+
+def test_a_model_that_hides_its_layers_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"trainer\.compile = True: Linear has no list of layers to compile"):
+        compile_layers(torch.nn.Linear(2, 2), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own: torch looks for its compiler once."""
+    code = (
+        "from tests.unit.test_learner import model_of\n"
+        "from services.trainer.learn.compile import compile_layers\n"
+        "import torch; compile_layers(model_of('llama-tied'), torch.device('cpu'))"
+    )
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "FieldError: trainer.compile = True: torch.compile needs a C++ compiler" in done.stderr
+
+
+@needs_compiler
+def test_compiled_ranks_train_as_one_that_is_not(tmp_path: Path) -> None:
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
+    plain = Job(str(tmp_path), trainer={"gradient_checkpointing": True}, lengths=tuple(SHORT))
+    compiled = replace(plain, trainer={**plain.trainer, "compile": True, "context_parallel": 2})
+    one = train(load_learner(plain.recipe(), plain.folder, RankSettings()), plain)
+    two = on_ranks(2, train_all, {"compiled": compiled}, wait_s=280.0)[0]["compiled"]
+    assert one is not None
+    same(one, two)
