@@ -27,21 +27,37 @@ def export_policy(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     info: dict[str, Any],
+    adapter: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer and `info` as
-    pipelinerl.json. Tied weights are given once."""
+    pipelinerl.json. Tied weights are given once. `adapter`: what of `weights` is in the model's adapters; written into
+    `adapter/` for peft."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         model.save_pretrained(partial, state_dict=dict(weights), safe_serialization=True)
         tokenizer.save_pretrained(partial)
+        if adapter is not None:
+            save_adapter(model, adapter, partial / "adapter")
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
         _put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def save_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes what `PeftModel.from_pretrained` reads: `adapter` as `adapter_weights` names it, and how it was made."""
+    from safetensors.torch import save_file
+
+    from services.trainer.learn.lora import peft_config
+
+    folder.mkdir()
+    peft_config(model).save_pretrained(str(folder))
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _same_mode(folder: Path, mode: int) -> None:

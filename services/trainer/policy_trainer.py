@@ -23,9 +23,11 @@ from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.lora import has_adapters
 from services.trainer.learn.model import DTYPES
 from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.learn.weights import served_parameters
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
 from services.trainer.throughput import StepWork, throughput_figures
@@ -111,7 +113,8 @@ class TorchPolicyTrainer:
         model = self._lead.learner.policy.model
         dtype = DTYPES[self._recipe.model.dtype]
         state = {name: tensor.to("cpu", dtype) for name, tensor in self._lead.weights()}
-        export_policy(model, state, self.tokenizer, folder, info)
+        adapter = {name: tensor.to("cpu") for name, tensor in self._lead.adapter()} if has_adapters(model) else None
+        export_policy(model, state, self.tokenizer, folder, info, adapter)
         if not final:
             prune(steps, self._recipe.checkpoint.keep)
         return str(folder), version
@@ -136,8 +139,7 @@ def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightS
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
     chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
-    described = learner.policy.model.named_parameters()
-    manifest = describe(described, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+    manifest = describe(served_parameters(learner.policy.model), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
     return WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=of_snapshots, group_placement=of_groups)

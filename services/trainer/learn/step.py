@@ -21,12 +21,12 @@ from services.trainer.learn.batch import MicroBatch, TrainingGroup
 from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.meter import StepMeter
 from services.trainer.learn.metrics import StepCollector, TokenMetrics, token_metrics
-from services.trainer.learn.model import frozen_copy
+from services.trainer.learn.model import initial_policy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
-from services.trainer.learn.weights import served_weights
+from services.trainer.learn.weights import adapter_weights, served_weights
 from services.trainer.ranks.world import World, alone
 
 
@@ -100,7 +100,7 @@ class Learner:
     ) -> None:
         """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it.
 
-        `reference`: the policy that the KL term is to, a copy of `policy` when None. `compute_dtype`: of matrix products,
+        `reference`: the policy that the KL term is to, what `policy` is now when None. `compute_dtype`: of matrix products,
         where it is not that of the weights.
         """
         self.policy = policy
@@ -109,7 +109,7 @@ class Learner:
         self.temperature = temperature
         self.pad_multiple = pad_multiple * policy.row_multiple
         self.world = world or alone(policy.device)
-        self.reference = (reference or frozen_copy(policy)) if algorithm.kl_coefficient > 0 else None
+        self.reference = (reference or initial_policy(policy)) if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
         self.meter = StepMeter(policy.model, compute_dtype)
         self._phases = PhaseTimer(mark_for(policy.device))
@@ -198,6 +198,10 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What actors serve: every parameter by its checkpoint name, whole, one after the other. All ranks go through it."""
         return served_weights(self.policy.model)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Of adapters, A and B of each layer, likewise; nothing where all weights are trained."""
+        return adapter_weights(self.policy.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer, for a checkpoint. The reference is not part: it is the initial policy."""

@@ -10,7 +10,7 @@ import logging
 
 from services.trainer.learn.share import TRAIN, StepShare
 from services.trainer.learn.step import Learner
-from services.trainer.ranks.lead import BEAT, END, SCORE, WEIGHTS
+from services.trainer.ranks.lead import ADAPTER, BEAT, END, SCORE, WEIGHTS
 from services.trainer.ranks.message import Message
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def carry_out(order: Message, learner: Learner) -> None:
             world.links.report(Message("result", fields, {"values": result.values}))
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
-    elif order.kind == WEIGHTS:
-        for _ in learner.weights():
+    elif order.kind in (WEIGHTS, ADAPTER):
+        for _ in learner.weights() if order.kind == WEIGHTS else learner.adapter():
             pass
     else:
         assert order.kind == BEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

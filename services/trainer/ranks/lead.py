@@ -19,7 +19,7 @@ from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.ranks.layout import RankLayout
 from services.trainer.ranks.message import Message
 
-SCORE, WEIGHTS, BEAT, END = "score", "weights", "beat", "end"
+SCORE, WEIGHTS, ADAPTER, BEAT, END = "score", "weights", "adapter", "beat", "end"
 
 
 class Lead:
@@ -56,6 +56,11 @@ class Lead:
         """See `Learner.weights`. Must be gone through to its end, or all ranks wait."""
         self._tell(Message(WEIGHTS))
         yield from self.learner.weights()
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.adapter`. Must be gone through to its end, too."""
+        self._tell(Message(ADAPTER))
+        yield from self.learner.adapter()
 
     def beat(self) -> None:
         """Says that there is no order yet."""
