@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
 from pipelinerl.errors import FieldError
+from pipelinerl_torch.low_rank import add_low_rank
 from services.trainer.checkpoint import export_policy
 from services.trainer.learn.flops import frozen_flops, model_flops
-from services.trainer.learn.lora import adapters_off, add_adapters, layer_adapters, merged
+from services.trainer.learn.lora import adapters_off, add_adapters, layer_adapters
 from services.trainer.learn.model import blank_policy, frozen_copy, initial_policy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy, UnadaptedPolicy
 from services.trainer.learn.step import Learner
@@ -83,17 +84,17 @@ def test_merging_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])  # [out 2, in 3]
     a, b = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[3.0], [-1.0]])  # B·A = [[3, 0, 6], [-1, 0, -2]]
     expected = torch.tensor([[2.5, 2.0, 6.0], [3.5, 5.0, 5.0]])
-    assert torch.equal(merged(weight, a, b, 0.5, transposed=False), expected)
-    assert torch.equal(merged(weight.T.contiguous(), a, b, 0.5, transposed=True), expected.T)
+    assert torch.equal(add_low_rank(weight, a, b, 0.5, transposed=False), expected)
+    assert torch.equal(add_low_rank(weight.T.contiguous(), a, b, 0.5, transposed=True), expected.T)
 
 
 def test_merging_rounds_once() -> None:
     # bfloat16 has 256 and then 258. B·A = 1 + 1/512: above 257, hence 258. B·A rounded first is 1, and 257 goes to 256.
     weight = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
     a, b = torch.tensor([[1.0], [1 / 512]]), torch.ones(1, 2)
-    assert merged(weight, a, b, 1.0, transposed=False).item() == 258
+    assert add_low_rank(weight, a, b, 1.0, transposed=False).item() == 258
     # A factor takes part as the forward pass has it, in the weight's dtype: 1 + 1/512 is 1 there.
-    assert merged(weight, torch.tensor([[1 + 1 / 512]]), torch.ones(1, 1), 1.0, transposed=False).item() == 256
+    assert add_low_rank(weight, torch.tensor([[1 + 1 / 512]]), torch.ones(1, 1), 1.0, transposed=False).item() == 256
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,8 +1,8 @@
-"""Low-rank adapters of peft in a model: put in, merged with what they adapt, switched off, taken out as peft's own format.
+"""Low-rank adapters of peft in a model: put in, found, switched off.
 
 peft's layers take the place of the linear ones inside the model, which stays what it was to everybody else. The adapters are
 in the model's dtype, like all weights that compute: float32 masters are the optimizer's, or the shards'. peft is imported only
-where a recipe asks for adapters. Not here: how adapters travel to actors and what these do with them.
+where a recipe asks for adapters. Not here: merging them (`pipelinerl_torch/low_rank.py`), sending and saving them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -135,13 +134,6 @@ def _layer_adapter(layer: Any) -> LayerAdapter:
     base = layer.get_base_layer()
     a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     return LayerAdapter(layer, base.weight, a, b, float(layer.scaling[NAME]), isinstance(base, Conv1D))
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype. Shapes as in `LayerAdapter`."""
-    a, b = a.to(weight.dtype).float(), b.to(weight.dtype).float()  # as they take part in the forward pass
-    left, right = (a.T, b.T) if transposed else (b, a)
-    return torch.addmm(weight.float(), left, right, alpha=scaling).to(weight.dtype)
 
 
 def peft_config(model: nn.Module) -> peft.LoraConfig:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.trainer.learn.lora import BASE, LayerAdapter, layer_adapters, merged
+from pipelinerl_torch.low_rank import add_low_rank
+from services.trainer.learn.lora import BASE, LayerAdapter, layer_adapters
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -34,7 +35,8 @@ def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:
-            weight = merged(weight, whole(adapter.a), whole(adapter.b), adapter.scaling, adapter.transposed)
+            a, b = whole(adapter.a), whole(adapter.b)
+            weight = add_low_rank(weight, a, b, adapter.scaling, adapter.transposed)
         yield name, weight
 
 
@@ -45,8 +47,13 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     With sharded weights every rank must go through all of it.
     """
     for name, adapter in layer_adapters(model).items():
-        for letter, factor in (("A", adapter.a), ("B", adapter.b)):
-            yield f"{name}.lora_{letter}.weight", whole(factor).to(adapter.weight.dtype)
+        for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
+            yield factor_name, whole(factor).to(adapter.weight.dtype)
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """Of A and of B, as peft's files have them."""
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
