@@ -36,6 +36,18 @@ _PROTO: dict[type, type[Message]] = {
 }
 
 
+class LowRankFields(NamedTuple):
+    """See the message `LowRank`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+
+
 class ManifestFields(NamedTuple):
     """What a `WeightManifest` message holds; `pipelinerl.weights.manifest` gives it meaning."""
 
@@ -45,6 +57,7 @@ class ManifestFields(NamedTuple):
     chunk_bytes: int
     wire_dtype: str
     """"" = each parameter's own."""
+    low_rank: tuple[LowRankFields, ...] = ()
 
 
 def encode_control(message: control.Control) -> bytes:
@@ -68,10 +81,14 @@ def decode_control(data: bytes, message_type: type[_Control], *, max_bytes: int 
 
 
 def encode_manifest(
-    manifest_id: str, parameters: Iterable[tuple[str, tuple[int, ...], str]], chunk_bytes: int, wire_dtype: str = ""
+    manifest_id: str,
+    parameters: Iterable[tuple[str, tuple[int, ...], str]],
+    chunk_bytes: int,
+    wire_dtype: str = "",
+    low_rank: Iterable[LowRankFields] = (),
 ) -> bytes:
     """Raises `MessageError` for what `decode_manifest` would refuse."""
-    manifest = ManifestFields(manifest_id, tuple(parameters), chunk_bytes, wire_dtype)
+    manifest = ManifestFields(manifest_id, tuple(parameters), chunk_bytes, wire_dtype, tuple(low_rank))
     _check_manifest(manifest)
     with building("WeightManifest"):
         return pb.WeightManifest(
@@ -81,6 +98,7 @@ def encode_manifest(
             ],
             chunk_bytes=chunk_bytes,
             wire_dtype=wire_dtype,
+            low_rank=[pb.LowRank(**item._asdict()) for item in manifest.low_rank],
         ).SerializeToString()
 
 
@@ -88,9 +106,14 @@ def decode_manifest(data: bytes, *, max_bytes: int = 0) -> ManifestFields:
     """Raises `MessageError`. That `manifest_id` fits the rest is for `pipelinerl.weights.manifest` to check."""
     message = parse(pb.WeightManifest(), data, "WeightManifest", max_bytes)
     parameters = tuple((spec.name, tuple(spec.shape), spec.dtype) for spec in message.parameters)
-    manifest = ManifestFields(message.manifest_id, parameters, message.chunk_bytes, message.wire_dtype)
+    low_rank = tuple(_low_rank(item) for item in message.low_rank)
+    manifest = ManifestFields(message.manifest_id, parameters, message.chunk_bytes, message.wire_dtype, low_rank)
     _check_manifest(manifest)
     return manifest
+
+
+def _low_rank(item: pb.LowRank) -> LowRankFields:
+    return LowRankFields(item.name, tuple(item.shape), item.dtype, item.a, item.b, item.scaling, item.transposed)
 
 
 def _member(message: pb.EpochMember) -> control.EpochMember:
@@ -135,6 +158,12 @@ def _check_manifest(manifest: ManifestFields) -> None:
             check_uint(size, kind, f"parameters[{name}].shape", bits=64)
     if len({name for name, _, _ in manifest.parameters}) != len(manifest.parameters):
         raise MessageError(kind, "parameters", "a name is listed twice")
+    for item in manifest.low_rank:
+        for field in ("name", "dtype", "a", "b"):
+            check_text(getattr(item, field), kind, f"low_rank.{field}")
+        for size in item.shape:
+            check_uint(size, kind, f"low_rank[{item.name}].shape", bits=64)
+        check_finite(item.scaling, kind, f"low_rank[{item.name}].scaling")
 
 
 def _uint(*, at_least: int = 0, bits: int = 64) -> _Rule:

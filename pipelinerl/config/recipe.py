@@ -226,6 +226,32 @@ class AlgorithmConfig(Section):
         return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): only they are trained, W + scaling · B·A is what acts. No dropout, ever: the
+    gradient is that of the policy that sampled."""
+
+    rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
+    alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
+    rslora: bool = Field(False, description="scaling = alpha / √rank instead (rsLoRA, arXiv 2312.03732).")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Linear layers that get adapters, by the last parts of their names, such as q_proj; `all-linear`: each "
+        "but the output head.",
+    )
+    send: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="What actors receive. `adapter`: A and B, which they merge into the checkpoint that they were started "
+        "from; `merged`: whole weights, which needs nothing of them.",
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_targets(cls, value: list[str] | str) -> list[str] | str:
+        if not value or not all(value):
+            raise ValueError("name at least one layer, such as q_proj, or use all-linear")
+        return value
+
+
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
@@ -252,6 +278,7 @@ class TrainerConfig(Section):
         10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
     )
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters and nothing else; null = all weights.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     compile: bool = Field(
         False, description="Decoder layers through torch.compile: a minute at the start, then less time per step."

@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WeightManifest(_message.Message):
-    __slots__ = ("manifest_id", "parameters", "chunk_bytes", "wire_dtype")
+    __slots__ = ("manifest_id", "parameters", "chunk_bytes", "wire_dtype", "low_rank")
     MANIFEST_ID_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LOW_RANK_FIELD_NUMBER: _ClassVar[int]
     manifest_id: str
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
     chunk_bytes: int
     wire_dtype: str
-    def __init__(self, manifest_id: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., chunk_bytes: _Optional[int] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
+    low_rank: _containers.RepeatedCompositeFieldContainer[LowRank]
+    def __init__(self, manifest_id: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., chunk_bytes: _Optional[int] = ..., wire_dtype: _Optional[str] = ..., low_rank: _Optional[_Iterable[_Union[LowRank, _Mapping]]] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype")
@@ -27,6 +29,24 @@ class ParameterSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class LowRank(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "a", "b", "scaling", "transposed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    TRANSPOSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., a: _Optional[str] = ..., b: _Optional[str] = ..., scaling: _Optional[float] = ..., transposed: _Optional[bool] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("actor", "process", "grpc_address", "ranks", "manifest_id", "policy_version", "incarnation", "phase")

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,23 @@ class ParameterSpec:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One weight of the checkpoint that actors were started from, served as weight + scaling · B·A.
+
+    `a`, `b`: the parameters that are A [rank, in] and B [out, rank]. `shape` is [out, in], or [in, out] where `transposed`.
+    `dtype` is the trainer's: the checkpoint's weight is rounded to it, and so is the sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,14 @@ class Chunk:
 class Manifest:
     """The agreement. `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype.
 
+    Where `low_rank` is not empty the parameters are its factors, and all else is served as the checkpoint has it.
     Construction raises FieldError for values that cannot be laid out.
     """
 
     parameters: tuple[ParameterSpec, ...]
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     wire_dtype: str = ""
+    low_rank: tuple[LowRank, ...] = ()
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -132,7 +151,9 @@ class Manifest:
             if raw["format"] != FORMAT:
                 raise ManifestMismatch(f"manifest format {raw['format']!r}, this side speaks {FORMAT}")
             parameters = [(p["name"], p["shape"], p["dtype"]) for p in raw["parameters"]]
-            return build_manifest(parameters, wire_dtype=raw["wire_dtype"], chunk_bytes=raw["chunk_bytes"])
+            low_rank = [LowRank(**item | {"shape": tuple(item["shape"])}) for item in raw["low_rank"]]
+            layout = {key: raw[key] for key in ("wire_dtype", "chunk_bytes")}
+            return build_manifest(parameters, low_rank=low_rank, **layout)
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestMismatch(f"not a manifest: {error}") from error
 
@@ -145,6 +166,11 @@ class Manifest:
             for field in ("name", "shape", "dtype"):
                 if getattr(mine, field) != getattr(other, field):
                     raise ManifestDiffers(mine.name, field, getattr(mine, field), getattr(other, field))
+        for ours, their in zip(self.low_rank, theirs.low_rank, strict=False):
+            if ours != their:
+                raise ManifestDiffers(ours.name, "low-rank form", ours, their)
+        if len(self.low_rank) != len(theirs.low_rank):
+            raise ManifestDiffers("(manifest)", "number of adapters", len(self.low_rank), len(theirs.low_rank))
         if len(self.parameters) != len(theirs.parameters):
             raise ManifestDiffers("(manifest)", "number of parameters", len(self.parameters), len(theirs.parameters))
 
@@ -154,10 +180,11 @@ def build_manifest(
     *,
     wire_dtype: str = "",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    low_rank: Iterable[LowRank] = (),
 ) -> Manifest:
     """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
     specs = tuple(ParameterSpec(name, tuple(shape), dtype) for name, shape, dtype in parameters)
-    return Manifest(specs, chunk_bytes, wire_dtype)
+    return Manifest(specs, chunk_bytes, wire_dtype, tuple(low_rank))
 
 
 def aligned(num_bytes: int) -> int:
@@ -182,3 +209,19 @@ def _validate(manifest: Manifest) -> None:
             raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
         if not all(isinstance(size, int) and size > 0 for size in spec.shape):
             raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
+    _validate_low_rank(manifest)
+
+
+def _validate_low_rank(manifest: Manifest) -> None:
+    """Each parameter is one factor of one weight, and the shapes are those of products."""
+    shapes = {spec.name: spec.shape for spec in manifest.parameters}
+    used = [name for item in manifest.low_rank for name in (item.a, item.b)]
+    if manifest.low_rank and sorted(used) != sorted(shapes):
+        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "each parameter as a factor of one weight")
+    for item in manifest.low_rank:
+        a, b = shapes[item.a], shapes[item.b]
+        width = (a[-1:] + b[:1]) if item.transposed else (b[:1] + a[-1:])
+        if not (len(a) == len(b) == 2 and a[0] == b[1] and item.shape == width):
+            raise FieldError(f"low_rank[{item.name}].shape", item.shape, f"that of B·A, with A {a} and B {b}")
+        if item.dtype not in DTYPE_BYTES:
+            raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")

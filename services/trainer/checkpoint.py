@@ -33,9 +33,11 @@ def export_policy(
     folder: Path,
     info: dict[str, Any],
     value_head: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer, `info` as
-    pipelinerl.json, and `value_head` where there is one. Tied weights are given once."""
+    pipelinerl.json, and `value_head` where there is one. Tied weights are given once. `adapter`: what of `weights` is in the
+    model's adapters; written into `adapter/` for peft."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -44,6 +46,8 @@ def export_policy(
         tokenizer.save_pretrained(partial)
         if value_head:
             save_value_head(value_head, partial / VALUE_HEAD)
+        if adapter is not None:
+            save_adapter(model, adapter, partial / "adapter")
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
         _put_in_place(partial, folder)
@@ -73,6 +77,18 @@ def load_value_head(scorer: TokenScorer, folder: Path) -> bool:
     except RuntimeError as error:
         raise FieldError("model.name", str(folder), f"its {VALUE_HEAD} is not this model's: {error}") from error
     return True
+
+
+def save_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes what `PeftModel.from_pretrained` reads: `adapter` as `adapter_weights` names it, and how it was made."""
+    from safetensors.torch import save_file
+
+    from services.trainer.learn.lora import peft_config
+
+    folder.mkdir()
+    peft_config(model).save_pretrained(str(folder))
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _same_mode(folder: Path, mode: int) -> None:

@@ -7,6 +7,7 @@ configuration only. One rank is plain: whole weights on its device.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,9 +38,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
         join_ranks(device)
         return sharded_learner(recipe, source, device)
     _check_alone(recipe)
-    policy = load_policy(
-        source, recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing, device=device
-    )
+    policy = load_policy(source, recipe.model, device=device, **_training(recipe))
     _give_value_head(policy, recipe, source)
     _compile_where_wanted(policy, recipe, device)
     return _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
@@ -70,7 +69,13 @@ def _compile_where_wanted(policy: Policy, recipe: Recipe, device: torch.device) 
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    return recipe.algorithm.kl_coefficient > 0
+    """Whether there must be a second copy of the weights: what adapters adapt is the reference itself."""
+    return recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
+
+
+def _training(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of the functions that make a policy to train."""
+    return {"gradient_checkpointing": recipe.trainer.gradient_checkpointing, "lora": recipe.trainer.lora}
 
 
 def _learner(recipe: Recipe, policy: Policy, world: World, reference: Policy | None) -> Learner:
@@ -103,16 +108,13 @@ def _check_alone(recipe: Recipe) -> None:
 
 def _load_on_first(recipe: Recipe, source: str, world: World) -> Policy:
     """Rank 0: the model in host memory, checked. Other ranks: its shape."""
-    checkpointing = recipe.trainer.gradient_checkpointing
     assert world.links is not None
     if world.is_first:
-        policy = load_policy(source, recipe.model, gradient_checkpointing=checkpointing)
+        policy = load_policy(source, recipe.model, **_training(recipe))
         world.links.tell_all(Message("model", {"attention": policy.attention, "own_logits": policy.scorer.own_logits}))
         return policy
     found = world.links.hear().fields
-    return blank_policy(
-        source, recipe.model, found["attention"], found["own_logits"], gradient_checkpointing=checkpointing
-    )
+    return blank_policy(source, recipe.model, found["attention"], found["own_logits"], **_training(recipe))
 
 
 def _sharded(policy: Policy, recipe: Recipe, world: World) -> Policy:

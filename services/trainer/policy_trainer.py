@@ -18,17 +18,18 @@ from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
-from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.checkpoint import export_policy, prune
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.lora import has_adapters
 from services.trainer.learn.model import DTYPES
 from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
 from services.trainer.throughput import StepWork, throughput_figures
+from services.trainer.weights.described import adapter_factors, whole_weights
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import Snapshot, WeightSender
 
@@ -91,7 +92,8 @@ class TorchPolicyTrainer:
         return throughput_figures(work)
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
-        return self._sender.snapshot(version, self._lead.weights())
+        sent = self._lead.adapter() if sends_adapter(self._recipe) else self._lead.weights()
+        return self._sender.snapshot(version, sent)
 
     def score(self, token_ids: TokenIds) -> Logprobs:
         return self._lead.score(token_ids)
@@ -111,7 +113,8 @@ class TorchPolicyTrainer:
         model = self._lead.learner.policy.model
         dtype = DTYPES[self._recipe.model.dtype]
         state = {name: tensor.to("cpu", dtype) for name, tensor in self._lead.weights()}
-        export_policy(model, state, self.tokenizer, folder, info, self._lead.value_head())
+        adapter = {name: tensor.to("cpu") for name, tensor in self._lead.adapter()} if has_adapters(model) else None
+        export_policy(model, state, self.tokenizer, folder, info, self._lead.value_head(), adapter=adapter)
         if not final:
             prune(steps, self._recipe.checkpoint.keep)
         return str(folder), version
@@ -136,11 +139,16 @@ def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightS
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
     chunk_bytes = aligned(int(recipe.weights.chunk_mib * 1024**2))
-    described = learner.policy.model.named_parameters()
-    manifest = describe(described, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+    described = adapter_factors if sends_adapter(recipe) else whole_weights
+    manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
     return WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=of_snapshots, group_placement=of_groups)
+
+
+def sends_adapter(recipe: Recipe) -> bool:
+    """Whether actors get factors of adapters instead of weights."""
+    return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:

@@ -6,7 +6,7 @@ One engine process at a time, one per model shape: every property of an update i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,7 @@ class Running:
         self.llm, self.model, self.store = llm, model, store
         self.backend, self.placement = backend, placement
         self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
+        self.sent: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: self.model.named_parameters()
         self.prepared: list[str] = []
         self.client = self.new_client()
         self.group: WeightGroup | None = None
@@ -135,7 +136,7 @@ class Running:
 
     async def transfer(self, version: PolicyVersion) -> tuple[TransferResult, StagedWeights]:
         assert self.group is not None
-        snapshot = self.sender.snapshot(version, self.model.named_parameters())
+        snapshot = self.sender.snapshot(version, self.sent())
         broadcast = self.sender.broadcast(snapshot, self.group, 30)
         sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast.done), self.client.receive(version, 30))
         return sent, staged

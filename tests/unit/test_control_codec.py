@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipelinerl import control
 from pipelinerl.codec import decode_control, decode_manifest, encode_control, encode_manifest
+from pipelinerl.control_codec import LowRankFields
 from pipelinerl.errors import MessageError
 from pipelinerl.v1 import control_pb2
 
@@ -49,7 +51,7 @@ def test_a_control_message_comes_back_unchanged(message: control.Control) -> Non
 
 
 def test_every_message_of_the_channel_has_a_dataclass_with_the_same_fields() -> None:
-    elsewhere = {"WeightManifest", "ParameterSpec"}  # pipelinerl.weights.manifest
+    elsewhere = {"WeightManifest", "ParameterSpec", "LowRank"}  # pipelinerl.weights.manifest
     for name, message in control_pb2.DESCRIPTOR.message_types_by_name.items():
         if name not in elsewhere:
             fields = {field.name for field in dataclasses.fields(getattr(control, name))}
@@ -107,7 +109,9 @@ def test_an_oversized_control_message_is_refused() -> None:
 
 def test_a_manifest_comes_back_unchanged() -> None:
     manifest = decode_manifest(encode_manifest("id-1", SHAPES, 64 * 1024**2, "bfloat16"))
-    assert manifest == ("id-1", tuple(SHAPES), 64 * 1024**2, "bfloat16")
+    assert manifest == ("id-1", tuple(SHAPES), 64 * 1024**2, "bfloat16", ())
+    low_rank = (LowRankFields("q.weight", (8, 6), "bfloat16", "q.a", "q.b", 0.1, True),)
+    assert decode_manifest(encode_manifest("id-1", SHAPES, 64, low_rank=low_rank)).low_rank == low_rank
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,8 @@ def test_a_manifest_comes_back_unchanged() -> None:
         ("parameters", ("m", [SHAPES[0], SHAPES[0]], 1, "")),
         ("parameters.name", ("m", [("", (1,), "float32")], 1, "")),
         ("parameters[w].shape", ("m", [("w", (-1,), "float32")], 1, "")),
+        ("low_rank.a", ("m", SHAPES, 1, "", [LowRankFields("q", (1, 1), "float32", "", "b", 1.0, False)])),
+        ("low_rank[q].scaling", ("m", SHAPES, 1, "", [LowRankFields("q", (1, 1), "float32", "a", "b", inf, False)])),
         ("chunk_bytes", ("m", SHAPES, 0, "")),
         ("wire_dtype", ("m", SHAPES, 1, "int8")),
     ],

@@ -1,12 +1,18 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError, ManifestMismatch
 from pipelinerl.weights.errors import ManifestDiffers
-from pipelinerl.weights.manifest import Manifest, build_manifest
+from pipelinerl.weights.manifest import LowRank, Manifest, build_manifest
+from pipelinerl.weights.manifest_codec import manifest_from_bytes, manifest_to_bytes
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
+FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]
+ADAPTED = LowRank("q.weight", (3, 5), "bfloat16", "q.a", "q.b", 0.1)
+"""Rank 2, from 5 to 3."""
 
 shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 parameters = st.lists(st.tuples(shapes, st.sampled_from(["float32", "bfloat16"])), min_size=1, max_size=8).map(
@@ -108,8 +114,39 @@ def test_impossible_values_name_the_field(listed, options, field) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", '{"format":9}', build_manifest(TWO).to_json().replace('"format":1', '"format":2')],
+    ["", "{}", "[]", '{"format":9}', build_manifest(TWO).to_json().replace('"format":2', '"format":1')],
 )
 def test_text_that_is_no_manifest_is_refused(text) -> None:
     with pytest.raises(ManifestMismatch):
         Manifest.from_json(text)
+
+
+def test_adapters_come_back_from_json_and_are_part_of_the_id() -> None:
+    manifest = build_manifest(FACTORS, low_rank=[ADAPTED])
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest_from_bytes(manifest_to_bytes(manifest)) == manifest
+    other = build_manifest(FACTORS, low_rank=[replace(ADAPTED, scaling=0.2)])
+    assert manifest.manifest_id != other.manifest_id
+    with pytest.raises(ManifestDiffers, match=r"q\.weight: low-rank form"):
+        manifest.check_same(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"a": "q.c"}, "low_rank"),
+        ({"a": "q.b"}, "low_rank"),
+        ({"shape": (5, 3)}, r"low_rank\[q.weight\].shape"),
+        ({"transposed": True}, r"low_rank\[q.weight\].shape"),
+        ({"dtype": "int8"}, r"low_rank\[q.weight\].dtype"),
+    ],
+)
+def test_adapters_that_do_not_fit_their_factors(changes, problem) -> None:
+    with pytest.raises(FieldError, match=problem):
+        build_manifest(FACTORS, low_rank=[replace(ADAPTED, **changes)])
+
+
+def test_with_adapters_only_factors_are_sent() -> None:
+    build_manifest(FACTORS, low_rank=[replace(ADAPTED, shape=(5, 3), transposed=True)])
+    with pytest.raises(FieldError, match="low_rank"):
+        build_manifest([*FACTORS, ("norm", (3,), "float32")], low_rank=[ADAPTED])

@@ -24,6 +24,7 @@ from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest
 from services.actor.weights import wire
 from services.actor.weights.loading import Loader, choose
+from services.actor.weights.merging import MergingLoader, checkpoint_weights
 from services.actor.weights.worker import TransferWorker
 
 if TYPE_CHECKING:
@@ -76,16 +77,19 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
             if self._loader.mode == "paused":
                 logger.warning("weights are loaded while generation is paused: %s", self._reason)
-        problem = ""
+        problem, loader = "", self._loader
         manifest = Manifest.from_json(init_info.manifest)
         try:
-            self._loader.check(manifest)
+            if manifest.low_rank:
+                base = checkpoint_weights(self.model, self.vllm_config)
+                loader = MergingLoader(loader, base, manifest, self.device)
+            loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
         hello = wire.Hello(get_world_group().rank_in_group, self._loader.mode, self._reason, problem)
         self._worker = TransferWorker(
             hello,
-            self._loader,
+            loader,
             manifest,
             init_info.socket_path,
             stall_timeout_s=init_info.stall_timeout_s,

@@ -6,6 +6,8 @@ three forward passes, one for the forward and two for the backward pass, also wh
 FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula counts attention without the causal half; here the
 pairs that no kernel needs are left out, so the figure is the lower one.
 
+Where only adapters are trained it counts two of the three in frozen products.
+
 Not here: norms, activations, optimizer, and forward passes beside training's (a KL reference). They take time and count
 nothing. What a device could do: `devices.py`.
 """
@@ -13,6 +15,7 @@ nothing. What a device could do: `devices.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -53,6 +56,20 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
         per_pair=float(per_pair * (text.num_hidden_layers - windowed)),
         per_windowed_pair=float(per_pair * windowed),
         window=text.sliding_window if windowed else 0,
+    )
+
+
+def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
+    """A third of what a training step costs where all weights of `forward` are frozen but for `num_trained` in adapters.
+
+    No gradient of frozen weights is computed: two passes in their matrix products instead of three. Adapters are met by every
+    token, and attention, which has no weights, costs what it did.
+    """
+    share = (TRAINING_PASSES - 1) / TRAINING_PASSES
+    return replace(
+        forward,
+        per_token=share * forward.per_token + 2.0 * num_trained,
+        per_output_token=share * forward.per_output_token,
     )
 
 

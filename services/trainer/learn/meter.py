@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from pipelinerl.algorithms.step_cost import CostModel
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.devices import peak_flops
-from services.trainer.learn.flops import model_flops, training_flops
+from services.trainer.learn.flops import frozen_flops, model_flops, training_flops
+from services.trainer.learn.lora import has_adapters
 
 PROCESS_STATUS = Path("/proc/self/status")
 
@@ -26,7 +28,7 @@ class StepMeter:
     def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
         """`compute_dtype`: of the matrix products, where it is not that of the weights."""
         self._device: torch.device = model.device
-        self.cost_model = model_flops(model.config, sum(weight.numel() for weight in model.parameters()))
+        self.cost_model = _cost_model(model)
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
         self.peak_flops = peak_flops(name, str(compute_dtype or model.dtype).removeprefix("torch."))
         """Of the device, FLOP/s; None where it is not known, as of a CPU."""
@@ -47,6 +49,14 @@ class StepMeter:
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
+
+
+def _cost_model(model: PreTrainedModel) -> CostModel:
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
+    if not has_adapters(model):
+        return model_flops(model.config, trained + frozen)
+    return frozen_flops(model_flops(model.config, frozen), trained)
 
 
 def process_memory_peak() -> int:

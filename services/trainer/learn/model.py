@@ -14,10 +14,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from pipelinerl.config.recipe import ModelConfig
+from pipelinerl.config.recipe import LoraConfig, ModelConfig
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import VARLEN, register
-from services.trainer.learn.policy import Policy, checked_policy
+from services.trainer.learn.lora import add_adapters, has_adapters
+from services.trainer.learn.policy import Policy, UnadaptedPolicy, checked_policy
 from services.trainer.learn.scorer import TokenScorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,11 +30,13 @@ def load_policy(
     *,
     gradient_checkpointing: bool = False,
     device: torch.device | str = "cpu",
+    lora: LoraConfig | None = None,
 ) -> Policy:
     """The model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`.
 
-    Raises `FieldError` when there is no such folder, no causal language model in it, weights are missing, its context
-    is shorter than `max_context`, or the attention implementation is not available.
+    `lora`: with new adapters, and everything else frozen. Raises `FieldError` when there is no such folder, no causal
+    language model in it, weights are missing, its context is shorter than `max_context`, the attention implementation is not
+    available, or adapters cannot be put in.
     """
     _check_folder(source, config)
     hub = _hub_arguments(source, config)
@@ -41,12 +44,20 @@ def load_policy(
     _check_context(hf_config, config)
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
+    if lora is not None:
+        add_adapters(model, lora, source)
     model.to(device)
     return wrap_model(model, config.attention, gradient_checkpointing=gradient_checkpointing)
 
 
 def blank_policy(
-    source: str, config: ModelConfig, attention: str, own_logits: bool, *, gradient_checkpointing: bool = False
+    source: str,
+    config: ModelConfig,
+    attention: str,
+    own_logits: bool,
+    *,
+    gradient_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Policy:
     """The shape of a policy that another rank has loaded and checked with this result; its weights have no memory.
 
@@ -59,6 +70,8 @@ def blank_policy(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
         )
+        if lora is not None:
+            add_adapters(model, lora, source)
     _prepare(model, gradient_checkpointing)
     model.set_attn_implementation(attention)
     scorer = TokenScorer(model, attention)
@@ -90,6 +103,11 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
+
+
+def initial_policy(policy: Policy) -> Policy:
+    """What a policy that has not been trained yet is now, and stays: without its adapters, or else a copy."""
+    return UnadaptedPolicy(policy) if has_adapters(policy.model) else frozen_copy(policy)
 
 
 def frozen_copy(policy: Policy) -> Policy:

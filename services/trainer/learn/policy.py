@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.logprobs import MAX_LOGITS, token_scores
+from services.trainer.learn.lora import adapters_off
 from services.trainer.learn.scorer import TokenScorer
 from services.trainer.ranks.rows import RowPart
 
@@ -89,6 +90,20 @@ class Policy:
         row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
         return self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
+
+
+class UnadaptedPolicy(Policy):
+    """The policy that another one was before its adapters: the same weights, in no memory of their own."""
+
+    def __init__(self, adapted: Policy) -> None:
+        super().__init__(adapted.scorer, adapted.device, adapted._part)
+
+    def scores(
+        self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> PolicyScores:
+        """Without a gradient."""
+        with adapters_off(self.model), torch.no_grad():
+            return super().scores(row, predictors, targets, temperature, entropy_grad)
 
 
 def checked_policy(model: PreTrainedModel, attention: str, max_logits: int = MAX_LOGITS) -> Policy:

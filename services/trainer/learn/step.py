@@ -21,13 +21,13 @@ from services.trainer.learn.batch import MicroBatch, TrainingGroup
 from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.meter import StepMeter
 from services.trainer.learn.metrics import StepCollector, TokenMetrics, token_metrics
-from services.trainer.learn.model import frozen_copy
+from services.trainer.learn.model import initial_policy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.scorer import add_value_head
 from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
-from services.trainer.learn.weights import whole_parameters
+from services.trainer.learn.weights import adapter_weights, served_weights, whole_parameters
 from services.trainer.ranks.world import World, alone
 
 
@@ -101,7 +101,7 @@ class Learner:
     ) -> None:
         """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it.
 
-        `reference`: the policy that the KL term is to, a copy of `policy` when None. `compute_dtype`: of matrix products,
+        `reference`: the policy that the KL term is to, what `policy` is now when None. `compute_dtype`: of matrix products,
         where it is not that of the weights.
         """
         self.policy = policy
@@ -112,7 +112,7 @@ class Learner:
         self.world = world or alone(policy.device)
         if algorithm.advantage == "value" and policy.scorer.value_head is None:
             add_value_head(policy.scorer)
-        self.reference = (reference or frozen_copy(policy)) if algorithm.kl_coefficient > 0 else None
+        self.reference = (reference or initial_policy(policy)) if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
         self.meter = StepMeter(policy.model, compute_dtype)
         self._phases = PhaseTimer(mark_for(policy.device))
@@ -201,12 +201,16 @@ class Learner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What actors serve: every parameter by its checkpoint name, whole, one after the other. All ranks go through it."""
-        return whole_parameters(self.policy.model)
+        return served_weights(self.policy.model)
 
     def value_head(self) -> Iterator[tuple[str, Tensor]]:
         """The same of the value head; nothing where there is none."""
         head = self.policy.scorer.value_head
         return iter(()) if head is None else whole_parameters(head)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Of adapters, A and B of each layer, likewise; nothing where all weights are trained."""
+        return adapter_weights(self.policy.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer, for a checkpoint. The reference is not part: it is the initial policy."""

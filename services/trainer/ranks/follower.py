@@ -10,7 +10,7 @@ import logging
 
 from services.trainer.learn.share import TRAIN, StepShare
 from services.trainer.learn.step import Learner
-from services.trainer.ranks.lead import BEAT, END, SCORE, VALUE_HEAD, WEIGHTS
+from services.trainer.ranks.lead import ADAPTER, BEAT, END, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.ranks.message import Message
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ def carry_out(order: Message, learner: Learner) -> None:
             world.links.report(Message("result", fields, {"values": result.values}))
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
-    elif order.kind in (WEIGHTS, VALUE_HEAD):
-        for _ in learner.weights() if order.kind == WEIGHTS else learner.value_head():
+    elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
+        gathered = {WEIGHTS: learner.weights, ADAPTER: learner.adapter, VALUE_HEAD: learner.value_head}
+        for _ in gathered[order.kind]():
             pass
     else:
         assert order.kind == BEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

@@ -19,7 +19,7 @@ from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.ranks.layout import RankLayout
 from services.trainer.ranks.message import Message
 
-SCORE, WEIGHTS, VALUE_HEAD, BEAT, END = "score", "weights", "value head", "beat", "end"
+SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, BEAT, END = "score", "weights", "adapter", "value head", "beat", "end"
 
 
 class Lead:
@@ -61,6 +61,11 @@ class Lead:
         """Its parameters by name; empty without one."""
         self._tell(Message(VALUE_HEAD))
         return dict(self.learner.value_head())
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.adapter`. Must be gone through to its end, too."""
+        self._tell(Message(ADAPTER))
+        yield from self.learner.adapter()
 
     def beat(self) -> None:
         """Says that there is no order yet."""

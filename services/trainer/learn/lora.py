@@ -1,0 +1,157 @@
+"""Low-rank adapters of peft in a model: put in, found, switched off.
+
+peft's layers take the place of the linear ones inside the model, which stays what it was to everybody else. The adapters are
+in the model's dtype, like all weights that compute: float32 masters are the optimizer's, or the shards'. peft is imported only
+where a recipe asks for adapters. Not here: merging them (`pipelinerl_torch/low_rank.py`), sending and saving them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pipelinerl.config.recipe import LoraConfig
+from pipelinerl.errors import FieldError
+
+if TYPE_CHECKING:
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+NAME = "default"
+"""peft's name of the one adapter."""
+BASE = ".base_layer"
+"""What peft adds to the name of a layer that it has wrapped."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -> None:
+    """Freezes all of `model` and puts new adapters in it, which change nothing yet: B is 0, and A random.
+
+    `source`: where the model is from, for whoever loads the adapter later. Raises `FieldError` for a model or target that
+    cannot have adapters.
+    """
+    from peft import inject_adapter_in_model
+
+    targets = _targets(model, config)
+    inject_adapter_in_model(_peft_config(config, targets, source), model, NAME)
+    model.requires_grad_(False)
+    for adapter in layer_adapters(model).values():
+        for factor in (adapter.a, adapter.b):
+            factor.data = factor.data.to(adapter.weight.dtype)
+            factor.requires_grad_(True)
+
+
+def _peft_config(config: LoraConfig, targets: dict[str, nn.Module], source: str) -> peft.LoraConfig:
+    from peft import LoraConfig as PeftLoraConfig
+
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=source or None,
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # used as a number
+        use_rslora=config.rslora,
+        target_modules=config.target_modules,
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
+    )
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
+    """The layers that the recipe means, by name. Raises `FieldError`."""
+    if getattr(model.config, "quantization_config", None):
+        fix = (
+            "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
+        )
+        raise FieldError("trainer.lora", f"rank {config.rank}", fix)
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    body = {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
+    targets: dict[str, nn.Module]
+    if config.target_modules == "all-linear":
+        targets = dict(body)
+    else:
+        targets = {name: modules[name] for part in config.target_modules for name in _named(part, modules)}
+    field = "trainer.lora.target_modules"
+    if not targets:
+        raise FieldError(
+            field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted"
+        )
+    for name in targets:
+        if name not in body:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
+            fix = f"means {name}, which is no linear layer inside the model; adapters go on {kinds}"
+            raise FieldError(field, config.target_modules, fix)
+    return targets
+
+
+def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
+    """As peft compares names."""
+    found = [name for name in modules if name == part or name.endswith(f".{part}")]
+    if not found:
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise FieldError("trainer.lora.target_modules", part, f"no such layer in the model; it has {known}")
+    return found
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAdapter:
+    """What one layer has; with sharded weights, its shards."""
+
+    layer: LoraLayer
+    weight: nn.Parameter
+    """Of the layer itself: [out, in], or [in, out] where it is `transposed`."""
+    a: nn.Parameter
+    """[rank, in]"""
+    b: nn.Parameter
+    """[out, rank]"""
+    scaling: float
+    transposed: bool
+
+
+def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
+    """Of each layer that has one, by the name that the layer has without it."""
+    if not has_adapters(model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {name: _layer_adapter(layer) for name, layer in layers.items()}
+
+
+def _layer_adapter(layer: Any) -> LayerAdapter:
+    base = layer.get_base_layer()
+    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    return LayerAdapter(layer, base.weight, a, b, float(layer.scaling[NAME]), isinstance(base, Conv1D))
+
+
+def peft_config(model: nn.Module) -> peft.LoraConfig:
+    """How the model's adapters were made, for who loads them."""
+    configs: dict[str, peft.LoraConfig] = model.peft_config  # type: ignore[assignment]
+    return dataclasses.replace(configs[NAME], inference_mode=True)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before adapters; the same weights still require gradients."""
+    adapters = layer_adapters(model).values()
+    for adapter in adapters:
+        adapter.layer.enable_adapters(False)
+        for factor in (adapter.a, adapter.b):  # peft freezes them; who gathers them now must not take them for frozen
+            factor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.layer.enable_adapters(True)

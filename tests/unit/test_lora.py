@@ -1,0 +1,332 @@
+"""Adapters: they alone are trained, what is served is the policy that they make, and nothing else notices them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
+from pipelinerl.errors import FieldError
+from pipelinerl_torch.low_rank import add_low_rank
+from services.trainer.checkpoint import export_policy
+from services.trainer.learn.flops import frozen_flops, model_flops
+from services.trainer.learn.lora import adapters_off, add_adapters, layer_adapters
+from services.trainer.learn.model import blank_policy, frozen_copy, initial_policy, load_policy, wrap_model
+from services.trainer.learn.policy import Policy, UnadaptedPolicy
+from services.trainer.learn.step import Learner
+from services.trainer.learn.weights import adapter_weights, served_parameters, served_weights
+from tests.unit.builders import make_recipe
+from tests.unit.test_flops import LLAMA_8B
+from tests.unit.test_learner import LENGTHS, VOCABULARY, build, group_of, model_of, plain_logprobs, sequences_of
+
+FAMILIES = ("llama-tied", "qwen2-untied", "gpt2")
+"""Tied and untied heads, biases, and weights kept as [in, out]."""
+RANK_4 = LoraConfig(rank=4, alpha=8.0)
+TOKENS = np.arange(17) % VOCABULARY
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model(family: str) -> PreTrainedModel:
+    if family != "gpt2":
+        return model_of(family)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return build(GPT2Config, GPT2LMHeadModel, bos_token_id=0, eos_token_id=1, **sizes)
+
+
+def adapted(family: str, lora: LoraConfig = RANK_4, **options: Any) -> Policy:
+    base = model(family)
+    torch.manual_seed(1)
+    add_adapters(base, lora)
+    return wrap_model(base, **options)
+
+
+def learner(policy: Policy, **algorithm: Any) -> Learner:
+    trainer = TrainerConfig(learning_rate=2e-2, tokens_per_microbatch=64, lora=RANK_4)
+    return Learner(policy, AlgorithmConfig(**algorithm), trainer)
+
+
+def train(policy: Policy, steps: int = 3, **algorithm: Any) -> Learner:
+    learning = learner(policy, **algorithm)
+    for version in range(steps):
+        assert learning.train_step([group_of(sequences_of(LENGTHS, seed=version), seed=version)], version).applied
+    return learning
+
+
+def served(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in served_weights(policy.model)}
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel) -> np.ndarray:
+    """By transformers alone."""
+    ids = torch.from_numpy(TOKENS)[None]
+    logits = model.eval()(input_ids=ids).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def test_merging_by_hand() -> None:
+    weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])  # [out 2, in 3]
+    a, b = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[3.0], [-1.0]])  # B·A = [[3, 0, 6], [-1, 0, -2]]
+    expected = torch.tensor([[2.5, 2.0, 6.0], [3.5, 5.0, 5.0]])
+    assert torch.equal(add_low_rank(weight, a, b, 0.5, transposed=False), expected)
+    assert torch.equal(add_low_rank(weight.T.contiguous(), a, b, 0.5, transposed=True), expected.T)
+
+
+def test_merging_rounds_once() -> None:
+    # bfloat16 has 256 and then 258. B·A = 1 + 1/512: above 257, hence 258. B·A rounded first is 1, and 257 goes to 256.
+    weight = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
+    a, b = torch.tensor([[1.0], [1 / 512]]), torch.ones(1, 2)
+    assert add_low_rank(weight, a, b, 1.0, transposed=False).item() == 258
+    # A factor takes part as the forward pass has it, in the weight's dtype: 1 + 1/512 is 1 there.
+    assert add_low_rank(weight, torch.tensor([[1 + 1 / 512]]), torch.ones(1, 1), 1.0, transposed=False).item() == 256
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_change(family: str) -> None:
+    policy = adapted(family)
+    before = {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
+    train(policy)
+    changed = {name for name, weight in policy.model.named_parameters() if not torch.equal(weight, before[name])}
+    factors = {name for name in before if ".lora_" in name}
+    assert changed == factors == {name for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    assert len(factors) == 2 * len(layer_adapters(policy.model)) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_served_is_the_original_model_in_form_and_the_trained_policy_in_values(family: str) -> None:
+    policy, original = adapted(family), model(family)
+    train(policy)
+    form = [(name, tuple(weight.shape), weight.dtype) for name, weight in original.named_parameters()]
+    assert [(name, tuple(weight.shape), weight.dtype) for name, weight in served_parameters(policy.model)] == form
+    weights = served(policy)
+    assert [(name, tuple(weight.shape), weight.dtype) for name, weight in weights.items()] == form
+    before = dict(original.named_parameters())
+    moved = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    assert moved == {f"{name}.weight" for name in layer_adapters(policy.model)}
+
+    untrained = logprobs(original)
+    missing, unexpected = original.load_state_dict(weights, strict=False)
+    assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
+    np.testing.assert_allclose(logprobs(original), policy.sequence_logprobs(TOKENS), atol=1e-5)
+    assert np.abs(logprobs(original) - untrained).max() > 0.05
+
+
+def test_scaling_is_by_rank_or_by_its_root() -> None:
+    for rslora, scaling in ((False, 8 / 4), (True, 8 / 2)):
+        policy = adapted("llama-tied", LoraConfig(rank=4, alpha=8.0, rslora=rslora))
+        name, adapter = next(iter(layer_adapters(policy.model).items()))
+        with torch.no_grad():
+            adapter.b.normal_()
+        expected = adapter.weight + scaling * adapter.b @ adapter.a
+        torch.testing.assert_close(served(policy)[f"{name}.weight"], expected)
+
+
+def test_bfloat16_adapters_have_float32_masters_and_serve_what_they_compute() -> None:
+    base = model("qwen2-untied").to(torch.bfloat16)
+    add_adapters(base, RANK_4)
+    policy = wrap_model(base)
+    learning = train(policy)
+    state = learning.optimizer.state_dict()
+    assert {weight.dtype for weight in base.parameters()} == {torch.bfloat16}
+    assert {master.dtype for master in state["masters"]} == {torch.float32}
+    assert len(state["masters"]) == 2 * len(layer_adapters(base))
+    whole = model("qwen2-untied").to(torch.bfloat16)
+    whole.load_state_dict(served(policy))
+    assert np.abs(logprobs(whole) - policy.sequence_logprobs(TOKENS)).max() < 0.25
+
+
+def test_new_adapters_change_nothing() -> None:
+    np.testing.assert_array_equal(
+        adapted("llama-tied").sequence_logprobs(TOKENS), wrap_model(model("llama-tied")).sequence_logprobs(TOKENS)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_the_model_without_adapters(family: str) -> None:
+    policy = adapted(family)
+    copy = frozen_copy(policy)  # made before training, as one would without adapters
+    assert isinstance(initial_policy(policy), UnadaptedPolicy)
+    with_copy = Learner(policy, AlgorithmConfig(kl_coefficient=0.1), TrainerConfig(lora=RANK_4), reference=copy)
+    without = train(policy, kl_coefficient=0.1)
+    group = group_of(sequences_of(LENGTHS, seed=7), seed=7)
+    batch = without.prepare([group], 3).shares[0].batches[0].on(policy.device)
+    reference = without._reference_logprobs(batch)
+    assert reference is not None
+    torch.testing.assert_close(reference, with_copy._reference_logprobs(batch), rtol=0, atol=0)
+    scores = policy.scores(batch.row, batch.predictors, batch.targets).logprobs.detach()
+    assert float((scores - reference).abs().max()) > 0.05
+    assert without.train_step([group], 3).metrics["reference_kl"] > 1e-3  # the next step still trains adapters
+
+
+def test_a_step_with_the_reference_inside_is_that_with_a_copy() -> None:
+    group = group_of(sequences_of(LENGTHS))
+    outcomes = []
+    for copied in (False, True):
+        policy = train(adapted("llama-tied"), steps=2).policy
+        reference = wrap_model(model("llama-tied")) if copied else None
+        trainer = TrainerConfig(learning_rate=2e-2, tokens_per_microbatch=64, lora=RANK_4)
+        learning = Learner(policy, AlgorithmConfig(kl_coefficient=0.5), trainer, reference=reference)
+        outcomes.append((learning.train_step([group], 2).metrics, served(policy)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(weight, outcomes[1][1][name]) for name, weight in outcomes[0][1].items())
+
+
+def test_adapters_come_back_after_an_error() -> None:
+    policy = train(adapted("llama-tied")).policy
+    before = policy.sequence_logprobs(TOKENS)
+    with pytest.raises(RuntimeError, match="inside"), adapters_off(policy.model):
+        raise RuntimeError("inside")
+    np.testing.assert_array_equal(policy.sequence_logprobs(TOKENS), before)
+
+
+def test_gradients_reach_adapters_through_recomputed_activations() -> None:
+    kept, recomputed = (
+        served(train(adapted("qwen2-untied", gradient_checkpointing=on)).policy) for on in (False, True)
+    )
+    for name, weight in kept.items():
+        torch.testing.assert_close(recomputed[name], weight, atol=1e-5, rtol=1e-5)
+
+
+def test_a_state_comes_back() -> None:
+    learning = train(adapted("llama-tied"))
+    state = learning.state_dict()
+    other = learner(adapted("llama-tied"))
+    other.load_state_dict(state)
+    group = [group_of(sequences_of(LENGTHS, seed=9))]
+    assert other.train_step(group, 3).metrics == learning.train_step(group, 3).metrics
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["all-linear", "some"])
+def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: str, tmp_path: Path) -> None:
+    model(family).save_pretrained(tmp_path / "base")
+    some = ["c_attn"] if family == "gpt2" else ["q_proj", "mlp.up_proj"]
+    lora = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=some if targets == "some" else "all-linear")
+    config = ModelConfig(source="path", name=str(tmp_path / "base"), max_context=64)
+    policy = load_policy(str(tmp_path / "base"), config, lora=lora)
+    train(policy)
+    tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
+    adapter = dict(adapter_weights(policy.model))
+    folder = export_policy(policy.model, served(policy), tokenizer, tmp_path / "checkpoint", {}, adapter=adapter)
+
+    expected = policy.sequence_logprobs(TOKENS)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    np.testing.assert_allclose(logprobs(whole), expected, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    np.testing.assert_allclose(logprobs(PeftModel.from_pretrained(base, folder / "adapter")), expected, atol=1e-5)
+    written = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (written["r"], written["base_model_name_or_path"]) == (3, str(tmp_path / "base"))
+    assert written["inference_mode"] is True
+
+
+def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
+    policy = wrap_model(model("llama-tied"))
+    assert list(adapter_weights(policy.model)) == []
+    tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
+    assert not (
+        export_policy(policy.model, served(policy), tokenizer, tmp_path / "checkpoint", {}) / "adapter"
+    ).exists()
+
+
+def test_a_blank_policy_has_the_same_parameters(tmp_path: Path) -> None:
+    model("llama-tied").save_pretrained(tmp_path)
+    config = ModelConfig(source="path", name=str(tmp_path), max_context=64, dtype="bfloat16")
+    policy = load_policy(str(tmp_path), config, lora=RANK_4)
+    blank = blank_policy(str(tmp_path), config, policy.attention, policy.scorer.own_logits, lora=RANK_4)
+
+    def form(policy: Policy) -> list[Any]:
+        named = policy.model.named_parameters()
+        return [(name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in named]
+
+    assert form(blank) == form(policy)
+
+
+@pytest.mark.parametrize(
+    ("targets", "problem"),
+    [
+        (["q_proj", "qkv"], r"trainer.lora.target_modules = 'qkv'.*no such layer.*down_proj.*q_proj"),
+        (["lm_head"], "means lm_head, which is no linear layer inside the model"),
+        (["embed_tokens"], "means model.embed_tokens, which is no linear layer"),
+        (["mlp"], "means model.layers.0.mlp, which is no linear layer"),
+    ],
+)
+def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
+    with pytest.raises(FieldError, match=problem):
+        add_adapters(model("llama-tied"), LoraConfig(target_modules=targets))
+
+
+def test_a_quantised_model_is_refused() -> None:
+    quantised = model("llama-tied")
+    quantised.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(FieldError, match=r"trainer.lora = .*not quantised"):
+        add_adapters(quantised, RANK_4)
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"target_modules": []}, "name at least one layer")],
+)
+def test_recipes_that_cannot_be(lora: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        make_recipe(trainer={"tokens_per_microbatch": 64, "batch_size": 4, "lora": lora})
+
+
+def test_a_recipe_says_adapters_by_naming_one_field() -> None:
+    recipe: Recipe = make_recipe(trainer={"tokens_per_microbatch": 64, "batch_size": 4, "lora": {"rank": 8}})
+    assert recipe.trainer.lora == LoraConfig(rank=8, alpha=32.0, rslora=False, target_modules="all-linear")
+
+
+def test_frozen_products_cost_two_passes_of_three() -> None:
+    # Rank 16 on all linear layers of the 8B: 16 · (in + out) of q and o 8192 each, k and v 5120, three of 18432: 81920 · 16
+    # = 1,310,720 a layer, 41,943,040 in all. Three passes of the result are 2/3 of three passes, and 6 a trained weight.
+    forward = model_flops(LLAMA_8B, num_parameters=0)
+    num_trained = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+    assert num_trained == 41_943_040
+    cost = frozen_flops(forward, num_trained)
+    assert 3 * cost.per_token == pytest.approx(2 * forward.per_token + 6 * num_trained)
+    assert 3 * cost.per_output_token == pytest.approx(2 * forward.per_output_token)
+    assert cost.per_pair == forward.per_pair
+    assert cost == replace(cost, window=forward.window)
+
+
+def test_a_learner_counts_frozen_products_so() -> None:
+    whole, adapters = wrap_model(model("llama-tied")), adapted("llama-tied")
+    group = [group_of(sequences_of(LENGTHS))]
+    trained = sum(weight.numel() for weight in adapters.model.parameters() if weight.requires_grad)
+    expected = frozen_flops(learner(whole).meter.cost_model, trained)
+    assert learner(adapters).meter.cost_model == expected
+    assert learner(adapters).prepare(group, 0).flops < learner(whole).prepare(group, 0).flops
+
+
+def test_plain_gradients_of_adapters() -> None:
+    """One sequence alone through the model, without this project's code, moves the same weights the same way."""
+    policy, plain = train(adapted("llama-tied")).policy, train(adapted("llama-tied")).policy
+    sequence = sequences_of(LENGTHS)[3]
+    batch = learner(policy).prepare([group_of([sequence])], 0).shares[0].batches[0].on(policy.device)
+    policy.scores(batch.row, batch.predictors, batch.targets).logprobs.sum().backward()
+    plain_logprobs(plain.model, sequence).sum().backward()
+    for ours, theirs in zip(policy.model.parameters(), plain.model.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == (not ours.requires_grad)
+        if ours.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
