@@ -207,7 +207,7 @@ class TrainerConfig(Section):
     tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     compile: bool = Field(
-        False, description="Decoder layers through torch.compile: a minute at the start, then less time per step."
+        False, description="Decoder layers through torch.compile: fewer memory passes on a GPU, little gain on CPU."
     )
     threads: int = Field(0, ge=0, le=1024, description="Torch threads on CPU; 0 = share the cores with the actors.")
     give_up_after_groups: int = Field(
