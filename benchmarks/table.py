@@ -18,7 +18,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),

@@ -10,8 +10,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from pipelinerl.config.recipe import AlgorithmConfig
@@ -52,6 +54,19 @@ def test_compiled_layers_have_the_same_gradients(checkpointed: bool) -> None:
     for lengths, budget in ((LENGTHS, 40), ([(3, 5), (2, 30)], 128)):
         group = group_of(sequences_of(lengths))
         assert_same(packed_gradients(eager, group, config, budget), packed_gradients(compiled, group, config, budget))
+
+
+@needs_compiler
+def test_scoring_a_sequence_compiles_nothing() -> None:
+    torch.compiler.reset()
+    eager, compiled = wrap_model(model_of("llama-untied")), wrap_model(model_of("llama-untied"))
+    compile_layers(compiled.model)
+    tokens = np.arange(12, dtype=np.int32)
+    before = counters["stats"]["unique_graphs"]
+    assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)
+    assert counters["stats"]["unique_graphs"] == before
+    packed_gradients(compiled, group_of(sequences_of([(2, 9)])), AlgorithmConfig())
+    assert counters["stats"]["unique_graphs"] > before, "the count does not tell"
 
 
 @needs_compiler

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import recovery
+from benchmarks import recovery, trainer_memory
 from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
+from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
 from benchmarks.samples import milliseconds, paired_ratio, percentile
 from benchmarks.simulated_members import actors_of
@@ -109,3 +113,32 @@ def test_a_recovery_table_keeps_the_phases_that_were_not_measured_this_time() ->
     again = [{"phase": "serving", "served_s": 3}, {"phase": "staged", "served_s": 4}]
     kept = recovery.merged(before, again)
     assert [(made["phase"], made["served_s"]) for made in kept] == [("joining", 1), ("staged", 4), ("serving", 3)]
+
+
+def test_resident_memory_is_read_in_bytes() -> None:
+    status = "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
+    assert (resident_bytes("VmHWM", status), resident_bytes("VmRSS", status)) == (2 * 2**20, 2**20)
+    with pytest.raises(ValueError, match="no VmSwap"):
+        resident_bytes("VmSwap", status)
+
+
+def test_a_peak_is_of_one_computation_and_holds_what_it_freed() -> None:
+    """64 MiB that are written and freed show; 128 MiB before them do not."""
+    torch.ones(128 * 2**18)
+    found = measured(lambda: torch.ones(64 * 2**18).sum(), torch.device("cpu"))
+    assert 60 < found.peak_mib < 100
+
+
+def test_a_memory_result_keeps_the_part_that_was_not_measured_this_time(tmp_path: Path) -> None:
+    path = tmp_path / "trainer_memory.json"
+    assert trainer_memory.kept_rows(path, "head") == []
+    path.write_text(json.dumps({"rows": [{"part": "head"}, {"part": "layers", "way": "all kept"}]}))
+    assert trainer_memory.kept_rows(path, "head") == [{"part": "layers", "way": "all kept"}]
+    assert trainer_memory.kept_rows(path, None) == []
+
+
+def test_gradients_of_the_head_are_counted_by_their_dtype() -> None:
+    """(151,936 words + 1,024 tokens) x 896 numbers."""
+    mebi = 152_960 * 896 / 2**20
+    assert trainer_memory.gradients_mib("head", torch.float32, 1024) == 4 * mebi
+    assert trainer_memory.gradients_mib("head", torch.bfloat16, 1024) == 2 * mebi

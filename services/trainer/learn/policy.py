@@ -89,7 +89,9 @@ class Policy:
         tokens = np.asarray(token_ids, dtype=np.int64)
         row = token_row(tokens, np.array([len(tokens)]), self.row_multiple, self.device)
         predictors = torch.arange(len(tokens) - 1, device=self.device)
-        return self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
+        # Compiled layers would be compiled once more for a pass without gradients, which a few sequences do not repay.
+        with torch.compiler.set_stance("force_eager"):
+            return self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
 
 
 class UnadaptedPolicy(Policy):
