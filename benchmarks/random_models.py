@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from pipelinerl.config.recipe import Recipe
 
@@ -66,6 +66,20 @@ def billion_config() -> LlamaConfig:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+
+
+def qwen2_1b5_config() -> Qwen2Config:
+    """Qwen2.5-1.5B's shape and vocabulary size: 1.54 billion parameters."""
+    return Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=131_072,
         tie_word_embeddings=True,
     )
 

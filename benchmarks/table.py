@@ -18,20 +18,38 @@ from typing import Any
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),
     "trainer_overhead": (
         "case",
+        "ranks",
+        "threads_per_rank",
         "learner_tokens_per_s",
         "bare_tokens_per_s",
         "ratio",
         "ratio_best",
         "ratio_cpu_time",
         "goal",
+        "by_one_rank",
         "packing_fill",
         "stream_fill",
+        "load_before",
+    ),
+    "trainer_gpu": (
+        "model",
+        "row_tokens",
+        "recomputed",
+        "compiled",
+        "tokens_per_s",
+        "bare_tokens_per_s",
+        "ratio",
+        "mfu",
+        "goal_mfu",
+        "bare_mfu",
+        "peak_gib",
+        "bare_peak_gib",
     ),
     "actor_overhead": (
         "case",

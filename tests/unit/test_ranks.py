@@ -73,7 +73,7 @@ def train(learner: Learner, job: Job) -> Result | None:
         outcomes.append(lead.train_step(prepared).metrics)
         lead.beat()
     scores = lead.score(np.arange(11) % 23)
-    weights = {name: tensor.float().numpy().copy() for name, tensor in lead.weights()}
+    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.weights()}
     lead.end()
     return Result(outcomes, gradients, weights, scores, microbatches)
 
@@ -85,7 +85,9 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
 
     def keeping(loss: float) -> OptimizerReport:
         named = learner.policy.model.named_parameters()
-        kept.append({name: whole(weight.grad).numpy().copy() for name, weight in named if weight.grad is not None})
+        kept.append(
+            {name: whole(weight.grad).cpu().numpy().copy() for name, weight in named if weight.grad is not None}
+        )
         return step(loss)
 
     learner.optimizer.step = keeping  # type: ignore[method-assign]
