@@ -51,9 +51,10 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 test-unit: $(STAMP)  ## Unit tests only: a minute or two
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
-gpu-check:  ## The tests that need a GPU, in an environment that has one (GPU_PYTHON=...)
+gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'
 	@$(GPU_PYTHON) -m pytest -m gpu -v -rA $(ARGS) tests/gpu
+	@$(GPU_PYTHON) -m benchmarks.trainer_gpu --short
 
 check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date
 	@$(BIN)/ruff check .

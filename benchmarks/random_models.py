@@ -84,6 +84,20 @@ def half_qwen2_config() -> Qwen2Config:
     )
 
 
+def qwen2_1b5_config() -> Qwen2Config:
+    """Qwen2.5-1.5B's shape and vocabulary size: 1.54 billion parameters."""
+    return Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    )
+
+
 def build_billion(recipe: Recipe, folder: Path) -> None:
     """In bfloat16. The words are made up."""
     _save(billion_config(), _made_up_words(billion_config().vocab_size), folder, torch.bfloat16)

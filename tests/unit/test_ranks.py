@@ -87,9 +87,9 @@ def train(learner: Learner, job: Job) -> Result | None:
         outcomes.append(lead.train_step(prepared).metrics)
         lead.beat()
     scores = lead.score(np.arange(11) % 23)
-    adapter = {name: tensor.float().numpy().copy() for name, tensor in lead.adapter()}
-    weights = {name: tensor.float().numpy().copy() for name, tensor in lead.weights()}
-    weights |= {f"value_head.{name}": tensor.numpy().copy() for name, tensor in lead.value_head().items()}
+    adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.adapter()}
+    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.weights()}
+    weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in lead.value_head().items()}
     lead.end()
     return Result(outcomes, gradients, weights, adapter, scores, microbatches, state_bytes(learner))
 
@@ -101,7 +101,9 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
 
     def keeping(loss: float) -> OptimizerReport:
         named = learner.policy.model.named_parameters()
-        kept.append({name: whole(weight.grad).numpy().copy() for name, weight in named if weight.grad is not None})
+        kept.append(
+            {name: whole(weight.grad).cpu().numpy().copy() for name, weight in named if weight.grad is not None}
+        )
         return step(loss)
 
     learner.optimizer.step = keeping  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ Not here: flex and flash_attention_2, which transformers provides and `model.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.errors import FieldError
+from services.trainer.learn.transfer import on_device
 
 if TYPE_CHECKING:
     from services.trainer.ranks.rows import HeadExchange
@@ -55,20 +57,25 @@ class RowBlock:
 class PackedLayout:
     """Where sequences begin and end in a packed row of T tokens."""
 
+    lengths: NDArray[np.int64]
+    """[sequences], in order of the row."""
     cu_seqlens: Tensor
     """int32[sequences + 1]: cumulative lengths, from 0 to T."""
     longest: int
-    blocks: tuple[RowBlock, ...]
     exchange: HeadExchange | None = None
     """Where ranks share the row: each brings a part of the tokens, and attends all of them with a part of the heads."""
+
+    @cached_property
+    def blocks(self) -> tuple[RowBlock, ...]:
+        """Made when first asked for: the flash kernel never needs them."""
+        ends, device = np.cumsum(self.lengths), self.cu_seqlens.device
+        return tuple(_row_block(self.lengths, ends, first, end, device) for first, end in _similar_runs(self.lengths))
 
 
 def packed_layout(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:
     """Layout of sequences of `lengths` tokens that stand one behind the other; best in order of falling length."""
-    ends = np.cumsum(lengths)
-    cu_seqlens = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)).to(device)
-    blocks = tuple(_row_block(lengths, ends, first, end, device) for first, end in _similar_runs(lengths))
-    return PackedLayout(cu_seqlens, int(lengths.max()), blocks)
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()))
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -84,7 +91,7 @@ def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def _row_block(
-    lengths: NDArray[np.int64], ends: NDArray[np.int64], first: int, end: int, device: torch.device | str
+    lengths: NDArray[np.int64], ends: NDArray[np.int64], first: int, end: int, device: torch.device
 ) -> RowBlock:
     rows = lengths[first:end]
     row_tokens, first_token = int(rows.max()), int(ends[first] - lengths[first])
@@ -98,8 +105,8 @@ def _row_block(
         first_token + num_tokens,
         len(rows),
         row_tokens,
-        torch.from_numpy(slots).to(device),
-        torch.from_numpy(sources).to(device),
+        on_device(slots, device),
+        on_device(sources, device),
     )
 
 

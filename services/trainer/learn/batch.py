@@ -20,6 +20,7 @@ from pipelinerl.algorithms.staleness import token_lags
 from pipelinerl.types import Sequence
 from services.trainer.learn.attention import PackedLayout, packed_layout
 from services.trainer.learn.normalization import BatchTotals, Normalization, token_weights
+from services.trainer.learn.transfer import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,19 +69,15 @@ class HostMicroBatch:
     """Prompt and completion tokens, without padding."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
-        """The same as tensors on `device`."""
-
-        def tensor(values: NDArray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
-
+        """The same as tensors on `device`. Does not wait for the device."""
         return MicroBatch(
             row=_row(self.token_ids, self.lengths, device),
-            predictors=tensor(self.predictors),
-            targets=tensor(self.targets),
-            behaviour_logprobs=tensor(self.behaviour_logprobs),
-            advantages=tensor(self.advantages),
-            weights=tensor(self.weights),
-            sequence_index=tensor(self.sequence_index),
+            predictors=on_device(self.predictors, device),
+            targets=on_device(self.targets, device),
+            behaviour_logprobs=on_device(self.behaviour_logprobs, device),
+            advantages=on_device(self.advantages, device),
+            weights=on_device(self.weights, device),
+            sequence_index=on_device(self.sequence_index, device),
             lags=self.lags,
             num_sequences=self.num_sequences,
             num_tokens=self.num_tokens,
@@ -128,8 +125,8 @@ def _padded(
 def _row(token_ids: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device | str) -> TokenRow:
     positions = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return TokenRow(
-        torch.from_numpy(token_ids)[None].to(device, non_blocking=True),
-        torch.from_numpy(positions)[None].to(device, non_blocking=True),
+        on_device(token_ids[None], device),
+        on_device(positions[None], device),
         packed_layout(lengths, device),
     )
 

@@ -1,0 +1,109 @@
+"""A case of `trainer_overhead` on several ranks of one machine, each with one thread, which meet over Gloo.
+
+Ours: the learner under FSDP2, told what to do by rank 0. Bare: `fully_shard` on each layer and on the model, and a loop
+over the same micro-batches of each rank. Both live on the same ranks and step in turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers import PreTrainedModel
+
+from benchmarks.bare_loop import BareLoop
+from benchmarks.loops_in_turn import Timings, compared, in_turn, of_all_ranks, timed
+from benchmarks.trainer_cases import Case
+from benchmarks.training_data import VERSION
+from pipelinerl.config.recipe import AlgorithmConfig
+from services.trainer.learn.attention import VARLEN
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.share import PreparedStep
+from services.trainer.learn.step import Learner
+from services.trainer.ranks.follower import carry_out
+from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.sharding import decoder_layers, shard_policy
+from services.trainer.ranks.world import World, join_ranks, leave_ranks, world_of_ranks
+
+CPU = torch.device("cpu")
+
+
+def run_ranks(case: Case, pairs: int) -> dict[str, Any]:
+    """Result of `case` on its ranks, and beside it one rank of ours with as many threads."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=case.ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
+    metrics = of_rank[0][1]
+    timings = of_all_ranks([timings for timings, _ in of_rank.values()])
+    fastest_s = min(step.wall_s for step in timings.ours)
+    by_one_rank = fastest_step_of_one_rank_s(case, pairs) / fastest_s
+    return {**compared(timings, metrics["completion_tokens"]), "by_one_rank": by_one_rank, "metrics": metrics}
+
+
+def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
+    """On every rank: the timings of its steps; on rank 0 also the metrics of a step."""
+    torch.set_num_threads(1)
+    join_ranks(CPU)
+    world = world_of_ranks(1, 0, CPU)
+    torch.manual_seed(0)
+    model = case.build_model()
+    groups = case.groups(model.config.vocab_size)
+    policy = shard_policy(wrap_model(copy.deepcopy(model)), world, torch.float32)
+    learner = Learner(policy, AlgorithmConfig(), case.trainer(), world=world)
+    bare = bare_loop(model, case, learner.prepare(groups, VERSION), world)
+    ours = order_of(learner, groups)
+    metrics = ours()
+    bare.step()
+    timings = in_turn(ours, bare.step, pairs, meet=dist.barrier)
+    leave_ranks()
+    return timings, metrics
+
+
+def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict[str, Any]]:
+    """This rank's part in one step: plan it and lead, or follow."""
+    lead, links = Lead(learner), learner.world.links
+    assert links is not None
+
+    def follow() -> dict[str, Any]:
+        carry_out(links.hear(), learner)
+        return {}
+
+    return (lambda: lead.train_step(lead.prepare(groups, VERSION)).metrics) if learner.world.is_first else follow
+
+
+def bare_loop(model: PreTrainedModel, case: Case, prepared: PreparedStep, world: World) -> BareLoop:
+    """On this rank's micro-batches of `prepared`."""
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+    batches = [batch.on(CPU) for batch in prepared.shares[world.layout.data_index].batches]
+    return BareLoop(model, VARLEN, batches, case.trainer())
+
+
+def fastest_step_of_one_rank_s(case: Case, steps: int) -> float:
+    """Seconds, of the learner alone, with a thread for each rank of `case`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.ranks)
+    torch.manual_seed(0)
+    model = case.build_model()
+    groups = case.groups(model.config.vocab_size)
+    learner = Learner(wrap_model(model), AlgorithmConfig(), case.trainer())
+    learner.train_step(groups, VERSION)
+    fastest = min(timed(lambda: learner.train_step(groups, VERSION)).wall_s for _ in range(steps))
+    torch.set_num_threads(before)
+    return fastest

@@ -1,0 +1,102 @@
+"""The learner on a device: the kernels of 16 bit, NCCL ranks, and a host that does not wait."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.config.settings import RankSettings
+from services.trainer.learn.attention import packed_layout, varlen_attention
+from services.trainer.learn.batch import host_microbatch
+from services.trainer.learn.normalization import BatchTotals
+from services.trainer.loading import load_learner, rank_device, sharded_learner
+from services.trainer.ranks.world import join_ranks, leave_ranks
+from tests.unit.ranks import on_ranks
+from tests.unit.test_learner import model_of, sequences_of
+from tests.unit.test_ranks import Job, Result, same, train
+from tests.unit.test_sixteen_bit import assert_near, step_on
+
+pytestmark = pytest.mark.gpu
+LONG = 2_000_000_000
+"""Cycles: about a second."""
+
+
+def test_the_flash_kernel_agrees_with_padded_rows() -> None:
+    torch.manual_seed(0)
+    lengths = np.array([300, 120, 77, 5])
+    shapes = [(1, heads, int(lengths.sum()), 64) for heads in (8, 2, 2)]
+    query, key, value = (torch.randn(shape, device="cuda") for shape in shapes)
+    layout = packed_layout(lengths, "cuda")
+    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=layout)
+    half = (x.bfloat16() for x in (query, key, value))
+    flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=packed_layout(lengths, "cuda"))
+    torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+def test_a_step_on_the_device_is_near_that_of_float32_on_the_host(
+    family: str, dtype: torch.dtype, share: float
+) -> None:
+    assert_near(step_on("cuda", dtype, family), step_on("cpu", torch.float32, family), share)
+
+
+def test_the_flash_kernel_needs_no_padded_rows() -> None:
+    lengths = np.array([40, 3])
+    layout = packed_layout(lengths, "cuda")
+    query, key, value = (torch.randn(1, 2, 43, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    varlen_attention(torch.nn.Identity(), query, key, value, None, packed=layout)
+    assert "blocks" not in vars(layout)
+
+
+def test_a_micro_batch_goes_to_the_device_while_that_is_busy() -> None:
+    """64 Ki tokens, more than a driver takes into its own memory."""
+    sequences = sequences_of([(2, 2**14 - 2)] * 4)
+    batch = host_microbatch(sequences, np.ones(4), 0, "batch", BatchTotals(4, 4 * (2**14 - 2)))
+    batch.on("cuda")
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(LONG)
+    done.record()
+    there = batch.on("cuda")
+    assert not done.query()
+    assert there.targets.cpu().tolist() == batch.targets.tolist()
+
+
+@pytest.mark.parametrize("every_gpu", [False, True], ids=["one rank", "all GPUs"])
+def test_ranks_over_nccl_train_as_one(every_gpu: bool, tmp_path: Path) -> None:
+    size = torch.cuda.device_count() if every_gpu else 1
+    if every_gpu and size == 1:
+        pytest.skip("one GPU")
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
+    job = Job(str(tmp_path))
+    alone = train(load_learner(job.recipe(), job.folder, RankSettings()), job)
+    together = on_ranks(size, _train_sharded, job)[0]
+    assert alone is not None
+    assert together is not None
+    same(alone, together, atol=1e-4)
+
+
+def test_sharded_sixteen_bit_is_near_float32(tmp_path: Path) -> None:
+    """bf16 products on sharded float32 weights: losses and figures of two steps."""
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
+    exact = train(load_learner(Job(str(tmp_path)).recipe(), str(tmp_path), RankSettings()), Job(str(tmp_path)))
+    half = on_ranks(torch.cuda.device_count(), _train_sharded, Job(str(tmp_path), model={"dtype": "bfloat16"}))[0]
+    assert exact is not None
+    assert half is not None
+    for left, right in zip(exact.outcomes, half.outcomes, strict=True):
+        assert right["skipped"] == ""
+        assert right["loss"] == pytest.approx(left["loss"], rel=0.1, abs=0.05)
+        assert right["entropy"] == pytest.approx(left["entropy"], rel=0.05)
+
+
+def _train_sharded(job: Job) -> Result | None:
+    device = rank_device(int(os.environ["LOCAL_RANK"]))
+    join_ranks(device)
+    result = train(sharded_learner(job.recipe(), job.folder, device), job)
+    leave_ranks()
+    return result

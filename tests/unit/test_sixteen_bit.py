@@ -1,0 +1,70 @@
+"""Training in 16 bit: gradients are summed in float32, and a step is that of float32 within the rounding of 16 bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.step import Learner
+from tests.unit.test_learner import group_of, model_of, sequences_of
+
+LENGTHS = [(5, 40), (3, 21), (9, 60), (2, 3), (4, 90), (7, 11)]
+WIDTHS = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One optimizer step."""
+
+    change: Tensor
+    """float32[parameters], on the host: of the weights that the optimizer holds."""
+    metrics: dict[str, Any]
+
+
+def step_on(device: str, dtype: torch.dtype, family: str = "qwen2-untied") -> Stepped:
+    """Of equal weights, which 16 bit can hold, on equal data in several micro-batches.
+
+    With an epsilon far above all gradients AdamW's first step is nearly the gradient; otherwise it would be its sign.
+    """
+    model = model_of(family, **WIDTHS).to(torch.bfloat16).to(device, dtype)
+    before = _flat(list(model.parameters()))
+    trainer = TrainerConfig(tokens_per_microbatch=128, learning_rate=1.0, epsilon=1.0, max_grad_norm=1e6)
+    learner = Learner(wrap_model(model), AlgorithmConfig(), trainer)
+    outcome = learner.train_step([group_of(sequences_of(LENGTHS))], version=0)
+    assert outcome.applied
+    assert outcome.metrics["microbatches"] > 1
+    masters = learner.state_dict()["optimizer"]["masters"]
+    return Stepped(_flat(masters or list(model.parameters())) - before, outcome.metrics)
+
+
+def _flat(parameters: list[Any]) -> Tensor:
+    return torch.cat([parameter.detach().float().cpu().flatten() for parameter in parameters])
+
+
+def assert_near(stepped: Stepped, exact: Stepped, share: float) -> None:
+    """The difference of the steps is at most `share` of the step; figures differ by as much, or that many nats."""
+    assert float(exact.change.norm()) > 1e-2, "nothing happened"
+    assert float((stepped.change - exact.change).norm() / exact.change.norm()) < share
+    for name in ("loss", "entropy", "grad_norm", "ess"):
+        assert stepped.metrics[name] == pytest.approx(exact.metrics[name], rel=share, abs=share), name
+
+
+def test_a_step_in_sixteen_bit_is_near_that_of_float32() -> None:
+    assert_near(step_on("cpu", torch.bfloat16), step_on("cpu", torch.float32), 0.05)
+
+
+def test_gradients_of_sixteen_bit_are_summed_in_float32() -> None:
+    """1 + 2^-8 + 2^-8, one after the other, stays 1 in bfloat16, whose next number is 1 + 2^-7."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = PolicyOptimizer([weight], TrainerConfig(max_grad_norm=1e6))
+    for gradient in (1.0, 2**-8, 2**-8):
+        (weight * torch.tensor([gradient], dtype=torch.bfloat16)).sum().backward()
+        assert weight.grad is None
+    assert optimizer.step(0.0).grad_norm == 1 + 2**-7
