@@ -32,12 +32,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peak_memory import Measured, measured
 from benchmarks.random_models import half_qwen2_config
-from benchmarks.trainer_overhead import Case, make_groups, micro_batches
+from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.config.recipe import AlgorithmConfig
+from services.trainer.learn.batch import MicroBatch
 from services.trainer.learn.linear_logprobs import MAX_LOGITS
 from services.trainer.learn.logprobs import TokenScores, chunked_scores, head_scores
 from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
+from services.trainer.learn.policy import Policy
+from services.trainer.learn.share import prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
 WORDS, WIDTH = 151_936, 896
@@ -71,8 +74,15 @@ HEADS = {"naive": naive_scores, "chunks": chunk_scores, "ours": our_scores}
 def backward(scores: TokenScores) -> None:
     """The default loss of made-up advantages, and its gradient."""
     advantages = torch.linspace(-1, 1, len(scores.logprobs), device=scores.logprobs.device)
-    tokens = LossInputs(scores.logprobs, scores.logprobs.detach(), advantages, torch.full_like(advantages, 1e-3))
-    compute_loss(tokens, AlgorithmConfig()).loss.backward()
+    inputs = LossInputs(
+        logprobs=scores.logprobs,
+        behaviour_logprobs=scores.logprobs.detach(),
+        advantages=advantages,
+        weights=torch.full_like(advantages, 1e-3),
+        sequence_index=torch.zeros_like(advantages, dtype=torch.int64),
+        num_sequences=1,
+    )
+    compute_loss(inputs, AlgorithmConfig()).loss.backward()
 
 
 def measure_head(way: str, dtype: torch.dtype, tokens: int, device: torch.device) -> Measured:
@@ -93,9 +103,18 @@ def measure_layers(way: str, dtype: torch.dtype, tokens: int, device: torch.devi
     config = half_qwen2_config()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     policy = wrap_model(model, gradient_checkpointing=way == "checkpointed")
-    case = Case("layers", 0.0, tokens // SEQUENCE_TOKENS, (SEQUENCE_TOKENS, SEQUENCE_TOKENS), tokens, with_mask=False)
-    (batch,) = micro_batches(make_groups(case, config.vocab_size), tokens)
-    return measured(lambda: backward(policy.scores(batch.row, batch.predictors, batch.targets)), device)
+    groups = make_groups([SEQUENCE_TOKENS] * (tokens // SEQUENCE_TOKENS), config.vocab_size)
+    (host_batch,) = prepare_step(groups, VERSION, "batch", tokens).batches
+    batch = host_batch.on(device)
+    return measured(
+        lambda: backward(TokenScores(*_scores(policy, batch))),
+        device,
+    )
+
+
+def _scores(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    scores = policy.scores(batch.row, batch.predictors, batch.targets)
+    return scores.logprobs, scores.entropy
 
 
 def gradients_mib(part: str, dtype: torch.dtype, tokens: int) -> float:
