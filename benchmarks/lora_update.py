@@ -153,8 +153,12 @@ def row(name: str, way: Way, updates: list[Update], mismatch: float) -> dict[str
         "updates": len(updates),
         "megabytes": round(updates[0].num_bytes / 1e6, 1),
         **{f"{part}_ms": median_ms(f"{part}_s") for part in times},
-        "logprob_mismatch": float(f"{mismatch:.2g}"),
+        "logprob_mismatch": f"{mismatch:.1e}",
     }
+
+
+def place(row: dict[str, Any]) -> tuple[int, int]:
+    return list(CASES).index(row["model"]), WAYS.index(row["sent"])
 
 
 def main() -> None:
@@ -172,7 +176,11 @@ def main() -> None:
         rows = [one | {"load_before": load} for one in asyncio.run(measure(name))]
         print(*map(json.dumps, rows), sep="\n", flush=True)
         before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-        result = {"benchmark": "lora_update", "machine": {"cores": cores}, "rows": merged(before, rows)}
+        result = {
+            "benchmark": "lora_update",
+            "machine": {"cores": cores},
+            "rows": sorted(merged(before, rows), key=place),
+        }
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,22 @@ from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import adapter_weights, served_parameters, served_weights
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
-from tests.unit.test_learner import LENGTHS, VOCABULARY, build, group_of, model_of, plain_logprobs, sequences_of
+from tests.unit.test_learner import (  # one_thread: its fixture
+    LENGTHS,
+    VOCABULARY,
+    build,
+    group_of,
+    model_of,
+    one_thread,
+    plain_logprobs,
+    sequences_of,
+)
 
 FAMILIES = ("llama-tied", "qwen2-untied", "gpt2")
 """Tied and untied heads, biases, and weights kept as [in, out]."""
+__all__ = ["one_thread"]
 RANK_4 = LoraConfig(rank=4, alpha=8.0)
 TOKENS = np.arange(17) % VOCABULARY
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model(family: str) -> PreTrainedModel:
