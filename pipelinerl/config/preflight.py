@@ -51,7 +51,7 @@ def check_environment(recipe: Recipe) -> None:
 
 def examine(recipe: Recipe) -> Findings:
     """Makes the held-out problems and imports the reward function, which takes a second or more."""
-    rules = (_model, _gpu, _compiler, _lessons, _task, _reward, _actors)
+    rules = (_model, _gpu, _ranks, _compiler, _packages, _lessons, _task, _reward, _actors)
     found = [finding for rule in rules for finding in rule(recipe)]
     mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
     return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
@@ -83,6 +83,28 @@ def _gpu(recipe: Recipe) -> Iterator[Finding]:
         yield Lacking(FieldError("model.dtype", recipe.model.dtype, f"{where} float32 and a small model"))
     if recipe.weights.backend == "nccl":
         yield Lacking(FieldError("weights.backend", recipe.weights.backend, f"{where} auto or gloo"))
+
+
+def _ranks(recipe: Recipe) -> Iterator[Finding]:
+    """Of a run here; on a cluster there may be more than the recipe says."""
+    trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
+    for name in ("context_parallel", "shard_ranks"):
+        value = getattr(trainer, name)
+        if value and trainer.nproc % value:
+            fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
+            yield Lacking(FieldError(f"trainer.{name}", value, fix))
+    if 0 < num_gpus < trainer.nproc:
+        fix = f"each rank needs a GPU of its own, and this machine has {num_gpus}; use at most that"
+        yield Lacking(FieldError("trainer.nproc", trainer.nproc, fix))
+
+
+def _packages(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        fix = "needs torchao, which is not installed; run make adamw8bit, or use adamw"
+        yield Lacking(FieldError("trainer.optimizer", recipe.trainer.optimizer, fix))
+    if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        fix = "needs peft, which is not installed: pip install peft, or use null"
+        yield Lacking(FieldError("trainer.lora.rank", recipe.trainer.lora.rank, fix))
 
 
 def _compiler(recipe: Recipe) -> Iterator[Finding]:

@@ -43,6 +43,8 @@ class Job:
     algorithm: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[tuple[int, int], ...] = tuple(UNEVEN)
     model: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+    """The first step has a sequence whose advantage is not a number."""
 
     def recipe(self) -> Recipe:
         # AdamW divides by the size of the gradient: with its usual epsilon it makes steps of rounding errors of tiny ones.
@@ -82,6 +84,8 @@ def train(learner: Learner, job: Job) -> Result | None:
     lead, outcomes, microbatches = Lead(learner), [], []
     for version in range(2):
         group = group_of(sequences_of(list(job.lengths), seed=version), seed=version)
+        if job.broken and version == 0:
+            group.advantages[3] = np.nan
         prepared = lead.prepare([group], version)
         microbatches.append(len(prepared.shares[0].batches))
         outcomes.append(lead.train_step(prepared).metrics)
@@ -131,7 +135,7 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
         for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "policy_loss", "value_loss"):
-            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5), key
+            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5, nan_ok=True), key
         assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
         for key in ("sequences", "completion_tokens", "tokens", "lag_histogram", "learning_rate", "skipped"):
             assert right[key] == left[key], key
@@ -176,6 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "algorithm": {"kl_coefficient": 0.1},
         },
     ),
+    "a step that is skipped": ("llama-tied", {"broken": True}),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),
     "rows shared, recomputed, short": (
         "qwen2-untied",
@@ -239,6 +244,11 @@ def test_ranks_train_as_one(
 ) -> None:
     assert moved(jobs[case], alone[case]) > 1e-3
     same(alone[case], together[size][case])
+
+
+def test_all_ranks_skip_what_one_rank_cannot_compute(together: dict[int, dict[str, Result]]) -> None:
+    for results in together.values():
+        assert [step["skipped"] for step in results["a step that is skipped"].outcomes] == ["loss not finite", ""]
 
 
 def test_each_rank_keeps_its_share_of_weights_and_moments(

@@ -512,3 +512,27 @@ def test_a_task_that_cannot_be_is_named(task: dict[str, Any], field: str, said: 
 
 def test_a_local_run_needs_an_actor() -> None:
     assert "needs at least 1" in missing(recipe_from_data(minimal(actor={"count": 0}), "x"))["actor.count"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "field", "fix"),
+    [
+        ({"context_parallel": 2}, "trainer.context_parallel", "does not divide trainer.nproc = 1"),
+        ({"nproc": 4, "shard_ranks": 3}, "trainer.shard_ranks", "does not divide trainer.nproc = 4"),
+        ({"optimizer": "adamw_8bit"}, "trainer.optimizer", "run make adamw8bit, or use adamw"),
+    ],
+)
+def test_what_a_run_here_cannot_do_is_said_before_it_starts(trainer: dict[str, Any], field: str, fix: str) -> None:
+    (lacking,) = examine(recipe_from_data(minimal(trainer=trainer), "x")).lacking
+    assert lacking.field == field
+    assert fix in str(lacking)
+
+
+def test_ranks_need_as_many_gpus_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_DEVICES", tmp_path)
+    four = recipe_from_data(minimal(trainer={"nproc": 4}), "x")
+    assert examine(four).lacking == ()
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
+    (lacking,) = examine(four).lacking
+    assert str(lacking).startswith("trainer.nproc = 4: each rank needs a GPU of its own, and this machine has 2")
