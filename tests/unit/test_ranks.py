@@ -19,11 +19,11 @@ from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
+from services.trainer.ranks.exchange import key_repeats
 from services.trainer.ranks.follower import follow
 from services.trainer.ranks.layout import rank_layout
 from services.trainer.ranks.lead import Lead
 from services.trainer.ranks.message import Message
-from services.trainer.ranks.rows import key_repeats
 from services.trainer.ranks.world import join_ranks, leave_ranks
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks

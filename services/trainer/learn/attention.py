@@ -25,7 +25,7 @@ from pipelinerl.errors import FieldError
 from services.trainer.learn.transfer import on_device
 
 if TYPE_CHECKING:
-    from services.trainer.ranks.rows import HeadExchange
+    from services.trainer.ranks.exchange import HeadExchange
 
 VARLEN = "pipelinerl_varlen"
 """Name under which transformers knows the attention of this module."""

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from services.trainer.learn.layers import decoder_layers
 from services.trainer.learn.policy import Policy
-from services.trainer.ranks.rows import RowPart, key_repeats
+from services.trainer.ranks.exchange import key_repeats
+from services.trainer.ranks.rows import RowPart
 from services.trainer.ranks.world import World
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
