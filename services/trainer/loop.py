@@ -184,6 +184,8 @@ class OptimizerLoop:
                     await self._in_compute(self._trainer.end)
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
+            except RuntimeError as error:  # of torch.distributed: they are gone, and a run that ends does not need them
+                log.warning("the other ranks cannot be told to end: %s", error)
 
     def close(self) -> None:
         """Leaves a computation under way to end by itself; checkpoints that were not begun are refused."""

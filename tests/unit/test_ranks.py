@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
+from pipelinerl.types import PolicyVersion
+from pipelinerl_torch.chunks import Unpacker, chunk_of
 from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
+from services.trainer.policy_trainer import weight_sender
 from services.trainer.ranks.exchange import key_repeats
 from services.trainer.ranks.follower import follow
 from services.trainer.ranks.layout import rank_layout
@@ -325,3 +328,29 @@ def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(
     frozen = {name for name in one.weights if name.removesuffix("weight") + "lora_A.weight" not in one.adapter}
     assert all(np.array_equal(one.weights[name], two.weights[name]) for name in frozen)
     assert [step["loss"] for step in two.outcomes] == pytest.approx([step["loss"] for step in one.outcomes], rel=0.05)
+
+
+def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]] | None:
+    """On two ranks in 16 bit: (what a snapshot sends, the masters rounded), of rank 0."""
+    join_ranks(torch.device("cpu"))
+    recipe = Job(folder, model={"dtype": "bfloat16"}).recipe()
+    learner = sharded_learner(recipe, folder, torch.device("cpu"))
+    masters = [(name, whole(weight)) for name, weight in learner.policy.model.named_parameters()]
+    if not learner.world.is_first:
+        follow(learner)
+        return None
+    lead, sender = Lead(learner), weight_sender(learner, recipe, "gloo")
+    lead.score(np.arange(9))
+    snapshot = sender.snapshot(PolicyVersion(1, 0), lead.weights())
+    lead.end()
+    unpacker, sent = Unpacker(sender.manifest), {}
+    for chunk in sender.manifest.chunks:
+        sent |= {
+            name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk_of(snapshot.stream, chunk))
+        }
+    return sent, {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
+
+
+def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(jobs: dict[str, Job]) -> None:
+    sent, rounded = on_ranks(2, snapshot_after_score, jobs["tied"].folder)[0]
+    assert sent == rounded

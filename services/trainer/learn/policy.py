@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
@@ -91,7 +92,10 @@ class Policy:
         predictors = torch.arange(len(tokens) - 1, device=self.device)
         # Compiled layers would be compiled once more for a pass without gradients, which a few sequences do not repay.
         with torch.compiler.set_stance("force_eager"):
-            return self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
+            logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.reshard()  # it keeps gathered weights for a backward pass, and none follows
+        return logprobs
 
 
 class UnadaptedPolicy(Policy):

@@ -46,8 +46,9 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
         spread.modules(layer.modules())
         fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard)
     spread.modules(module for module in scorer.modules() if module not in inside)
-    # The root keeps its weights until the backward pass: the output head is called again there, chunk by chunk.
-    root = fully_shard(scorer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=False)
+    # The root keeps its weights until the backward pass, if there is one: the output head is used again there.
+    frozen = not any(parameter.requires_grad for parameter in scorer.parameters())
+    root = fully_shard(scorer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=frozen)
     _sum_gradients(root)
     return Policy(scorer, world.device, row_part(scorer.model, scorer.attention, world))
 
