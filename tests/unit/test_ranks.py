@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
@@ -22,6 +25,7 @@ from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import weight_sender
+from services.trainer.ranks import sharding
 from services.trainer.ranks.exchange import key_repeats
 from services.trainer.ranks.follower import follow
 from services.trainer.ranks.layout import rank_layout
@@ -30,7 +34,7 @@ from services.trainer.ranks.message import Message
 from services.trainer.ranks.world import join_ranks, leave_ranks
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
-from tests.unit.test_learner import group_of, model_of, sequences_of
+from tests.unit.test_learner import VOCABULARY, build, group_of, model_of, sequences_of
 
 UNEVEN = [(2, 9), (5, 3), (1, 1), (4, 47), (3, 2), (6, 8), (2, 20), (1, 5)]
 SHORT = [(3, 12), (2, 5), (4, 3)]
@@ -83,6 +87,7 @@ def train(learner: Learner, job: Job) -> Result | None:
     gradients = keep_gradients(learner)
     if not learner.world.is_first:
         follow(learner)
+        assert learner._phases.take() == {}, "a rank that nobody asks for its phases keeps none"
         return None
     lead, outcomes, microbatches = Lead(learner), [], []
     for version in range(2):
@@ -185,6 +190,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a step that is skipped": ("llama-tied", {"broken": True}),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),
+    "rows shared, no key heads in the configuration": ("gpt2", {"trainer": {"context_parallel": 2}}),
     "rows shared, recomputed, short": (
         "qwen2-untied",
         {
@@ -210,9 +216,12 @@ SIZES = {2: CASES | ROUNDED, 4: CASES | ON_FOUR}
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     folders = {}
-    for family in ("llama-tied", "qwen2-untied"):
+    models = {family: model_of(family, max_position_embeddings=64) for family in ("llama-tied", "qwen2-untied")}
+    gpt2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    models["gpt2"] = build(GPT2Config, GPT2LMHeadModel, **gpt2)
+    for family, model in models.items():
         folder = tmp_path_factory.mktemp(family)
-        model_of(family, max_position_embeddings=64).save_pretrained(folder)
+        model.save_pretrained(folder)
         folders[family] = str(folder)
     return {name: Job(folders[family], **changes) for name, (family, changes) in (CASES | ON_FOUR | ROUNDED).items()}
 
@@ -354,3 +363,40 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
 def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(jobs: dict[str, Job]) -> None:
     sent, rounded = on_ranks(2, snapshot_after_score, jobs["tied"].folder)[0]
     assert sent == rounded
+
+
+def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
+    """Of a policy and its reference on one of two ranks: whole tensors that are left after each module is sharded, and whether
+    scoring leaves nothing but shards."""
+    join_ranks(torch.device("cpu"))
+    recipe = Job(folder, trainer={"reshard_after_forward": False}, algorithm={"kl_coefficient": 0.1}).recipe()
+    brought: list[weakref.ref[torch.Tensor]] = []
+    there: list[int] = []
+    from_first, shard = sharding._from_first, sharding.fully_shard
+
+    def noted(tensor: torch.Tensor, world: Any) -> torch.Tensor:
+        here = from_first(tensor, world)
+        brought.append(weakref.ref(here))
+        return here
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        sharded = shard(*arguments, **options)
+        gc.collect()
+        there.append(sum(isinstance(tensor(), torch.nn.Parameter) for tensor in brought))
+        return sharded
+
+    sharding._from_first, sharding.fully_shard = noted, counted
+    learner = sharded_learner(recipe, folder, torch.device("cpu"))
+    assert learner.reference is not None
+    learner.score(np.arange(9))
+    learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0].batches[0].on("cpu"))
+    scorers = (learner.policy.scorer, learner.reference.scorer)
+    only_shards = all(isinstance(weight, DTensor) for scorer in scorers for weight in scorer.parameters())
+    leave_ranks()
+    return there, only_shards
+
+
+def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(jobs: dict[str, Job]) -> None:
+    for there, only_shards in on_ranks(2, whole_tensors_while_sharding, jobs["untied"].folder):
+        assert there == [0] * 6
+        assert only_shards

@@ -93,8 +93,9 @@ class Policy:
         # Compiled layers would be compiled once more for a pass without gradients, which a few sequences do not repay.
         with torch.compiler.set_stance("force_eager"):
             logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
-        if isinstance(self.scorer, FSDPModule):
-            self.scorer.reshard()  # it keeps gathered weights for a backward pass, and none follows
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # some keep gathered weights for a backward pass, and none follows
         return logprobs
 
 

@@ -42,6 +42,8 @@ class ShareResult:
     """See `StepCollector.values`; of this rank's share."""
     memory_peak_bytes: int
     """Of this rank."""
+    phases_s: Mapping[str, float]
+    """Seconds by phase, of this rank."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Learner:
             loss = float(totals[0])
         with self._phases.measure("optimizer"):
             report = self.optimizer.step(loss)
-        return ShareResult(report, totals.cpu().numpy(), collector.values(), self.meter.take_memory_peak())
+        values = collector.values()  # for which the device has come to the end of the step
+        return ShareResult(report, totals.cpu().numpy(), values, self.meter.take_memory_peak(), self._phases.take())
 
     def outcome(self, prepared: PreparedStep, results: Sequence[ShareResult]) -> StepOutcome:
         """What the step did, from `results` of each share of `prepared`, in their order."""
@@ -161,7 +164,7 @@ class Learner:
             optimizer=results[0].report,
             tokens=token_metrics(values, results[0].totals, prepared.batches, budget),
             advantage_abs_mean=prepared.advantage_abs_mean,
-            phases_s={**prepared.phases_s, **self._phases.take()},
+            phases_s={**prepared.phases_s, **results[0].phases_s},
             imbalance=prepared.imbalance,
             flops=prepared.flops,
             memory_peak_bytes=max(result.memory_peak_bytes for result in results),

@@ -36,18 +36,18 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
     scorer = policy.scorer
     scorer.model.config.use_cache = False
     scorer.model.tie_weights()
-    layers, spread = decoder_layers(scorer.model), _Spread(world)
+    layers = decoder_layers(scorer.model)
     if not layers:
         fix = f"{type(scorer.model).__name__} has no list of layers to shard; use 1"
         raise FieldError("trainer.nproc", world.layout.size, fix)
+    frozen = not any(parameter.requires_grad for parameter in scorer.parameters())
     inside = {module for layer in layers for module in layer.modules()}
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        spread.modules(layer.modules())
-        fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    spread.modules(module for module in scorer.modules() if module not in inside)
+        _bring(layer.modules(), world)
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard or frozen)
+    _bring((module for module in scorer.modules() if module not in inside), world)
     # The root keeps its weights until the backward pass, if there is one: the output head is used again there.
-    frozen = not any(parameter.requires_grad for parameter in scorer.parameters())
     root = fully_shard(scorer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=frozen)
     _sum_gradients(root)
     return Policy(scorer, world.device, row_part(scorer.model, scorer.attention, world))
@@ -62,7 +62,8 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
     if not attention.startswith("pipelinerl"):
         fix = f"needs attention 'auto', and this model has {attention!r}; use 1, or a model without chunked attention"
         raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
-    key_repeats(config.num_attention_heads, config.num_key_value_heads, layout.sequence_ranks)
+    heads = config.num_attention_heads
+    key_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, layout.sequence_ranks)
     scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if scaling in _LENGTH_DEPENDENT:
         fix = f"does not work with the model's {scaling} rotary embedding, which depends on the row's length; use 1"
@@ -70,33 +71,29 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
     return RowPart(layout.sequence_index, layout.sequence_ranks, world.row_group)
 
 
-class _Spread:
-    """Brings rank 0's parameters and buffers onto every rank's device. Tied parameters stay tied."""
+def _bring(modules: Iterable[nn.Module], world: World) -> None:
+    """Brings rank 0's parameters and buffers of `modules` themselves, not of what is inside them, onto every rank's device.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that its id stays its own
+    Those that are tied among them stay tied. Nothing here keeps them: what is sharded next is free to go.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that its id stays its own
+    for module in modules:
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in list(named(recurse=False, remove_duplicate=False)):
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = (tensor, _from_first(tensor, world))
+                setattr(module, name, moved[id(tensor)][1])
 
-    def modules(self, modules: Iterable[nn.Module]) -> None:
-        """Of `modules` themselves, not of what is inside them."""
-        for module in modules:
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                setattr(module, name, self._here(parameter))
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                setattr(module, name, self._here(buffer))
 
-    def _here(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._moved:
-            dtype = torch.float32 if tensor.requires_grad else tensor.dtype
-            if self._world.is_first:
-                here = tensor.detach().to(self._world.device, dtype)
-            else:
-                here = torch.empty_like(tensor, dtype=dtype, device=self._world.device)
-            self._world.broadcast(here)
-            if isinstance(tensor, nn.Parameter):
-                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
-            self._moved[id(tensor)] = (tensor, here)
-        return self._moved[id(tensor)][1]
+def _from_first(tensor: Tensor, world: World) -> Tensor:
+    """Rank 0's `tensor` on this rank's device; a parameter where it is one."""
+    dtype = torch.float32 if tensor.requires_grad else tensor.dtype
+    if world.is_first:
+        here = tensor.detach().to(world.device, dtype)
+    else:
+        here = torch.empty_like(tensor, dtype=dtype, device=world.device)
+    world.broadcast(here)
+    return nn.Parameter(here, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else here
 
 
 def _sum_gradients(root: FSDPModule) -> None:
