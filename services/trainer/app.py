@@ -236,6 +236,7 @@ class TrainingRun:
                     self._intake.run(),
                     self._upkeep.run(),
                     self._poll_actors(),
+                    self._loop.beat(),
                 )
             ]
             stopping = tasks.create_task(stop.wait())

@@ -131,7 +131,6 @@ class OptimizerLoop:
 
     async def run(self) -> None:
         """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
-        beating = asyncio.create_task(self._beat())
         try:
             await self._offer(StepTimer())
             await self._updater.all_served()
@@ -142,12 +141,15 @@ class OptimizerLoop:
             await self._updater.all_served()
             await self.last_checkpoint()
         finally:
-            for task in (self._measuring, self._next, beating):
+            for task in (self._measuring, self._next):
                 if task is not None:
                     task.cancel()
 
-    async def _beat(self) -> None:
-        """Lets the other ranks know that this one is there while it waits for sequences."""
+    async def beat(self) -> None:
+        """Lets the other ranks know that this one is there while it waits for actors or sequences, until cancelled.
+
+        Returns at once where there are none. Raises `RuntimeError` when one of them is gone.
+        """
         while self._trainer.num_ranks > 1:
             await self._in_compute(self._trainer.beat)
             await asyncio.sleep(BEAT_S)

@@ -11,7 +11,6 @@ import logging
 
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
-from pipelinerl.errors import ServiceError
 from pipelinerl.service.logs import LogContext
 from services.trainer.loading import load_learner
 from services.trainer.ranks.follower import follow
@@ -28,9 +27,5 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
 
 def _work(settings: TrainerSettings, ranks: RankSettings) -> None:
     recipe = load_recipe(settings.recipe)
-    learner = load_learner(recipe, settings.model_dir or recipe.model.name, ranks)
-    try:
-        follow(learner)
-    except RuntimeError as error:  # of torch.distributed: what a rank sees when another is gone
-        raise ServiceError(f"rank {ranks.rank} lost the other ranks: {error}") from error
+    follow(load_learner(recipe, settings.model_dir or recipe.model.name, ranks))
     leave_ranks()

@@ -268,15 +268,3 @@ async def test_the_next_step_is_planned_while_this_one_is_computed() -> None:
         one.policy.may_step.set()
         await running
         assert one.policy.planned == [0, 1, 2, 3]  # none beyond the last step
-
-
-async def test_the_other_ranks_hear_of_rank_0_while_it_waits_and_when_it_ends() -> None:
-    async with bench(quiet(), give=False) as one, asyncio.timeout(10):
-        one.policy.num_ranks = 2
-        running = asyncio.create_task(one.loop.run())
-        await one.intake.asked.wait()
-        await one.loop.request_checkpoint()
-        assert "beat" in one.policy.calls
-        running.cancel()
-        await one.loop.dismiss(5.0)
-        assert one.policy.calls[-1] == "end"

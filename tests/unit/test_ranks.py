@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import Unpacker, chunk_of
 from services.trainer.learn.optimizer import OptimizerReport
@@ -400,3 +400,19 @@ def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(jobs: dict[str, 
     for there, only_shards in on_ranks(2, whole_tensors_while_sharding, jobs["untied"].folder):
         assert there == [0] * 6
         assert only_shards
+
+
+def left_alone(folder: str) -> str:
+    """What ends rank 1 when rank 0 leaves without a last order."""
+    join_ranks(torch.device("cpu"))
+    learner = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
+    if learner.world.is_first:
+        leave_ranks()
+        return ""
+    with pytest.raises(ServiceError) as raised:
+        follow(learner)
+    return str(raised.value)
+
+
+def test_a_rank_that_rank_0_leaves_says_so(jobs: dict[str, Job]) -> None:
+    assert on_ranks(2, left_alone, jobs["tied"].folder)[1].startswith("rank 1 lost rank 0: ")

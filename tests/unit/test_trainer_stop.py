@@ -108,3 +108,26 @@ async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint(
         await run.run(stop)
         assert policy.calls == []
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
+async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its_end(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        policy.num_ranks, stop = 2, asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        while not policy.calls:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+        assert policy.calls == ["beat", "end"]
+
+
+async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+
+        def gone() -> None:
+            raise RuntimeError("connection closed by peer")
+
+        policy.num_ranks, policy.beat = 2, gone  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as raised:
+            await run.run(asyncio.Event())
+        assert raised.group_contains(RuntimeError, match="closed by peer")
