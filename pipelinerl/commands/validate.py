@@ -56,10 +56,34 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("reward", recipe.reward.scorer),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.sampling.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
-        ("algorithm", f"{recipe.algorithm.loss}, {recipe.algorithm.advantage}, max lag {'-' if lag is None else lag}"),
+        ("algorithm", _algorithm(recipe)),
+        ("max lag", "-" if lag is None else str(lag)),
         (
             "trainer",
-            f"{recipe.trainer.steps} steps of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g}",
+            f"{recipe.trainer.steps} steps of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
+            f"{recipe.trainer.schedule}, {recipe.trainer.optimizer}",
         ),
+        ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
+        ("ranks", _ranks(recipe)),
         ("evaluation", f"{recipe.task.heldout_problems} problems every {recipe.evaluation.every_steps} steps"),
     ]
+
+
+def _algorithm(recipe: Recipe) -> str:
+    algorithm = recipe.algorithm
+    terms = [algorithm.loss, f"{algorithm.advantage} baseline"]
+    if algorithm.normalize_std:
+        terms.append("divided by std")
+    terms.append(f"normalised by {algorithm.normalization}")
+    if algorithm.mask != "none":
+        terms.append(f"mask {algorithm.mask}")
+    if algorithm.kl_coefficient:
+        terms.append(f"KL {algorithm.kl_coefficient:g}")
+    return ", ".join(terms)
+
+
+def _ranks(recipe: Recipe) -> str:
+    trainer = recipe.trainer
+    shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
+    rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
+    return f"{trainer.nproc}{shards}{rows}"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from services.trainer.learn.scorer import TokenScorer
 
-VALUE_HEAD = "value_head.safetensors"
+VALUE_HEAD = Path("value_head") / "model.safetensors"
+"""Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
 _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 
@@ -60,6 +61,7 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
     """`weights`: `weight` [1, hidden size] and `bias` [1]."""
     from safetensors.torch import save_file
 
+    file.parent.mkdir(exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 

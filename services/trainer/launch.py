@@ -1,7 +1,7 @@
 """Starts the ranks of the trainer on this node under torchrun's elastic agent, and ends with them.
 
-A rank that dies takes the others of this node along at once, and those of other nodes when they next talk to it: the step is
-lost, not the run, which begins again with the processes. This process neither restarts them nor trains anything.
+A rank that dies takes the others of this node along at once, and those of other nodes when they next talk to it. This process
+neither restarts them nor trains anything.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     config = LaunchConfig(nproc_per_node=num_here, **_agent(settings))
     program, *arguments = guarded(command, signal.SIGKILL)
     try:
@@ -68,9 +70,22 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
     except SignalException as stopped:
         log.info("stopped on signal %s", stopped.sigval)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else EXIT_FAILURE
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        print(f"error: {killed(rank, -failure.exitcode)}", file=sys.stderr)
+        return EXIT_FAILURE
     return EXIT_OK
+
+
+def killed(rank: int, number: int) -> str:
+    """What to tell of a rank that signal `number` ended."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
+    return (
+        f"rank {rank} of the trainer was killed by {name}{why}. The step under way is lost, and so is what was trained since "
+        "the last checkpoint (checkpoint.every_steps)"
+    )
 
 
 def _agent(settings: TrainerSettings) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
@@ -33,6 +34,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
+    disable_progress_bar()  # which a log would hold as it moves
     device = rank_device(ranks.local_rank)
     if ranks.world_size > 1:
         join_ranks(device)

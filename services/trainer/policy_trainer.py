@@ -126,10 +126,25 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings, ranks: RankSe
     source = settings.model_dir or recipe.model.name
     tokenizer = load_tokenizer(source, recipe)
     lead = Lead(load_learner(recipe, source, ranks))
+    log.info("policy ready", extra=described(lead.learner))
     sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
     return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, settings.run_dir)
+
+
+def described(learner: Learner) -> dict[str, Any]:
+    """Of the policy and its ranks, for the log."""
+    layout, parameters = learner.world.layout, list(learner.policy.scorer.parameters())
+    return {
+        "ranks": layout.size,
+        "shard_ranks": layout.shard_ranks,
+        "context_parallel": layout.sequence_ranks,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "value_head": learner.policy.scorer.value_head is not None,
+        "attention": learner.policy.attention,
+    }
 
 
 def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightSender:
