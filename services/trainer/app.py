@@ -58,9 +58,9 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LOAD_EVERY_S = 5.0
-STOP_CHECKPOINT_S = 5.0
+STOP_CHECKPOINT_S = 4.5
 """How long a run that is stopped waits for its last checkpoint, of the 7 s that the local runner gives a trainer."""
-DISMISS_S = 2.0
+DISMISS_S = 1.5
 """How long the last order to the other ranks may wait for a computation of theirs."""
 INCARNATION = 1
 

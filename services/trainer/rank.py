@@ -12,11 +12,8 @@ import sys
 
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
-<<<<<<< Updated upstream
-=======
-from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.errors import UserError
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
->>>>>>> Stashed changes
 from pipelinerl.service.logs import LogContext
 from services.trainer.loading import load_learner
 from services.trainer.ranks.follower import follow
@@ -33,17 +30,10 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
 
 def _work(settings: TrainerSettings, ranks: RankSettings) -> None:
     recipe = load_recipe(settings.recipe)
-<<<<<<< Updated upstream
-    follow(load_learner(recipe, settings.model_dir or recipe.model.name, ranks))
-=======
     try:
         learner = load_learner(recipe, settings.model_dir or recipe.model.name, ranks)
-    except UserError as error:  # rank 0 finds and tells the same
+    except UserError as error:  # rank 0 finds the same, and tells it
         log.debug("%s", error)
         sys.exit(EXIT_USER_ERROR)
-    try:
-        follow(learner)
-    except RuntimeError as error:  # of torch.distributed: what a rank sees when another is gone
-        raise ServiceError(f"rank {ranks.rank} lost the other ranks: {error}") from error
->>>>>>> Stashed changes
+    follow(learner)
     leave_ranks()

@@ -415,4 +415,4 @@ def left_alone(folder: str) -> str:
 
 
 def test_a_rank_that_rank_0_leaves_says_so(jobs: dict[str, Job]) -> None:
-    assert on_ranks(2, left_alone, jobs["tied"].folder)[1].startswith("rank 1 lost rank 0: ")
+    assert on_ranks(2, left_alone, jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")

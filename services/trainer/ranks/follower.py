@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import logging
 
-from pipelinerl.errors import ServiceError
 from services.trainer.learn.share import TRAIN, StepShare
 from services.trainer.learn.step import Learner
 from services.trainer.ranks.lead import ADAPTER, BEAT, END, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.ranks.message import Message
-from services.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 
 
 def follow(learner: Learner) -> None:
     """Returns after rank 0's last order. Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises."""
-    while (order := _heard(learner.world)).kind != END:
+    links = learner.world.links
+    assert links is not None, "a rank that is alone has nobody to follow"
+    while (order := links.hear()).kind != END:
         carry_out(order, learner)
-
-
-def _heard(world: World) -> Message:
-    """Rank 0's next order. Errors of torch here are those of a lost connection; in an order they may be anything."""
-    assert world.links is not None, "a rank that is alone has nobody to follow"
-    try:
-        return world.links.hear()
-    except RuntimeError as error:
-        raise ServiceError(f"rank {world.layout.rank} lost rank 0: {error}") from error
 
 
 def carry_out(order: Message, learner: Learner) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipelinerl.errors import ServiceError
 from services.trainer.ranks.layout import RankLayout, rank_layout
 from services.trainer.ranks.message import Message
 
@@ -41,8 +42,11 @@ class Links:
         self.tell([message] * (self._size - 1))
 
     def hear(self) -> Message:
-        """Other ranks: the next message of rank 0. Raises `RuntimeError` when rank 0 is gone."""
-        return _receive(0, self._group)
+        """Other ranks: the next message of rank 0. Raises `ServiceError` when rank 0 is gone."""
+        try:
+            return _receive(0, self._group)
+        except RuntimeError as error:
+            raise ServiceError(f"a rank lost rank 0, whose log says why: {error}") from error
 
     def report(self, message: Message) -> None:
         """Other ranks: a message to rank 0."""
