@@ -34,7 +34,7 @@ def rank_pid(run: RunningCommand, rank: int) -> int:
 
 
 def test_two_ranks_train_serve_what_they_trained_and_leave_a_checkpoint(start_run: Start) -> None:
-    run = start_run(*TWO_RANKS)
+    run = start_run(*TWO_RANKS, "--set", "algorithm.advantage=value")
     assert run.wait() == 0, run.output.read_text()
     summary, records = run.summary(), run.metrics()
     assert (summary["steps"], summary["policy_version"]) == (8, 8)
@@ -44,7 +44,9 @@ def test_two_ranks_train_serve_what_they_trained_and_leave_a_checkpoint(start_ru
     assert all(0 <= record["imbalance"] < 1 for record in records)
     assert any(record["microbatches"] > 1 for record in records)
     assert run.processes_left() == []
-    checkpoint_loads_and_agrees(run.run_dir / "checkpoint")
+    assert all(record["value_loss"] >= 0 for record in records)
+    assert (run.run_dir / "checkpoint" / "value_head" / "model.safetensors").is_file()
+    checkpoint_loads_and_agrees(run.run_dir / "checkpoint")  # vLLM is not confused by the value head
 
 
 def test_ctrl_c_stops_both_ranks_and_leaves_a_checkpoint(start_run: Start) -> None:
