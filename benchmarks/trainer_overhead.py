@@ -104,15 +104,19 @@ def main() -> None:
     for name in names:
         cases[name] = run_case(CASES[name], arguments.pairs)
         print(name, json.dumps(cases[name], indent=2), flush=True)
+        write(arguments.output, cases)
         gc.collect()
+
+
+def write(path: Path, cases: dict[str, Any]) -> None:
     result = {
         "benchmark": "trainer_overhead",
         "torch": torch.__version__,
         "cpus": os.cpu_count(),
         "cases": {name: cases[name] for name in CASES if name in cases},
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
