@@ -6,7 +6,6 @@ A loop that does not fit into the device's memory is a result too. Not here: wha
 from __future__ import annotations
 
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,9 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu_cases import GpuCase, Plan
 from benchmarks.training_data import VERSION
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
+from pipelinerl.config.recipe import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import HostMicroBatch
+from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.share import PreparedStep
@@ -88,13 +88,8 @@ def random_policy(case: GpuCase, device: torch.device) -> Policy:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
     policy = wrap_model(model, gradient_checkpointing=case.recomputed)
     if case.compiled:
-        importlib.import_module("services.trainer.learn.compile").compile_layers(policy.model)
+        compile_layers(policy.model, device)
     return policy
-
-
-def can_compile() -> bool:
-    """Whether this version of the trainer has `trainer.compile`."""
-    return hasattr(TrainerConfig(), "compile")
 
 
 def measure(build: Callable[[], Loop], device: torch.device, plan: Plan) -> Measured:

@@ -60,7 +60,7 @@ def test_compiled_layers_have_the_same_gradients(checkpointed: bool) -> None:
 def test_scoring_a_sequence_compiles_nothing() -> None:
     torch.compiler.reset()
     eager, compiled = wrap_model(model_of("llama-untied")), wrap_model(model_of("llama-untied"))
-    compile_layers(compiled.model)
+    compile_layers(compiled.model, torch.device("cpu"))
     tokens = np.arange(12, dtype=np.int32)
     before = counters["stats"]["unique_graphs"]
     assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)
