@@ -38,7 +38,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(STAMP)  ## The whole test suite, end to end included (a quarter of an hour)
+test: $(STAMP)  ## The whole test suite, end to end included (about twenty minutes)
 	@$(BIN)/python -m pytest $(ARGS)
 
 HISTORIES ?= 300
@@ -48,7 +48,7 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 
-test-unit: $(STAMP)  ## Unit tests only: a minute or two
+test-unit: $(STAMP)  ## Unit tests only: about four minutes
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)

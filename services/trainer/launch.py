@@ -42,9 +42,12 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Ranks of the trainer, over all nodes. Raises `FieldError` for several nodes that have nowhere to meet."""
+    """Ranks of the trainer, over all nodes. Raises `FieldError` for nodes that have nowhere to meet, or a number too high."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
+    if settings.node >= settings.nodes:
+        fix = f"of {settings.nodes} nodes (PIPELINERL_NODES) is one of 0 to {settings.nodes - 1}"
+        raise FieldError("PIPELINERL_NODE", settings.node, fix)
     return settings.nodes * ranks_here(settings, recipe)
 
 

@@ -126,14 +126,14 @@ def load_policy_trainer(recipe: Recipe, settings: TrainerSettings, ranks: RankSe
     source = settings.model_dir or recipe.model.name
     tokenizer = load_tokenizer(source, recipe)
     lead = Lead(load_learner(recipe, source, ranks))
-    log.info("policy ready", extra=described(lead.learner))
+    log.info("policy ready", extra=policy_facts(lead.learner))
     sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
     return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, settings.run_dir)
 
 
-def described(learner: Learner) -> dict[str, Any]:
+def policy_facts(learner: Learner) -> dict[str, Any]:
     """Of the policy and its ranks, for the log."""
     layout, parameters = learner.world.layout, list(learner.policy.scorer.parameters())
     return {

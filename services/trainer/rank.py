@@ -32,8 +32,10 @@ def _work(settings: TrainerSettings, ranks: RankSettings) -> None:
     recipe = load_recipe(settings.recipe)
     try:
         learner = load_learner(recipe, settings.model_dir or recipe.model.name, ranks)
-    except UserError as error:  # rank 0 finds the same, and tells it
-        log.debug("%s", error)
+    except (
+        UserError
+    ) as error:  # not printed as rank 0 prints its own: as a rule it is the same, but not for a node's own folder
+        log.error("rank %d cannot load the model: %s", ranks.rank, error)
         sys.exit(EXIT_USER_ERROR)
     follow(learner)
     leave_ranks()
