@@ -78,11 +78,13 @@ class Lead:
         Done when all of it is durable in `folder`; carries `ServiceError` when a rank cannot write. The one before must be
         done.
         """
+        self._saver.make_room()
         self._tell(Message(SAVE))
         return self._saver.save(folder)
 
     def stage(self) -> PendingState:
         """The first half of `save`, for whoever has a thread to write on, or does not know the folder yet."""
+        self._saver.make_room()
         self._tell(Message(SAVE))
         return self._saver.stage()
 

@@ -57,18 +57,22 @@ class PendingState:
 
 
 class LeadingSaver:
-    """Rank 0's. `stage` and `end` belong to the thread that computes."""
+    """Rank 0's. All but the writing itself belongs to the thread that computes."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._last: PendingState | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
 
+    def make_room(self) -> None:
+        """Before the others are told to stage: a state that nobody has begun to write will not be written."""
+        if self._last is not None:
+            self._last.abandon()
+            assert self._last.settled.done(), "the state before is still being written, from the same memory"
+
     def stage(self) -> PendingState:
         """This rank's part of an order to stage."""
-        last = self._last
-        assert last is None or last.settled.done(), "the state before is still being written, from the same memory"
-        staged = stage(self._learner, None if last is None else last.staged)
+        staged = stage(self._learner, None if self._last is None else self._last.staged)
         self._last = PendingState(staged, self._learner.world.saving)
         return self._last
 

@@ -8,6 +8,7 @@ know the folder when it stages, and by default stages into new memory each time.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, ServiceError
-from services.trainer.durable import sync_path
 from services.trainer.learn.state import RNG, adopt, learner_state, local_part
 from services.trainer.learn.step import Learner
 
@@ -49,8 +49,8 @@ class StagedState:
             dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
-        sync_path(folder)
-        sync_path(folder.parent)
+        for changed in (folder, folder.parent):
+            _sync_names(changed)
 
 
 @torch.no_grad()
@@ -134,6 +134,15 @@ def _innermost(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
+
+
+def _sync_names(folder: Path) -> None:
+    """Of what is in `folder`, onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _alone_is_meant() -> None:
