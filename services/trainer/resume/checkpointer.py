@@ -87,10 +87,21 @@ class Checkpointer:
         return await self._write(last=True)
 
     async def _write(self, *, last: bool) -> WrittenCheckpoint:
-        async with self._boundary:
-            self._over = self._over or last
-            task = await self._start()
+        while True:
+            async with self._boundary:
+                self._over = self._over or last
+                if last:
+                    await self._idle()
+                if not self._writer.busy:
+                    task = await self._start()
+                    break
+            await self._idle()  # beside training
         return await asyncio.shield(task)
+
+    async def _idle(self) -> None:
+        """Returns when none is being written: the next one is copied to where that one is."""
+        while self._newest is not None and not self._newest[1].done():
+            await asyncio.wait({self._newest[1]})
 
     async def _start(self) -> asyncio.Task[WrittenCheckpoint]:
         """Of the version as it is; that which is written already, or being written, is not written again."""
