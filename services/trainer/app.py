@@ -139,6 +139,7 @@ class TrainingRun:
         self._metrics = TrainerMetrics(registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed(files.kept)
+        self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._books = Books(journal.write)
         bound = feeder_bound(recipe, settings.expected_actors)
@@ -255,8 +256,9 @@ class TrainingRun:
 
     async def _publish_last(self) -> None:
         """Writes the last checkpoint and makes it the run's result. Raises `ServiceError`."""
-        written = await self._loop.last_checkpoint()
-        await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
+        async with self._publishing:  # a run that is stopped as it ends would do it twice at once
+            written = await self._loop.last_checkpoint()
+            await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
@@ -275,9 +277,9 @@ class TrainingRun:
             stopping = tasks.create_task(stop.wait())
             training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
             await asyncio.wait((stopping, training), return_when=asyncio.FIRST_COMPLETED)
-            finished = training.done()
-            if not finished:
+            if not training.done():
                 await self._checkpoint_on_stop()
+            finished = training.done()
             for task in (stopping, training, *background):
                 task.cancel()
         return finished
