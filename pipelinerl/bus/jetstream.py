@@ -19,7 +19,8 @@ from pipelinerl.bus.nats_members import MemberWatch
 from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
+from pipelinerl.bus.nats_stored import stored_messages
+from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
 
@@ -126,6 +127,11 @@ class JetStreamBus:
 
     async def prompts_info(self) -> StreamInfo:
         return await self._info(self._subjects.prompts_stream)
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        stream, info = self._subjects.prompts_stream, await self.prompts_info()
+        found = await stored_messages(self._link, stream, self._subjects.prompts, info)
+        return [PendingPrompt(message.position, message.headers.get(_MSG_ID, "")) for message in found]
 
     async def sequences_info(self) -> StreamInfo:
         return await self._info(self._subjects.sequences_stream)

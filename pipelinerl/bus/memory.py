@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from pipelinerl.bus.memory_streams import LastPerKey, Log, Members, WorkQueue
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import EVERY_ACTOR, Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError, PayloadTooLarge
 
@@ -178,6 +178,9 @@ class MemoryBus:
 
     async def prompts_info(self) -> StreamInfo:
         return self._streams().prompts.info()
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        return self._streams().prompts.pending()
 
     async def sequences_info(self) -> StreamInfo:
         return self._streams().sequences.info()

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipelinerl.bus.protocol import LogEntry, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import LogEntry, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.errors import BusError
 
@@ -49,6 +49,7 @@ class WorkQueue:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits, self._ids = limits, RecentIds(limits.duplicate_window_s)
         self._messages: dict[int, Taken] = {}
+        self._msg_ids: dict[int, str] = {}
         self._waiting: list[int] = []  # heap: the oldest first, redelivered ones before newer ones
         self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
         self._last = 0
@@ -62,6 +63,7 @@ class WorkQueue:
             raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
         self._messages[self._last] = Taken(self._last, payload, 0)
+        self._msg_ids[self._last] = msg_id
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
         return self._last
@@ -81,6 +83,7 @@ class WorkQueue:
     def remove(self, position: int) -> None:
         """Acknowledged or terminated; also by a taker whose deadline has passed."""
         self._messages.pop(position, None)
+        self._msg_ids.pop(position, None)
         self._deadlines_s.pop(position, None)
 
     def extend(self, position: int, now_s: float) -> None:
@@ -93,6 +96,9 @@ class WorkQueue:
 
     def next_deadline_s(self) -> float | None:
         return min(self._deadlines_s.values(), default=None)
+
+    def pending(self) -> list[PendingPrompt]:
+        return [PendingPrompt(position, msg_id) for position, msg_id in self._msg_ids.items()]
 
     def info(self) -> StreamInfo:
         size = sum(len(message.payload) for message in self._messages.values())

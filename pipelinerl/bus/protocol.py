@@ -42,6 +42,14 @@ class LogEntry:
     """Server's wall-clock time of the publish, Unix seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class PendingPrompt:
+    """One message that PROMPTS still holds, in somebody's hands or not."""
+
+    position: int
+    msg_id: str
+
+
 @dataclass(frozen=True)
 class StreamInfo:
     """`first_position` is `last_position + 1` when the stream is empty."""
@@ -148,6 +156,11 @@ class Bus(Protocol):
 
     async def prompts_info(self) -> StreamInfo:
         """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
+        ...
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        """Every message of the queue in order of position, delivered or not: groups that nobody has finished. Takes none.
+        One that is acknowledged or published meanwhile may be in it or not."""
         ...
 
     async def sequences_info(self) -> StreamInfo: ...

@@ -33,6 +33,11 @@ def check_actor_name(actor: str) -> str:
     return actor
 
 
+def group_id_of(msg_id: str) -> str:
+    """The group that a message id on PROMPTS names: `g12` when it was issued, `g12/...` when it was published again."""
+    return msg_id.partition("/")[0]
+
+
 @dataclass(frozen=True)
 class Subjects:
     """Subjects, streams and the membership bucket of one run."""
