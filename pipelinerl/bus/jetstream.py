@@ -1,6 +1,6 @@
 """The bus over NATS JetStream.
 
-Three streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
+Four streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
 (`nats_link`). It does not start a server (`pipelinerl.local.nats_server` does) and does not change streams that exist.
 """
 
@@ -92,15 +92,14 @@ class JetStreamBus:
         await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.sequences(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.control(self._subjects, self.limits))
+        await self._ensure_stream(nats_streams.dead(self._subjects, self.limits))
         if not await self._has_stream(nats_streams.members_stream(self._subjects)):
             with bus_errors(f"creating the membership bucket at {self._link.url} (needs nats-server 2.11)"):
                 await self._link.js.create_key_value(nats_streams.members(self._subjects, self.limits))
         await self._ensure_actors_consumer()
 
     async def delete_streams(self) -> None:
-        subjects = self._subjects
-        members = nats_streams.members_stream(subjects)
-        for stream in (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream, members):
+        for stream in self._subjects.every_stream:
             with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._link.js.delete_stream(stream)
 
@@ -124,6 +123,14 @@ class JetStreamBus:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
             await self._link.js.purge_stream(self._subjects.sequences_stream, seq=below_position)
+
+    async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
+        await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
+
+    async def dead_letters(self) -> list[bytes]:
+        stream, subject = self._subjects.dead_stream, self._subjects.dead
+        found = await stored_messages(self._link, stream, subject, await self._info(stream))
+        return [message.payload for message in found]
 
     async def prompts_info(self) -> StreamInfo:
         return await self._info(self._subjects.prompts_stream)

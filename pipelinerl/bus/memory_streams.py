@@ -40,6 +40,7 @@ class RecentIds:
 class Taken(NamedTuple):
     position: int
     payload: bytes
+    msg_id: str
     num_deliveries: int
 
 
@@ -49,7 +50,6 @@ class WorkQueue:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits, self._ids = limits, RecentIds(limits.duplicate_window_s)
         self._messages: dict[int, Taken] = {}
-        self._msg_ids: dict[int, str] = {}
         self._waiting: list[int] = []  # heap: the oldest first, redelivered ones before newer ones
         self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
         self._last = 0
@@ -62,8 +62,7 @@ class WorkQueue:
         if len(self._messages) >= self._limits.prompts_max_messages:
             raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
-        self._messages[self._last] = Taken(self._last, payload, 0)
-        self._msg_ids[self._last] = msg_id
+        self._messages[self._last] = Taken(self._last, payload, msg_id, 0)
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
         return self._last
@@ -83,7 +82,6 @@ class WorkQueue:
     def remove(self, position: int) -> None:
         """Acknowledged or terminated; also by a taker whose deadline has passed."""
         self._messages.pop(position, None)
-        self._msg_ids.pop(position, None)
         self._deadlines_s.pop(position, None)
 
     def extend(self, position: int, now_s: float) -> None:
@@ -98,7 +96,7 @@ class WorkQueue:
         return min(self._deadlines_s.values(), default=None)
 
     def pending(self) -> list[PendingPrompt]:
-        return [PendingPrompt(position, msg_id) for position, msg_id in self._msg_ids.items()]
+        return [PendingPrompt(position, msg_id) for position, _, msg_id, _ in self._messages.values()]
 
     def info(self) -> StreamInfo:
         size = sum(len(message.payload) for message in self._messages.values())
@@ -148,6 +146,19 @@ class Log:
 
     def info(self) -> StreamInfo:
         return StreamInfo(len(self._entries), self._bytes, self._first, self.last_position)
+
+
+class DeadLetters:
+    """DEAD: the last messages that were given up."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._ids = RecentIds(limits.duplicate_window_s)
+        self.kept: deque[bytes] = deque(maxlen=limits.dead_max_messages)
+
+    def add(self, payload: bytes, msg_id: str, now_s: float) -> None:
+        if self._ids.position_of(msg_id, now_s) is None:
+            self.kept.append(payload)
+            self._ids.add(msg_id, 0, now_s)
 
 
 class Change(NamedTuple):
