@@ -58,7 +58,7 @@ class Survived:
     step: int
     """The last one before."""
     seconds: float
-    """Until a later step was taken and the service worked again; of a process that was stopped, from when it went on."""
+    """Until a new process of the service worked and a later step was taken; of a frozen one, from when it went on."""
 
 
 def row(service: str, kind: str) -> list[Fault]:
@@ -139,10 +139,12 @@ async def _hit_all(run_dir: RunDir, faults: Sequence[Fault]) -> list[Survived]:
 async def _hit(run_dir: RunDir, watcher: Watcher, fault: Fault) -> Survived:
     async with _in_time(f"{fault}: its point did not come"):
         await watcher.at(fault.point)
-    step = watcher.step()
-    await _strike(run_dir, fault)
+    step, pid = watcher.step(), read_pids(run_dir)[fault.service]
+    await _strike(fault, pid)
     began_s = time.monotonic()
     async with _in_time(f"{fault}: the run did not go on from step {step}"):
+        while fault.signal != "SIGSTOP" and read_pids(run_dir).get(fault.service, pid) == pid:
+            await asyncio.sleep(0.05)
         while not (watcher.step() > step and await watcher.serving(fault.service)):
             await asyncio.sleep(0.05)
         seconds = time.monotonic() - began_s
@@ -160,8 +162,7 @@ async def _in_time(failure: str):  # type: ignore[no-untyped-def]
         raise AssertionError(failure) from None
 
 
-async def _strike(run_dir: RunDir, fault: Fault) -> None:
-    pid = read_pids(run_dir)[fault.service]
+async def _strike(fault: Fault, pid: int) -> None:
     match fault.signal:
         case "SIGKILL":
             _signal_all(pid, signal.SIGKILL)
