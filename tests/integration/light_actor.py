@@ -46,6 +46,8 @@ class Options:
     stop_at_tokens: int = 0
     """Sends itself SIGTERM when a completion has so many tokens; 0: never."""
     ack_wait_s: float = 30.0
+    serve_after: str = ""
+    """A file: it takes no group before that is there."""
 
 
 class LightEngine:
@@ -121,6 +123,12 @@ async def terminate_at(tokens: int, length: Callable[[], int]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+async def serve_after(options: Options, actor: Actor) -> None:
+    while options.serve_after and not os.path.exists(options.serve_after):
+        await asyncio.sleep(0.02)
+    actor._gate.serve(PolicyVersion(1, options.version))
+
+
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext, options: Options) -> None:
     limits, registry, readiness = (
         StreamLimits(ack_wait_s=options.ack_wait_s),
@@ -138,7 +146,8 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext,
         patient = VerifierClient(settings.verifier, backoff=Backoff(0.02, 0.1))
         verifier = await stack.enter_async_context(patient)
         actor = Actor(settings, load_recipe(settings.recipe), engine, bus, verifier, registry, context, stop)
-        actor._gate.serve(PolicyVersion(1, options.version))
+        serving = asyncio.create_task(serve_after(options, actor))
+        stack.callback(serving.cancel)
         assert settings.address_file is not None
         write_address(settings.address_file, ServiceAddress("127.0.0.1:1", f"127.0.0.1:{http_port}", os.getpid()))
         if options.stop_at_tokens:

@@ -51,17 +51,19 @@ def scored(model: PreTrainedModel, sequence: Sequence) -> list[float]:
     return reference(model, tokens)[len(PROMPT) - 1 :]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: Path) -> None:
     first_model, second_model = random_model("llama", tied=True), random_model("llama", tied=True)
     change_strongly(second_model, seed=2)
     folders = [saved(first_model, tmp_path / "first"), saved(second_model, tmp_path / "second")]
     async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
         await one.issue(*range(GROUPS), num_samples=SAMPLES, max_tokens=MAX_TOKENS)
+        go = tmp_path / "go"
         first = await one.start("first", model_dir=str(folders[0]), vllm=True, version=1, stop_at_tokens=STOP_AT)
+        await one.start("second", model_dir=str(folders[1]), vllm=True, version=2, serve_after=str(go))
         assert await first.exit_code() == 0, first.log.read_text()[-3000:]
         assert all(group_id_of(message.msg_id) != message.msg_id for message in await one.bus.pending_prompts())
-        await one.start("second", model_dir=str(folders[1]), vllm=True, version=2)
+        go.touch()
         sequences = await one.stored(GROUPS * SAMPLES)
         await one.all_acknowledged()
 
