@@ -1,16 +1,25 @@
-"""`pipelinerl run RECIPE`: trains on this machine, with live progress, into a run directory."""
+"""`pipelinerl run RECIPE`: trains on this machine, with live progress, into a run directory; `--resume DIR` goes on in one."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import FieldError
+
+if TYPE_CHECKING:
+    from pipelinerl.config.recipe import Recipe
+    from pipelinerl.local.run_dir import RunDir
 
 NAME = "run"
 HELP = "train a recipe on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe file, or the name of one under recipes/")
     parser.add_argument(
         "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
         help="override one field of the recipe; the value is YAML (repeatable)",
@@ -18,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
+    parser.add_argument(
+        "--resume", metavar="DIR", type=Path,
+        help="go on with the run in DIR, with its own recipe unless RECIPE or --set change what may change",
+    )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -26,20 +39,48 @@ def execute(args: argparse.Namespace) -> int:
     Raises `UserError` for what is wrong before anything is started.
     """
     import asyncio
+
+    from pipelinerl.local.ending import finish
+    from pipelinerl.local.progress import open_display
+    from pipelinerl.local.runner import LocalRun
+
+    overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
+    with ExitStack() as stack:
+        make = _new if args.resume is None else _resumed
+        recipe, run_dir, notes = make(args, overrides, stack)
+        with open_display() as display:
+            display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
+            ending = asyncio.run(LocalRun(recipe, run_dir, display).run())
+        return finish(recipe, run_dir, ending)
+
+
+def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from datetime import datetime
 
     from pipelinerl.config.load import load_recipe
     from pipelinerl.config.preflight import check_environment
-    from pipelinerl.local.ending import finish
-    from pipelinerl.local.progress import open_display
+    from pipelinerl.local.resume import held
     from pipelinerl.local.run_dir import create_run_dir
-    from pipelinerl.local.runner import LocalRun
 
-    overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
+    if args.recipe is None:
+        raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     check_environment(recipe)
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
-    with open_display() as display:
-        display.note(f"{run_dir.name}: {recipe.description or recipe.name}\nrun directory: {run_dir.path}")
-        ending = asyncio.run(LocalRun(recipe, run_dir, display).run())
-    return finish(recipe, run_dir, ending)
+    stack.enter_context(held(run_dir))
+    return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}"]
+
+
+def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
+    from pipelinerl.config.preflight import check_environment
+    from pipelinerl.local.resume import find_run, held, plan_resume
+
+    for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
+        if value is not None:
+            raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
+    run_dir = find_run(args.resume)
+    stack.enter_context(held(run_dir))
+    plan = plan_resume(run_dir, args.recipe, overrides)
+    check_environment(plan.recipe)
+    plan.prepare()
+    return plan.recipe, run_dir, list(plan.notes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.report import write_report
 from pipelinerl.local.run_dir import RunDir, write_json
-from pipelinerl.local.summary import read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.local.summary import kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.local.text import duration, number, percent
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
@@ -41,6 +42,11 @@ class Ending:
             return EXIT_USER_ERROR
         return EXIT_FAILED if self.error else EXIT_DONE
 
+    @property
+    def can_go_on(self) -> bool:
+        """It ended early, and of nothing that has to be put right first."""
+        return self.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED)
+
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
     """Completes the run directory, says what came of the run, returns the exit code."""
@@ -56,7 +62,9 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO = sys.st
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
     """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
-    summary = read_summary(run_dir.summary) or {**summary_from_metrics(recipe, read_jsonl(run_dir.metrics))}
+    summary = read_summary(run_dir.summary) or {
+        **summary_from_metrics(recipe, kept_records(read_jsonl(run_dir.metrics)))
+    }
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
     return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}
@@ -70,7 +78,17 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         *_figures(summary),
         f"  report             {run_dir.report}",
         *([f"  checkpoint         {run_dir.checkpoint}"] if run_dir.checkpoint.is_dir() else []),
+        *(
+            [f"  go on with         {resume_command(run_dir)}"]
+            if ending.can_go_on and run_dir.identity.is_file()
+            else []
+        ),
     ]
+
+
+def resume_command(run_dir: RunDir) -> str:
+    """What to type to go on with the run."""
+    return f"pipelinerl run --resume {shlex.quote(str(run_dir.path))}"
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -60,12 +60,21 @@ class TrainerLink:
         counts = {field.name: getattr(status.sequences, field.name) for field in status.sequences.DESCRIPTOR.fields}
         return TrainerView(phase, status.message, status.policy_version, status.members, counts)
 
-    async def steps(self) -> AsyncIterator[dict[str, Any]]:
-        """The object of metrics.jsonl of every optimizer step, each once, in order; goes on after a broken stream.
+    async def first_status(self) -> TrainerView:
+        """Waits for an answer: the caller cancels it when the trainer's process has ended."""
+        while True:
+            view = await self.status()
+            if view is not None:
+                return view
+            await asyncio.sleep(_RETRY_S)
+
+    async def steps(self, from_step: int = 0) -> AsyncIterator[dict[str, Any]]:
+        """The object of metrics.jsonl of every optimizer step from that one on, each once, in order; goes on after a broken
+        stream.
 
         Never ends by itself: the caller cancels it when the trainer's process has ended.
         """
-        heard = -1
+        heard = from_step - 1
         while True:
             try:
                 request = trainer_pb2.StreamMetricsRequest(from_step=heard + 1)

@@ -67,6 +67,17 @@ class NatsServer:
             raise ServiceError("nats-server has no pid: it is not running")
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative = the signal that ended it."""
+        return None if self._process is None else self._process.poll()
+
+    async def start_again(self) -> None:
+        """After it ended by itself: on the same port, with the same streams. Raises `ServiceError` as `start` does."""
+        self.port = self.port or int(self.url.rpartition(":")[2])
+        await asyncio.to_thread(self.stop)
+        await self.__aenter__()
+
     def start(self) -> None:
         """Returns when clients can connect to `url`. Call it from a thread that outlives the server."""
         self._spawn()
@@ -139,6 +150,8 @@ class NatsServer:
             raise ServiceError(f"nats-server is running already: pid {self._process.pid}")
         binary = self.binary or find_nats_server()
         self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob("nats-server_*.ports"):  # of one that was killed: pids come again
+            stale.unlink(missing_ok=True)
         config = self.folder / "nats.conf"
         config.write_text(self._configuration())
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,7 @@ class PlainDisplay:
         if state.step == 0 and state.phase != self._shown_phase and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
             self.note(state.phase)
+        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps: they are told again
         due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
         if state.step > self._shown_step and due:
             self._shown_step, self._shown_at_s = state.step, elapsed_s

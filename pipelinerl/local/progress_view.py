@@ -7,7 +7,7 @@ metric may be missing or null; it is shown as `-`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,10 @@ class RunState:
     """(policy version, accuracy) of each evaluation."""
     stall: tuple[float, int | None] | None = None
     """Seconds and version of the newest weight update."""
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    """The newest steps, the last one included."""
+    furthest: int = 0
+    """The highest step so far, those that a restart undid included."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
     """(step, seconds since the runner's start when it was heard of) of the newest steps."""
     actors: tuple[ActorView, ...] = ()
@@ -54,18 +57,38 @@ class RunState:
     def step(self) -> int:
         return int(self.last.get("step") or 0)
 
-    def on_step(self, metrics: Metrics, elapsed_s: float) -> None:
-        """One more optimizer step, heard of `elapsed_s` after the start."""
+    def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
+        """One more optimizer step, heard of `elapsed_s` after the start; None = taken before, which says nothing of the
+        pace. One that is not after the newest known takes the place of those from it on: a restart undid them."""
+        step = int(metrics.get("step") or 0)
+        if 0 < step <= self.step:
+            self.rewind(step - 1)
         self.last = metrics
-        self.heard_s.append((self.step, elapsed_s))
+        self.furthest = max(self.furthest, step)
+        self.history.append(metrics)
+        if elapsed_s is not None:
+            self.heard_s.append((self.step, elapsed_s))
         self.stall = _stall(metrics) or self.stall
         if metrics.get("sequences"):
             self.sequences = metrics["sequences"]
-        if metrics.get("reward_mean") is not None:
-            self.rewards.append(metrics["reward_mean"])
         if metrics.get("heldout_accuracy") is not None:
-            version = metrics.get("heldout_version", metrics.get("policy_version"))
-            self.heldout.append((int(version or 0), metrics["heldout_accuracy"]))
+            version = int(metrics.get("heldout_version", metrics.get("policy_version")) or 0)
+            self._forget_heldout(lambda known: known < version)
+            self.heldout.append((version, metrics["heldout_accuracy"]))
+
+    def rewind(self, version: int) -> None:
+        """The trainer goes on from `version`: what came after it never was. The pace is measured anew."""
+        self.heard_s.clear()
+        if version >= self.step:
+            return
+        while self.history and int(self.history[-1].get("step") or 0) > version:
+            self.history.pop()
+        known = {"step": version, "policy_version": version} if version else {}
+        self.last = self.history[-1] if self.history else known
+        self._forget_heldout(lambda measured: measured <= version)
+
+    def _forget_heldout(self, keep: Callable[[int], bool]) -> None:
+        self.heldout = [one for one in self.heldout if keep(one[0])]
 
     def on_phase(self, phase: str) -> None:
         self.phase = phase
@@ -99,7 +122,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     return [
         ("step", _step_text(state, elapsed_s)),
         ("policy version", number(last.get("policy_version"))),
-        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(state.rewards, width=32)}".rstrip()),
+        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(_rewards(state), width=32)}".rstrip()),
         ("held-out accuracy", _heldout_text(state)),
         ("token lag", _lag_text(last)),
         ("ESS", number(last.get("ess"), 3)),
@@ -107,7 +130,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
         ("actors", _actors_text(state)),
-        ("now", state.phase),
+        ("now", state.phase + _restarts_text(state)),
     ]
 
 
@@ -138,6 +161,10 @@ def _step_text(state: RunState, elapsed_s: float) -> str:
     left = seconds_left(state, elapsed_s)
     tail = f", {duration(left)} left" if left is not None else ""
     return f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {duration(elapsed_s)} passed{tail}"
+
+
+def _rewards(state: RunState) -> list[float]:
+    return [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
 
 
 def _heldout_text(state: RunState) -> str:
@@ -184,6 +211,13 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
 def _actors_text(state: RunState) -> str:
     described = [_actor_text(actor, state.restarts.get(actor.name, 0)) for actor in state.actors]
     return "; ".join(described) or "-"
+
+
+def _restarts_text(state: RunState) -> str:
+    """Of those that have no row of their own."""
+    shown = {actor.name for actor in state.actors}
+    others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in shown]
+    return f" (restarted: {', '.join(others)})" if others else ""
 
 
 def _actor_text(actor: ActorView, restarts: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.report_data import report_data
-from pipelinerl.local.summary import read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.local.summary import kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.page import asset
 
 
@@ -36,7 +36,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
-    records = read_jsonl(run_dir / "metrics.jsonl")
+    records = kept_records(read_jsonl(run_dir / "metrics.jsonl"))
     summary = read_summary(run_dir / "summary.json") or {**summary_from_metrics(recipe, records)}
     samples = read_jsonl(run_dir / "samples.jsonl")
     text = recipe_file.read_text(encoding="utf-8")

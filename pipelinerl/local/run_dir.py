@@ -32,9 +32,29 @@ class RunDir:
         return self.path / "recipe.yaml"
 
     @property
+    def identity(self) -> Path:
+        """`{"run": NAME, "recipe": NAME, "started": ISO time}`: what `--resume` and `audit` know the run by."""
+        return self.path / "run.json"
+
+    @property
+    def lineage(self) -> Path:
+        """`{"run": NAME, "starts": [0, 20]}`: the version that each of the run's trainers began from."""
+        return self.path / "lineage.json"
+
+    @property
+    def journal(self) -> Path:
+        """Every sequence issued and where it ended, one event a line."""
+        return self.path / "ledger.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object for each optimizer step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def metrics_undone(self) -> Path:
+        """The same of steps that a restart undid."""
+        return self.path / "metrics-undone.jsonl"
 
     @property
     def samples(self) -> Path:
@@ -65,6 +85,11 @@ class RunDir:
         return self.path / "checkpoint"
 
     @property
+    def checkpoints(self) -> Path:
+        """`step-<version>/` for each of the last ones."""
+        return self.path / "checkpoints"
+
+    @property
     def nats_store(self) -> Path:
         """Streams of the embedded NATS server."""
         return self.path / "nats"
@@ -84,7 +109,8 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 
 
 def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None) -> RunDir:
-    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given.
+    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given. It
+    says from then on which run it is of.
 
     Raises `FieldError` when the name cannot be used, or the folder is not empty.
     """
@@ -99,6 +125,8 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
+    started = now.astimezone().isoformat(timespec="seconds")
+    write_json(run.identity, {"run": run.name, "recipe": recipe_name, "started": started})
     return run
 
 
@@ -136,6 +164,11 @@ def _make_empty(run: RunDir, option: str) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces a JSON file at once, so that a reader never sees half of it."""
+    write_whole(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a text file at once."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)

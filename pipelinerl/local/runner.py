@@ -1,8 +1,8 @@
 """One run on this machine, from NATS to report: starts the services in order, follows them, stops them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. An actor
-or verifier that dies is started again (`supervisor.py`); the trainer's or NATS's death ends the run. Trains nothing
-itself, and knows nothing of how the trained model fares: `ending.py` writes what remains of a run.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Whatever
+of these dies is started again (`supervisor.py`, `supervised_nats.py`), until the trainer's summary says that the run is
+finished. Trains nothing itself, and knows nothing of how the trained model fares: `ending.py` writes what remains of a run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from pipelinerl.local.actors import ActorPool
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.initial_model import initial_model
 from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.local.process import Launch, ServiceDied, ServiceProcess, log_tail
+from pipelinerl.local.process import Launch, ServiceProcess
 from pipelinerl.local.progress import Display
 from pipelinerl.local.progress_view import RunState
-from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.resume import newest_checkpoint
+from pipelinerl.local.run_dir import RunDir, write_json, write_whole
 from pipelinerl.local.scaling import read_wish
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches
 from pipelinerl.local.stop_budget import StopBudget
-from pipelinerl.local.summary import read_jsonl
-from pipelinerl.local.supervisor import RestartPolicy, SupervisedService
+from pipelinerl.local.summary import is_finished, kept_records, read_jsonl, read_summary
+from pipelinerl.local.supervised_nats import NAME as NATS
+from pipelinerl.local.supervised_nats import SupervisedNats
+from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, SupervisedService
 from pipelinerl.local.threads import available_cores, plan_threads
-from pipelinerl.local.watch import background, follow_trainer, pid_ended, watch_actors
+from pipelinerl.local.watch import background, follow_trainer, watch_actors
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
@@ -41,6 +44,7 @@ _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
 _ENDED_GRACE_S = 1.0
 """For what a process that ended by itself left behind: the clock of the orderly stop does not start for that."""
+TRAINER = "trainer"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +80,7 @@ class LocalRun:
 
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
-        self.run_dir.recipe.write_text(recipe_yaml(self.recipe), encoding="utf-8")
+        write_whole(self.run_dir.recipe, recipe_yaml(self.recipe))
         work = asyncio.ensure_future(self._work())
         error: PipelineRLError | None = None
         with self._signals(work):
@@ -101,48 +105,38 @@ class LocalRun:
             model_dir = await initial_model(self.recipe, self._launches, self._process, self._state.on_phase)
             verifier, address = await stack.enter_async_context(self._verifier())
             actors = await stack.enter_async_context(self._actors(address, model_dir))
-            launch = self._launches.trainer(address, model_dir)
-            trainer = await stack.enter_async_context(self._process("trainer", launch))
+            trainer = await stack.enter_async_context(self._trainer(address, model_dir, actors))
             await stack.enter_async_context(background(watch_actors(lambda: actors.services, self._state)))
             await self._until_trained(trainer, verifier, actors, nats)
 
     async def _until_trained(
         self,
-        trainer: ServiceProcess,
+        trainer: SupervisedService,
         verifier: SupervisedService,
         actors: ActorPool,
-        nats: NatsServer,
+        nats: SupervisedNats,
     ) -> None:
-        """Waits for the trainer's end. Raises `ServiceError` when it failed, or when what it needs is gone for good."""
+        """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._follow(trainer)),
-                group.create_task(self._watch_nats(nats)),
+                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s)),
+                group.create_task(nats.keep()),
                 group.create_task(verifier.keep()),
                 group.create_task(actors.keep()),
                 group.create_task(self._scale(actors)),
             ]
-            code = await trainer.wait()
+            await trainer.keep()
             self._over = True
             for task in tasks:
                 task.cancel()
-        if code != 0:
-            raise trainer.died()
-
-    async def _follow(self, trainer: ServiceProcess) -> None:
-        with contextlib.suppress(ServiceDied):  # `_until_trained` says so, with the exit code
-            await follow_trainer(trainer, self._state, self._elapsed_s)
-
-    async def _watch_nats(self, nats: NatsServer) -> None:
-        await pid_ended(nats.pid)
-        log = self.run_dir.log("nats")
-        raise ServiceError(f"nats-server ended while the run went on; end of {log}:\n{log_tail(log)}")
+        if trainer.process is not None and (trainer.process.returncode or 0) > 0:
+            raise trainer.process.died()
 
     async def _scale(self, actors: ActorPool) -> None:
         """Brings the actors to the number that `pipelinerl scale` asks for."""
         while True:
             wish = read_wish(self.run_dir)
-            if wish is not None and wish != len(actors.services) and not self._finished():
+            if wish is not None and wish != len(actors.services) and not self._over:
                 self._note(f"scaling from {len(actors.services)} to {wish} actors")
                 try:
                     await actors.scale(wish, _SCALED_GRACE_S)
@@ -153,15 +147,22 @@ class LocalRun:
     # Services as context managers: started on the way in, stopped within their share of the time on the way out.
 
     @asynccontextmanager
-    async def _nats(self) -> AsyncIterator[NatsServer]:
+    async def _nats(self) -> AsyncIterator[SupervisedNats]:
         self._state.on_phase("starting nats-server")
-        async with NatsServer(self.run_dir.nats_store, log_file=self.run_dir.log("nats").resolve()) as server:
-            pid = server.pid
-            self._record("nats", pid, lambda: _kill(pid))
-            try:
-                yield server
-            finally:
-                server.stop_timeout_s = self._budget.grace_s("nats")
+        log = self.run_dir.log(NATS).resolve()
+        nats = SupervisedNats(
+            NatsServer(self.run_dir.nats_store.resolve(), log_file=log),
+            log,
+            self.run_dir.address(NATS),
+            RestartsInARow(self.policy, lambda: self._state.furthest),
+            on_start=lambda pid: self._record(NATS, pid, lambda: _kill(pid)),
+            on_end=lambda problem, delay_s: self._on_end(NATS, problem, delay_s),
+        )
+        try:
+            await nats.start()
+            yield nats
+        finally:
+            await nats.stop(self._budget.grace_s(NATS))
 
     @asynccontextmanager
     async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
@@ -181,14 +182,33 @@ class LocalRun:
             lambda number: self._supervised(self._launches.actor(number, verifier, model_dir)), self._note, self._forget
         )
         try:
-            await pool.scale(self.recipe.actor.count, _SCALED_GRACE_S)
+            wish = read_wish(self.run_dir)  # of a run that is resumed
+            await pool.scale(self.recipe.actor.count if wish is None else wish, _SCALED_GRACE_S)
             yield pool
         finally:
             await pool.stop(self._budget.grace_s("actor"))
 
     @asynccontextmanager
+    async def _trainer(self, verifier: str, model_dir: str, actors: ActorPool) -> AsyncIterator[SupervisedService]:
+        """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
+
+        def prepare() -> None:
+            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services))
+            self.run_dir.summary.unlink(missing_ok=True)  # of the process before
+
+        service = self._supervised(
+            self._launches.trainer(verifier, model_dir), before_start=prepare, progress=lambda: self._state.furthest
+        )
+        try:
+            await service.start()
+            yield service
+        finally:
+            ended = service.process is None or service.process.returncode is not None
+            await service.stop(_ENDED_GRACE_S if ended else self._budget.grace_s("trainer"))
+
+    @asynccontextmanager
     async def _process(self, kind: str, launch: Launch) -> AsyncIterator[ServiceProcess]:
-        """A process that is not restarted: the trainer, and what builds the initial model."""
+        """A process that is not restarted: what builds the initial model."""
         process = await ServiceProcess.start(launch)
         self._record(launch.name, process.pid, process.kill)
         try:
@@ -198,13 +218,20 @@ class LocalRun:
             if not (self._over or self._budget.started):  # the run goes on without it
                 self._forget(launch.name)
 
-    def _supervised(self, launch: Launch) -> SupervisedService:
+    def _supervised(
+        self,
+        launch: Launch,
+        before_start: Callable[[], None] = lambda: None,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> SupervisedService:
         return SupervisedService(
             launch,
             on_start=lambda process: self._record(process.name, process.pid, process.kill),
-            on_end=self._on_death,
+            on_end=lambda died, delay_s: self._on_end(died.name, str(died), delay_s),
             wanted=lambda: not self._finished(),
             policy=self.policy,
+            before_start=before_start,
+            progress=progress,
         )
 
     # What is written down and shown while the run goes on.
@@ -218,16 +245,19 @@ class LocalRun:
         del self._pids[name]
         write_json(self.run_dir.pids, self._pids)
 
-    def _on_death(self, died: ServiceDied, delay_s: float) -> None:
-        self._state.on_restart(died.name)
-        self._note(f"{died}\n{died.name} is started again in {delay_s:g} s")
+    def _on_end(self, name: str, problem: str, delay_s: float) -> None:
+        self._state.on_restart(name)
+        if name == TRAINER:
+            self._state.rewind(newest_checkpoint(self.run_dir) or 0)
+        self._note(f"{problem}\n{name} is started again in {delay_s:g} s")
 
     def _finished(self) -> bool:
-        return self._over or self._state.step >= self._state.total_steps
+        """The trainer has said so: it removes nothing after that, and needs nobody any more."""
+        return self._over or is_finished(read_summary(self.run_dir.summary))
 
     def _catch_up(self, ending: Ending) -> None:
         """Steps that the trainer took but could no longer tell are in its file."""
-        for record in read_jsonl(self.run_dir.metrics):
+        for record in kept_records(read_jsonl(self.run_dir.metrics)):
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)
         self._state.on_end(ending.how)

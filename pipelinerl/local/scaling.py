@@ -6,11 +6,9 @@ The file is the wish, `pids.json` and the actors' own answers are what there is;
 from __future__ import annotations
 
 import json
-import os
-import sys
-from pathlib import Path
 
 from pipelinerl.errors import FieldError
+from pipelinerl.local.living import lives, read_pids
 from pipelinerl.local.run_dir import RunDir, write_json
 
 MOST_ACTORS = 64
@@ -41,27 +39,11 @@ def running_pids(run_dir: RunDir) -> dict[str, int]:
     """Name and pid of the run's processes. Raises `FieldError` when no run is going on there."""
     where = str(run_dir.path)
     try:
-        pids: dict[str, int] = json.loads(run_dir.pids.read_bytes())
+        pids = read_pids(run_dir)
     except FileNotFoundError:
         raise FieldError("--run-dir", where, "is not the folder of a run: it has no pids.json") from None
     except (OSError, ValueError) as error:
         raise FieldError("--run-dir", where, f"its pids.json cannot be read: {error}") from error
-    if "nats" not in pids or not _lives(pids["nats"]):
+    if not any(lives(pid, run_dir.path) for pid in pids.values()):
         raise FieldError("--run-dir", where, "the run has ended; start it again, or name one that goes on")
     return pids
-
-
-def _lives(pid: int) -> bool:
-    if sys.platform == "linux":
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

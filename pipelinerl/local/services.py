@@ -48,13 +48,14 @@ class ServiceLaunches:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         return self._launch("verifier", self.commands.verifier, settings, self.threads.light_env())
 
-    def trainer(self, verifier: str, model_dir: str) -> Launch:
+    def trainer(self, verifier: str, model_dir: str, actors: int | None = None) -> Launch:
+        """`actors`: how many there are; the recipe's number unless it was changed."""
         settings = {
             "nats_url": self.nats_url,
             "verifier": verifier,
             "model_dir": model_dir,
             "run_dir": str(self.run_dir.path.resolve()),
-            "expected_actors": str(self.recipe.actor.count),
+            "expected_actors": str(self.recipe.actor.count if actors is None else actors),
         }
         return self._launch(
             "trainer", self.commands.trainer, settings, self.threads.trainer_env(self.recipe.trainer.nproc)

@@ -51,6 +51,36 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
+def is_finished(summary: Mapping[str, Any] | None) -> bool:
+    """Whether it is of a run that came to its own end."""
+    return summary is not None and summary.get("interrupted") is False and "error" not in summary
+
+
+def kept_records(records: Iterable[Record]) -> list[Record]:
+    """Steps of one history: one that is not after the step before takes the place of those from it on, which a restart
+    undid. `time_s` never goes back: what a new trainer counts from its own start continues the time before."""
+    kept: list[Record] = []
+    for record in records:
+        step = record.get("step")
+        while step is not None and kept and (kept[-1].get("step") or 0) >= step:
+            kept.pop()
+        kept.append(record)
+    return _with_rising_time(kept)
+
+
+def _with_rising_time(records: list[Record]) -> list[Record]:
+    shift_s, before_s = 0.0, 0.0
+    rising: list[Record] = []
+    for record in records:
+        time_s = record.get("time_s")
+        if time_s is not None:
+            shift_s = before_s if time_s + shift_s < before_s else shift_s
+            before_s = time_s + shift_s
+            record = {**record, "time_s": before_s} if shift_s else record
+        rising.append(record)
+    return rising
+
+
 def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummary:
     """What metrics.jsonl alone tells, under the summary's names; what it does not tell is None."""
     last: Record = records[-1] if records else {}

@@ -34,11 +34,35 @@ class RestartPolicy:
         return self.first_delay_s * self.factor**restarts
 
 
+class RestartsInARow:
+    """Counts deaths in a row for a `RestartPolicy`. Pure.
+
+    `progress()` is a number that grows where the run gets on: past a death at which it stood higher than at any before, the
+    count begins again, so that what dies at ever the same place is given up and what is killed now and then is not.
+    """
+
+    def __init__(self, policy: RestartPolicy, progress: Callable[[], int] = lambda: 0) -> None:
+        self._policy, self._progress = policy, progress
+        self._furthest = progress()
+        self.count = 0
+
+    def next_delay_s(self, lived_s: float, exit_code: int, served: bool) -> float | None:
+        """After one more death: the wait before the next start, None when there is to be none."""
+        reached = self._progress()
+        if lived_s >= self._policy.stable_s or reached > self._furthest:
+            self.count = 0
+        self._furthest = max(self._furthest, reached)
+        delay_s = self._policy.delay_s(self.count, exit_code, served)
+        self.count += 1
+        return delay_s
+
+
 class SupervisedService:
     """A service that is restarted when it ends: `start`, then `keep`, then `stop`.
 
-    `on_start` hears of every started process, `on_end` of every one that ended and the seconds until the next. Once the
-    service is not `wanted` any more (the run is over) a process that ends is let go.
+    `on_start` hears of every started process, `on_end` of every one that ended and the seconds until the next;
+    `before_start` prepares for one. Once the service is not `wanted` any more (the run is over) a process that ends is let
+    go. `progress`: see `RestartsInARow`.
     """
 
     def __init__(
@@ -48,12 +72,16 @@ class SupervisedService:
         on_end: Callable[[ServiceDied, float], None],
         wanted: Callable[[], bool] = lambda: True,
         policy: RestartPolicy | None = None,
+        before_start: Callable[[], None] = lambda: None,
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self.launch = launch
         """What the next start uses."""
         self._on_start, self._on_end, self._wanted = on_start, on_end, wanted
-        self._policy = policy or RestartPolicy()
+        self._before_start = before_start
+        self._row = RestartsInARow(policy or RestartPolicy(), progress)
         self._process: ServiceProcess | None = None
+        self._started = asyncio.Event()
         self._stopping = False
 
     @property
@@ -67,8 +95,17 @@ class SupervisedService:
 
     async def start(self) -> ServiceProcess:
         """Raises `ServiceError` when the command cannot be executed."""
+        self._before_start()
         self._process = await ServiceProcess.start(self.launch)
         self._on_start(self._process)
+        self._started.set()
+        self._started = asyncio.Event()
+        return self._process
+
+    async def next_process(self, after: ServiceProcess | None) -> ServiceProcess:
+        """The newest process once it is another than `after`."""
+        while self._process is None or self._process is after:
+            await self._started.wait()
         return self._process
 
     async def keep(self) -> None:
@@ -77,7 +114,7 @@ class SupervisedService:
         Raises the last `ServiceDied` when the policy allows no further restart.
         """
         clock_s = asyncio.get_running_loop().time
-        restarts, served = 0, False
+        served = False
         while True:
             assert self._process is not None, "start() comes first"
             started_s = clock_s()
@@ -86,15 +123,13 @@ class SupervisedService:
                 return
             await self._process.kill_and_wait()  # what it left behind would hold its ports and its cores
             served = served or self.launch.address_file.is_file()
-            restarts = 0 if clock_s() - started_s >= self._policy.stable_s else restarts
-            delay_s = self._policy.delay_s(restarts, code, served)
+            delay_s = self._row.next_delay_s(clock_s() - started_s, code, served)
             if delay_s is None:
                 raise self._process.died()
             self._on_end(self._process.died(), delay_s)
             await asyncio.sleep(delay_s)
             if self._may_end():
                 return
-            restarts += 1
             await self.start()
 
     async def stop(self, grace_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pipelinerl.local.follow import TrainerLink, actor_view
-from pipelinerl.local.process import ServiceProcess
+from pipelinerl.local.process import ServiceDied, ServiceProcess
 from pipelinerl.local.progress_view import ActorView, RunState
 from pipelinerl.local.supervisor import SupervisedService
 from pipelinerl.service.address import read_address
@@ -19,12 +20,37 @@ from pipelinerl.service.address import read_address
 _ASK_S = 1.0
 
 
-async def follow_trainer(process: ServiceProcess, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Consumes the trainer's step stream and its status. Waits for its address file; a trainer that dies is not news here."""
-    address = await process.address(timeout_s=math.inf)
-    async with TrainerLink(address.grpc) as link, background(_follow_status(link, state)):
-        async for metrics in link.steps():
-            state.on_step(metrics, elapsed_s())
+async def follow_trainer(service: SupervisedService, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for its address
+    file; that a trainer died is not news here."""
+    process: ServiceProcess | None = None
+    while True:
+        process = await service.next_process(process)
+        with contextlib.suppress(ServiceDied):
+            address = await process.address(timeout_s=math.inf)
+            async with TrainerLink(address.grpc) as link, background(_follow_status(link, state)):
+                await _while_it_lives(process, _follow_steps(link, state, elapsed_s))
+
+
+async def _follow_steps(link: TrainerLink, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """From the version that the trainer began with; steps that it took before it was asked say nothing of the pace."""
+    begun = (await link.first_status()).policy_version
+    state.rewind(begun)
+    async for metrics in link.steps(from_step=state.step + 1):
+        state.on_step(metrics, elapsed_s() if (metrics.get("step") or 0) > begun else None)
+
+
+async def _while_it_lives(process: ServiceProcess, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until the process ends. Raises what `work` raises."""
+    tasks = {asyncio.ensure_future(work), asyncio.ensure_future(process.wait())}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _follow_status(link: TrainerLink, state: RunState) -> None:

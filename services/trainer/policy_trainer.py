@@ -21,7 +21,6 @@ from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
-from services.trainer.checkpoint import export_policy, prune
 from services.trainer.export import PolicyExport, StagedExport
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import DTYPES
@@ -30,6 +29,7 @@ from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
 from services.trainer.ranks.saver import PendingState
+from services.trainer.resume.start import Start
 from services.trainer.throughput import StepWork, throughput_figures
 from services.trainer.weights.described import adapter_factors, whole_weights
 from services.trainer.weights.port import CollectivePort
@@ -77,13 +77,14 @@ class TorchPolicyTrainer:
         sender: WeightSender,
         port: CollectivePort,
         recipe: Recipe,
-        run_dir: Path,
+        version: int = 0,
     ) -> None:
-        self._lead, self._sender, self._recipe, self._run_dir = lead, sender, recipe, run_dir
+        """`version`: of the weights as they are."""
+        self._lead, self._sender, self._recipe = lead, sender, recipe
         self.tokenizer, self.port = tokenizer, port
         self.vocab_size = lead.learner.policy.vocab_size
         self._export = PolicyExport(lead.learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
-        self._version = 0
+        self._version = version
         """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
 
     @property
@@ -142,33 +143,28 @@ class TorchPolicyTrainer:
         """See `PolicyExport.write`."""
         self._export.write(staged, folder, self._about(version))
 
-    def checkpoint(self, final: bool) -> tuple[str, int]:
-        """`checkpoint/` for the last one, `checkpoints/step-<version>/` on the way."""
-        version, staged = self._version, self.stage_export()
-        steps = self._run_dir / "checkpoints"
-        folder = self._run_dir / "checkpoint" if final else steps / f"step-{version}"
-        parts = {"value_head": staged.value_head, "adapter": staged.adapter}
-        export_policy(self._export.form, staged.weights, self.tokenizer, folder, self._about(version), **parts)
-        if not final:
-            prune(steps, self._recipe.checkpoint.keep)
-        return str(folder), version
-
     def _about(self, version: int) -> dict[str, Any]:
         """pipelinerl.json of a checkpoint."""
         return {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
 
 
-def load_policy_trainer(recipe: Recipe, settings: TrainerSettings, ranks: RankSettings) -> TorchPolicyTrainer:
-    """Rank 0: loads model and tokenizer (seconds to minutes). Raises `FieldError` for what the user can mend."""
+def load_policy_trainer(
+    recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
+) -> TorchPolicyTrainer:
+    """Rank 0: loads model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint.
+
+    Raises `FieldError` for what the user can mend, `ServiceError` for a checkpoint that cannot be read.
+    """
+    start = start or Start()
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = settings.model_dir or recipe.model.name
     tokenizer = load_tokenizer(source, recipe)
-    lead = Lead(load_learner(recipe, source, ranks))
+    lead = Lead(load_learner(recipe, source, ranks, resume=start.tensors))
     log.info("policy ready", extra=policy_facts(lead.learner))
     sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
-    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, settings.run_dir)
+    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, start.version)
 
 
 def policy_facts(learner: Learner) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Stand-ins for the three services, as small processes that keep to the runner's contract: settings in the environment,
 an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py {verifier,actor,trainer,model}`.
 
-FAKE_* variables make them misbehave: see `Fake`.
+FAKE_* variables make them misbehave: see `Fake`. The trainer keeps to the rules of a restart: it writes lineage.json, goes on
+from the newest checkpoint, cuts metrics.jsonl to it, and on SIGTERM writes a checkpoint and an interrupted summary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -27,6 +29,10 @@ class Fake:
 
     step_s = float(os.environ.get("FAKE_STEP_S", "0.05"))
     crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
+    crash_in = os.environ.get("FAKE_CRASH_IN", "")
+    """Versions that the trainers began from that crash, such as `0,20`; empty = all."""
+    exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
+    checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
     model_error = os.environ.get("FAKE_MODEL_ERROR", "")
     actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
@@ -70,12 +76,13 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
 
 
 class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, total: int) -> None:
-        self.records: list[dict[str, object]] = []
-        self.total = total
+    def __init__(self, total: int, records: list[dict[str, Any]]) -> None:
+        self.records, self.total = records, total
 
     async def GetStatus(self, request: object, context: object) -> trainer_pb2.TrainerStatus:
-        return trainer_pb2.TrainerStatus(phase=trainer_pb2.TRAINER_PHASE_TRAINING, total_steps=self.total)
+        return trainer_pb2.TrainerStatus(
+            phase=trainer_pb2.TRAINER_PHASE_TRAINING, total_steps=self.total, policy_version=len(self.records)
+        )
 
     async def StreamMetrics(self, request: trainer_pb2.StreamMetricsRequest, context: object) -> object:
         sent = 0
@@ -111,26 +118,53 @@ async def actor() -> int:
     return 0
 
 
+def write_checkpoint(run_dir: Path, version: int) -> None:
+    folder = run_dir / "checkpoints" / f"step-{version}" / "resume"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"policy_version": version}))
+
+
+def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
+    """Notes this start in lineage.json, and cuts metrics.jsonl to the newest checkpoint."""
+    versions = [int(folder.name.removeprefix("step-")) for folder in run_dir.glob("checkpoints/step-*")]
+    version, lineage, metrics = max(versions, default=0), run_dir / "lineage.json", run_dir / "metrics.jsonl"
+    starts = json.loads(lineage.read_text())["starts"] if lineage.is_file() else []
+    lineage.write_text(json.dumps({"starts": [*starts, version]}))
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    metrics.write_text("".join(lines[:version]))
+    return [json.loads(line) for line in lines[:version]]
+
+
 async def trainer() -> int:
     settings = TrainerSettings()
     total = load_recipe(settings.recipe).trainer.steps
-    stop, state = stop_event("trainer"), Trainer(total)
+    records = records_to_go_on_from(settings.run_dir)
+    begun = len(records)
+    stop, state = stop_event("trainer"), Trainer(total, records)
     server = await serve(settings, lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(state, server))
+    crashes = not Fake.crash_in or str(begun) in Fake.crash_in.split(",")
     with (settings.run_dir / "metrics.jsonl").open("a") as metrics:
-        for step in range(1, total + 1):
-            if step == Fake.crash_at_step:
+        for step in range(begun + 1, total + 1):
+            if step == Fake.crash_at_step and crashes:
                 print("ZeroDivisionError: in the loss", flush=True)
-                return 1
+                return Fake.exit_code
             record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
+            record["from"] = begun
             print(json.dumps(record), file=metrics, flush=True)
             state.records.append(record)
+            if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
+                write_checkpoint(settings.run_dir, step)
             try:
                 await asyncio.wait_for(stop.wait(), Fake.step_s)
             except TimeoutError:
                 continue
             break
     await server.stop(None)
-    summary = {"steps": step, "model_dir": settings.model_dir, "verifier": settings.verifier, "by": "trainer"}
+    write_checkpoint(settings.run_dir, len(records))
+    summary = {
+        "steps": len(records), "model_dir": settings.model_dir, "verifier": settings.verifier, "by": "trainer",
+        "begun": begun, "interrupted": len(records) < total, "expected_actors": settings.expected_actors,
+    }  # fmt: skip
     (settings.run_dir / "summary.json").write_text(json.dumps(summary))
     return 0
 

@@ -14,86 +14,17 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipelinerl.config.load import load_recipe, recipe_from_data
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.local.ending import Ending, finish
+from pipelinerl.config.load import load_recipe
+from pipelinerl.local.ending import finish
 from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.progress import PlainDisplay
 from pipelinerl.local.progress_view import RunState, rows
-from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.runner import LocalRun
-from pipelinerl.local.services import ServiceCommands
 from pipelinerl.local.session import session_pids
-from pipelinerl.local.supervisor import RestartPolicy
 from pipelinerl.service.address import read_address
-
-FAKES = Path(__file__).with_name("fake_services.py")
-SERVICES = ("nats", "verifier", "actor-0", "trainer")
-
-
-def fakes() -> ServiceCommands:
-    def command(kind: str) -> tuple[str, ...]:
-        return (sys.executable, str(FAKES), kind)
-
-    return ServiceCommands(command("verifier"), command("trainer"), command("actor"), command("model"))
-
-
-def recipe(steps: int = 5, **model: Any) -> Recipe:
-    model = model or {"source": "hub", "name": "org/model"}
-    return recipe_from_data({"name": "tiny", "model": model, "task": {}, "trainer": {"steps": steps}}, "tiny")
-
-
-class Run:
-    """One run under test: its folder, what it printed, and the session ids of everything it started."""
-
-    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str]) -> None:
-        (folder / "logs").mkdir(parents=True)
-        (folder / "addresses").mkdir()
-        self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
-        everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
-        policy = RestartPolicy(limit=2, first_delay_s=0.05)
-        self.local = LocalRun(recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy)
-
-    async def end(self) -> Ending:
-        async with asyncio.timeout(60):
-            ending = await self.local.run()
-        assert self.left_behind() == []
-        return ending
-
-    def pids(self) -> dict[str, int]:
-        return json.loads(self.dir.pids.read_text()) if self.dir.pids.is_file() else {}
-
-    def left_behind(self) -> list[int]:
-        return [pid for session in self.pids().values() for pid in session_pids(session)]
-
-    async def until_step(self, step: int) -> dict[str, int]:
-        """Waits until that step's record is written; returns the pids."""
-        async with asyncio.timeout(60):
-            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):
-                await asyncio.sleep(0.02)
-        return self.pids()
-
-
-@asynccontextmanager
-async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
-    task = asyncio.create_task(run.end())
-    try:
-        yield task
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def until_pid_changes(run: Run, name: str, old: int) -> int:
-    async with asyncio.timeout(30):
-        while (now := run.pids()[name]) == old:
-            await asyncio.sleep(0.02)
-    return now
+from tests.integration.fake_run import FAKES, SERVICES, Run, recipe, running, until_pid_changes
 
 
 async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: Path) -> None:
@@ -162,20 +93,6 @@ async def test_a_killed_verifier_comes_back_under_its_address(tmp_path: Path) ->
     assert (ending.error, dict(ending.restarts)) == (None, {"verifier": 1})
 
 
-async def test_a_trainer_that_dies_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=9), {"FAKE_CRASH_AT_STEP": "4"})
-    ending = await run.end()
-    assert isinstance(ending.error, ServiceDied)
-    assert (ending.error.name, ending.error.returncode, ending.exit_code) == ("trainer", 1, 1)
-    assert "ZeroDivisionError: in the loss" in str(ending.error)
-    err = io.StringIO()
-    assert finish(run.recipe, run.dir, ending, io.StringIO(), err) == 1
-    assert "ZeroDivisionError" in err.getvalue()
-    summary = json.loads(run.dir.summary.read_text())
-    assert (summary["steps"], summary["policy_version"]) == (3, 3)
-    assert "trainer exited with code 1" in summary["error"]
-
-
 async def test_an_actor_that_cannot_be_is_not_tried_for_long(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(steps=1000), {"FAKE_ACTOR_EXIT": "2"})
     ending = await run.end()
@@ -190,15 +107,6 @@ async def test_an_actor_that_keeps_dying_before_it_serves_ends_the_run(tmp_path:
     ending = await run.end()
     assert isinstance(ending.error, ServiceDied)
     assert dict(ending.restarts) == {"actor-0": 1}
-
-
-async def test_a_dead_nats_server_ends_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=1000), {})
-    async with running(run) as task:
-        pids = await run.until_step(3)
-        os.kill(pids["nats"], signal.SIGKILL)
-        ending = await task
-    assert "nats-server ended while the run went on" in str(ending.error)
 
 
 async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
@@ -233,7 +141,7 @@ RUNNER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from test_runner import Run, recipe
+from tests.integration.fake_run import Run, recipe
 from pipelinerl.local.ending import finish
 run = Run(Path(sys.argv[2]), recipe(steps=10000), {})
 ending = asyncio.run(run.local.run())
@@ -245,7 +153,7 @@ sys.exit(finish(run.recipe, run.dir, ending))
 @asynccontextmanager
 async def runner_process(folder: Path, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUNNER, str(FAKES.parent), str(folder), env={**os.environ, **environment},
+        sys.executable, "-c", RUNNER, str(FAKES.parents[2]), str(folder), env={**os.environ, **environment},
         stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:

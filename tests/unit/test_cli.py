@@ -51,9 +51,7 @@ def test_help_names_the_commands_and_version_the_version() -> None:
     assert pipelinerl("--version").stdout == "pipelinerl 0.1.0\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["run"], ["run", "a", "--actors", "two"], ["validate", "a", "--fast"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "a", "--actors", "two"], ["validate", "a", "--fast"]])
 def test_wrong_use_exits_2(arguments: list[str]) -> None:
     done = pipelinerl(*arguments)
     assert done.returncode == 2
@@ -116,6 +114,11 @@ def test_run_refuses_before_anything_starts(tmp_path: Path) -> None:
         (["run", "mine.yaml", "--actors", "0"], "actor.count = 0"),
         (["run", "mine.yaml", "--actors", "-1"], "actor.count = -1"),
         (["run", "mine.yaml", "--set", "trainer.stepz=3"], "did you mean trainer.steps?"),
+        (["run"], "RECIPE = '': name a recipe, or go on with a run by --resume DIR"),
+        (["run", "--resume", "gone"], "--resume = 'gone': there is no such folder; give the folder of a run"),
+        (["run", "--resume", "."], "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
+        (["run", "--resume", ".", "--name", "other"], "--name = 'other': leave it out"),
+        (["run", "--resume", ".", "--run-dir", "x"], "--run-dir = 'x': leave it out"),
     ]:
         done = pipelinerl(*arguments, cwd=tmp_path)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False)

@@ -109,6 +109,50 @@ def test_sequences_come_from_the_steps_and_in_between_from_the_status() -> None:
     assert row(run, "sequences") == "600 issued, 384 trained, 215 in flight, 1 failed"
 
 
+def test_a_rewound_run_is_where_its_checkpoint_was() -> None:
+    run = state(
+        metrics(1, heldout_accuracy=0.4, heldout_version=0),
+        metrics(2, reward_mean=0.25),
+        metrics(3, heldout_accuracy=0.55, heldout_version=2),
+        metrics(4, heldout_accuracy=0.6, heldout_version=3),
+    )
+    run.on_restart("trainer")
+    run.rewind(2)
+    assert (run.step, run.furthest, run.last["reward_mean"]) == (2, 4, 0.25)
+    assert run.heldout == [(0, 0.4), (2, 0.55)]
+    assert seconds_left(run, 30.0) is None, "the pace is measured anew"
+    assert row(run, "now") == "starting (restarted: trainer 1x)"
+    run.on_step(metrics(3, heldout_accuracy=0.5, heldout_version=2), 40.0)
+    run.on_step(metrics(4), 43.0)
+    assert run.heldout == [(0, 0.4), (2, 0.5)], "measured again"
+    assert seconds_left(run, 43.0) == 96 * 3.0
+
+
+def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
+    run = state(metrics(7), metrics(8))
+    run.rewind(5)
+    assert (run.step, row(run, "policy version")) == (5, "5")
+    run.rewind(0)
+    assert (run.step, row(run, "policy version")) == (0, "-")
+
+
+def test_a_step_that_comes_again_undoes_those_after_it() -> None:
+    run = state(metrics(1), metrics(2), metrics(3))
+    run.on_step(metrics(2, reward_mean=0.75), 30.0)
+    assert [one["step"] for one in run.history] == [1, 2]
+    assert run.last["reward_mean"] == 0.75
+
+
+def test_steps_taken_before_the_run_was_resumed_say_nothing_of_the_pace() -> None:
+    run = RunState("r", 100)
+    for step in range(1, 51):
+        run.on_step(metrics(step), None)
+    assert (run.step, seconds_left(run, 5.0)) == (50, None)
+    run.on_step(metrics(51), 10.0)
+    run.on_step(metrics(52), 12.0)
+    assert seconds_left(run, 12.0) == 96.0
+
+
 def test_fraction_done_is_bounded() -> None:
     assert fraction_done(state(metrics(25))) == 0.25
     assert fraction_done(state(metrics(120))) == 1.0
@@ -164,6 +208,19 @@ def test_plain_lines_come_at_their_pace_the_last_step_always() -> None:
     assert lines[:3] == ["hello", "starting", "waiting for sequences"], "a fleeting phase is not told"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["step 1/6", "step 3/6", "step 6/6"]
     assert "\x1b" not in out.getvalue()
+
+
+def test_plain_lines_tell_again_the_steps_that_a_restart_undid() -> None:
+    out = io.StringIO()
+    display, run = PlainDisplay(out, every_s=0), RunState("r", 9)
+    for step in (4, 5):
+        run.on_step(metrics(step), 1.0)
+        display.show(run, 1.0)
+    run.rewind(3)
+    display.show(run, 2.0)
+    run.on_step(metrics(4), 3.0)
+    display.show(run, 3.0)
+    assert [line.split(" | ")[0] for line in out.getvalue().splitlines()] == ["step 4/9", "step 5/9", "step 4/9"]
 
 
 def test_plain_line_has_everything_on_one_line() -> None:

@@ -47,6 +47,14 @@ def test_given_name_and_given_folder(tmp_path: Path) -> None:
     assert create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y") == RunDir(tmp_path / "y", "x")
 
 
+def test_a_new_folder_says_which_run_it_is_of() -> None:
+    written = json.loads(create_run_dir("arithmetic", NOW, name="mine").identity.read_text())
+    assert (written["run"], written["recipe"]) == ("mine", "arithmetic")
+    started = datetime.fromisoformat(written["started"])
+    assert started.tzinfo is not None
+    assert started.replace(tzinfo=None) == NOW
+
+
 def test_an_empty_folder_is_taken_a_used_one_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     create_run_dir("arithmetic", NOW, path=tmp_path / "empty").recipe.touch()

@@ -13,7 +13,7 @@ from pipelinerl.local.process import Launch
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches
 from pipelinerl.local.stop_budget import StopBudget
-from pipelinerl.local.supervisor import RestartPolicy
+from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow
 from pipelinerl.local.threads import ThreadPlan
 from pipelinerl.service.address import ServiceAddress
 
@@ -56,6 +56,11 @@ def test_settings_of_each_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (actor.instance, actor.address_file) == ("actor-2", tmp_path.resolve() / "addresses" / "actor-2.json")
 
 
+def test_a_trainer_is_told_how_many_actors_there_are_by_now(tmp_path: Path) -> None:
+    launch = launches(tmp_path).trainer(VERIFIER, "/model", actors=0)
+    assert launch.environment["PIPELINERL_EXPECTED_ACTORS"] == "0"
+
+
 def test_threads_reach_the_processes(tmp_path: Path) -> None:
     made = launches(tmp_path)
     assert made.trainer(VERIFIER, "").environment["OMP_NUM_THREADS"] == "4"
@@ -83,6 +88,21 @@ def test_a_service_that_never_served_gets_one_more_chance_a_users_mistake_none()
     assert [policy.delay_s(n, exit_code=-9, served=False) for n in range(3)] == [1.0, None, None]
     assert policy.delay_s(0, exit_code=2, served=True) is None
     assert policy.delay_s(0, exit_code=0, served=True) == 1.0
+
+
+def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_lives_long() -> None:
+    reached = 0
+    row = RestartsInARow(RestartPolicy(limit=2, first_delay_s=1.0, stable_s=600.0), lambda: reached)
+
+    def after(lived_s: float = 1.0) -> float | None:
+        return row.next_delay_s(lived_s, exit_code=1, served=True)
+
+    assert [after(), after()] == [1.0, 2.0]
+    reached = 5
+    assert [after(), after(), after()] == [1.0, 2.0, None], "5 again is no progress"
+    reached = 4
+    assert after() is None, "less is none either"
+    assert after(lived_s=600.0) == 1.0
 
 
 # Stopping

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.algorithms.ledger import LedgerCounts
@@ -15,8 +16,16 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
 from pipelinerl.local.process import ServiceDied
+from pipelinerl.local.report import read_run
 from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.summary import lag_summary, lag_totals, read_jsonl, summary_from_metrics
+from pipelinerl.local.summary import (
+    is_finished,
+    kept_records,
+    lag_summary,
+    lag_totals,
+    read_jsonl,
+    summary_from_metrics,
+)
 from pipelinerl.run_summary import KEYS
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.records import RunFiles
@@ -156,6 +165,37 @@ def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
     return run
 
 
+def test_steps_that_a_restart_undid_do_not_count() -> None:
+    """As a trainer leaves them that appended to what it should have cut."""
+    written = [step(1, {"0": 10}), step(2, {"0": 99}), step(3, {"0": 99}), step(2, {"1": 20}), step(3, {"1": 30})]
+    kept = kept_records(written)
+    assert [record["step"] for record in kept] == [1, 2, 3]
+    assert lag_totals(kept) == {0: 10, 1: 50}
+    assert kept_records([]) == []
+
+
+def test_time_goes_on_where_a_new_trainer_counts_from_its_own_start() -> None:
+    times_s = [10.0, 20.0, 3.0, 5.0, 2.0]
+    kept = kept_records([{"step": number + 1, "time_s": time_s} for number, time_s in enumerate(times_s)])
+    assert [record["time_s"] for record in kept] == [10.0, 20.0, 23.0, 25.0, 27.0]
+    assert kept_records([{"step": 1, "time_s": None}, {"step": 2}]) == [{"step": 1, "time_s": None}, {"step": 2}]
+
+
+def test_a_report_of_a_resumed_run_shows_one_history(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, None)
+    with run.metrics.open("a") as file:
+        print(json.dumps(step(2, {"7": 11}, time_s=1.0)), file=file)
+    data = read_run(tmp_path)
+    assert [record["step"] for record in data["records"]] == [1, 2]
+    assert data["lag_totals"] == {"0": 90, "1": 10, "7": 11}
+
+
+def test_what_counts_as_finished() -> None:
+    assert is_finished({"interrupted": False})
+    unfinished = (None, {}, {"interrupted": True}, {"interrupted": False, "error": "x"})
+    assert not any(is_finished(summary) for summary in unfinished)
+
+
 def test_the_trainers_summary_is_kept_and_completed(tmp_path: Path) -> None:
     run = run_folder(tmp_path, {"steps": 7, "wall_s": 1.0, "interrupted": True})
     summary = complete_summary(recipe(), run, Ending(12.3456, {"actor-0": 2}))
@@ -195,6 +235,24 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        (Ending(1.0), False),
+        (Ending(1.0, interrupted=True), True),
+        (Ending(1.0, error=ServiceError("x")), True),
+        (Ending(1.0, error=ServiceDied("trainer", 2, Path("log"), "")), False),
+    ],
+)
+def test_a_run_that_ended_early_says_how_it_goes_on(tmp_path: Path, ending: Ending, told: bool) -> None:
+    run = RunDir(tmp_path / "my run", "tiny-run")
+    assert not any("--resume" in line for line in closing_lines({}, run, ending)), "it cannot: it has no name"
+    run.path.mkdir()
+    run.identity.write_text("{}")
+    lines = closing_lines({}, run, ending)
+    assert (f"  go on with         pipelinerl run --resume '{run.path}'" in lines) is told
 
 
 def test_a_run_that_never_began_has_no_figures_to_tell(tmp_path: Path) -> None:

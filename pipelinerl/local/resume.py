@@ -1,0 +1,137 @@
+"""`pipelinerl run --resume DIR`: whether a run can go on in its folder, with which recipe, and from which version.
+
+Looks and judges; `prepare` alone changes anything. How the trainer then goes on is the trainer's business: it finds its
+checkpoint by itself, as after any restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.bus.subjects import check_run_name
+from pipelinerl.config.changes import Change, check_resumable
+from pipelinerl.config.load import load_recipe, read_recipe, recipe_from_data
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import FieldError
+from pipelinerl.local.living import living
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.local.summary import is_finished, read_summary
+
+OPTION = "--resume"
+_LOCK = ".running"
+_STATE = Path("resume", "run.json")
+"""What a checkpoint must hold to be gone on from."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that can go on. `version`: of the checkpoint, None without one. `scaled`: drop what `scale` asked for before."""
+
+    run_dir: RunDir
+    recipe: Recipe
+    changes: tuple[Change, ...]
+    version: int | None
+    scaled: bool
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know before it starts. Pure."""
+        if self.version is None:
+            yield f"{self.run_dir.name}: there is no checkpoint; the run starts again from version 0"
+        else:
+            yield f"{self.run_dir.name}: goes on from the checkpoint of version {self.version}"
+        yield from (f"recipe changed: {change}" for change in self.changes)
+        if self.recipe.trainer.schedule in ("linear", "cosine", "wsd") and self._changes("trainer.steps"):
+            yield f"trainer.schedule = {self.recipe.trainer.schedule}: the decay now ends with the new last step"
+
+    def prepare(self) -> None:
+        """Makes the folder ready for the processes to come."""
+        for name in ("logs", "addresses"):
+            (self.run_dir.path / name).mkdir(exist_ok=True)
+        for stale in (self.run_dir.path / "addresses").glob("*.json"):
+            stale.unlink(missing_ok=True)
+        if self.scaled:
+            self.run_dir.scale.unlink(missing_ok=True)
+
+    def _changes(self, field: str) -> bool:
+        return any(change.field == field for change in self.changes)
+
+
+def plan_resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = ()) -> Resumption:
+    """`recipe`: file or name of the recipe to go on with; None = the folder's own.
+
+    Raises `FieldError` (a run that goes on or is finished), `ChangedRecipe`, and what `load_recipe` raises.
+    """
+    old = read_recipe(run_dir.recipe)
+    new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
+    changes = tuple(check_resumable(old, new))
+    check_ended(run_dir)
+    version = newest_checkpoint(run_dir)
+    _check_steps(run_dir, new.trainer.steps, version)
+    asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
+    scaled = asked or any(change.field == "actor.count" for change in changes)
+    return Resumption(run_dir, new, changes, version, scaled)
+
+
+def find_run(folder: Path) -> RunDir:
+    """The run in `folder`, by its own name. Raises `FieldError` when there is none that can go on."""
+    run_dir, shown = RunDir(folder, ""), str(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such folder"
+        raise FieldError(OPTION, shown, f"{what}; give the folder of a run")
+    missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
+    if missing:
+        raise FieldError(OPTION, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
+    try:
+        name = json.loads(run_dir.identity.read_bytes())["run"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise FieldError(OPTION, shown, f"its run.json does not name the run: {error!r}") from error
+    return RunDir(folder, check_run_name(str(name), OPTION))
+
+
+def check_ended(run_dir: RunDir) -> None:
+    """Raises `FieldError` naming the processes of the run that live."""
+    try:
+        pids = living(run_dir)
+    except FileNotFoundError:
+        return  # it ended before it had started any
+    except (OSError, ValueError) as error:
+        raise FieldError(OPTION, str(run_dir.path), f"its pids.json cannot be read: {error}; remove it") from error
+    if pids:
+        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        raise FieldError(OPTION, str(run_dir.path), f"the run goes on: {named}; wait for its end, or stop it")
+
+
+def newest_checkpoint(run_dir: RunDir) -> int | None:
+    """Version of the newest checkpoint that a trainer can go on from."""
+    names = [folder.name.removeprefix("step-") for folder in run_dir.checkpoints.glob("step-*")]
+    found = [
+        int(name) for name in names if name.isdecimal() and (run_dir.checkpoints / f"step-{name}" / _STATE).is_file()
+    ]
+    return max(found, default=None)
+
+
+@contextlib.contextmanager
+def held(run_dir: RunDir) -> Iterator[None]:
+    """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
+    process ends, however it ends."""
+    with (run_dir.path / _LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "another command runs in it; wait for its end, or stop it"
+            raise FieldError(OPTION, str(run_dir.path), fix) from None
+        yield
+
+
+def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
+    """Raises `FieldError` when the run has no step left to take, or has taken more than it should."""
+    summary = read_summary(run_dir.summary)
+    taken = max(version or 0, int((summary or {}).get("steps") or 0) if is_finished(summary) else 0)
+    if steps < taken or (steps == taken and is_finished(summary)):
+        what = "all of them are taken" if steps == taken else f"{taken} are taken"
+        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")

@@ -1,0 +1,90 @@
+"""A run of stand-in services under test: its folder, what it printed, and everything that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.load import recipe_from_data
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.local.ending import Ending
+from pipelinerl.local.progress import PlainDisplay
+from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.runner import LocalRun
+from pipelinerl.local.services import ServiceCommands
+from pipelinerl.local.session import session_pids
+from pipelinerl.local.supervisor import RestartPolicy
+
+FAKES = Path(__file__).with_name("fake_services.py")
+SERVICES = ("nats", "verifier", "actor-0", "trainer")
+
+
+def fakes() -> ServiceCommands:
+    def command(kind: str) -> tuple[str, ...]:
+        return (sys.executable, str(FAKES), kind)
+
+    return ServiceCommands(command("verifier"), command("trainer"), command("actor"), command("model"))
+
+
+def recipe(steps: int = 5, **model: Any) -> Recipe:
+    model = model or {"source": "hub", "name": "org/model"}
+    return recipe_from_data({"name": "tiny", "model": model, "task": {}, "trainer": {"steps": steps}}, "tiny")
+
+
+class Run:
+    """One run under test: its folder, what it printed, and the session ids of everything it started."""
+
+    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str]) -> None:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "addresses").mkdir(exist_ok=True)
+        self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
+        write_json(
+            self.dir.identity, {"run": "tiny-run", "recipe": recipe.name, "started": "2026-03-04T05:06:07+00:00"}
+        )
+        everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
+        policy = RestartPolicy(limit=2, first_delay_s=0.05)
+        self.local = LocalRun(recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy)
+
+    async def end(self) -> Ending:
+        async with asyncio.timeout(60):
+            ending = await self.local.run()
+        assert self.left_behind() == []
+        return ending
+
+    def pids(self) -> dict[str, int]:
+        return json.loads(self.dir.pids.read_text()) if self.dir.pids.is_file() else {}
+
+    def left_behind(self) -> list[int]:
+        return [pid for session in self.pids().values() for pid in session_pids(session)]
+
+    async def until_step(self, step: int) -> dict[str, int]:
+        """Waits until that step's record is written; returns the pids."""
+        async with asyncio.timeout(60):
+            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):
+                await asyncio.sleep(0.02)
+        return self.pids()
+
+
+@asynccontextmanager
+async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
+    task = asyncio.create_task(run.end())
+    try:
+        yield task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def until_pid_changes(run: Run, name: str, old: int) -> int:
+    async with asyncio.timeout(30):
+        while (now := run.pids()[name]) == old:
+            await asyncio.sleep(0.02)
+    return now

@@ -1,0 +1,144 @@
+"""What a resumed run may change of its recipe, and how a refusal reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.changes import (
+    MAY_CHANGE,
+    MUST_STAY,
+    Absent,
+    Change,
+    ChangedRecipe,
+    check_resumable,
+    leaf_fields,
+    may_change,
+    must_stay,
+    recipe_changes,
+    recipe_hash,
+)
+from pipelinerl.config.load import recipe_from_data, recipe_yaml
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.yaml_text import parse_yaml
+
+
+def recipe(**sections: Any) -> Recipe:
+    data = {"name": "tiny", "model": {"source": "path", "name": "/m"}, "task": {}, **sections}
+    return recipe_from_data(data, "tiny")
+
+
+def dumped(**sections: Any) -> dict[str, Any]:
+    return recipe(**sections).model_dump(mode="json")
+
+
+def test_every_field_is_decided_on_once() -> None:
+    fields = list(leaf_fields())
+    assert len(fields) > 100
+    assert [field for field in fields if may_change(field) == must_stay(field)] == []
+
+
+def test_the_tables_name_nothing_that_is_gone() -> None:
+    fields = list(leaf_fields())
+    covered = {entry for entry in MAY_CHANGE | MUST_STAY for field in fields
+               if field == entry or (entry.endswith(".*") and field.startswith(entry[:-1]))}  # fmt: skip
+    assert sorted((MAY_CHANGE | MUST_STAY) - covered) == []
+
+
+def test_the_same_recipe_has_no_changes_also_after_yaml() -> None:
+    warm = recipe(
+        model={"source": "warmstart", "warmstart": {}}, task={"prompt_style": "compact"}, trainer={"lora": {}}
+    )
+    assert recipe_changes(warm.model_dump(mode="json"), warm) == []
+    read = parse_yaml(recipe_yaml(warm), "recipe.yaml")
+    assert isinstance(read, dict)
+    assert recipe_changes(read, warm) == []
+
+
+def test_what_may_change_is_told_and_let_pass() -> None:
+    new = recipe(trainer={"steps": 200, "batch_size": 128}, checkpoint={"keep": 5}, actor={"count": 3})
+    assert check_resumable(dumped(), new) == [
+        Change("actor.count", 1, 3, True),
+        Change("trainer.steps", 100, 200, True),
+        Change("checkpoint.keep", 2, 5, True),
+    ]
+
+
+def test_what_must_stay_is_refused_all_at_once_and_the_rest_not_mentioned() -> None:
+    new = recipe(trainer={"steps": 200, "batch_size": 64, "lora": {"rank": 8}}, task={"config": {"max_terms": 3}})
+    with pytest.raises(ChangedRecipe) as raised:
+        check_resumable(dumped(), new)
+    lines = str(raised.value).splitlines()
+    assert lines[0].endswith("put these back, or start a new run:")
+    assert lines[1:3] == ['  - task.config: {} → {"max_terms": 3}', "  - trainer.batch_size: 128 → 64"]
+    assert lines[3].startswith('  - trainer.lora: null → {"rank": 8, "alpha": 32.0')
+    assert len(lines) == 4
+    assert [change.field for change in raised.value.refused] == ["task.config", "trainer.batch_size", "trainer.lora"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("actor.engine.quantization", "fp8"),
+        ("weights.wire_dtype", "bfloat16"),
+        ("evaluation.temperature", 0.5),
+        ("seed", 7),
+        ("name", "other"),
+        ("mode", "conventional"),
+        ("algorithm.max_lag", 3),
+    ],
+)
+def test_fields_that_look_like_means_but_are_ends(field: str, value: object) -> None:
+    old = dumped()
+    section: Any = old
+    *path, name = field.split(".")
+    for part in path:
+        section = section[part]
+    section[name] = value
+    with pytest.raises(ChangedRecipe, match=field):
+        check_resumable(old, recipe())
+
+
+def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
+    old = dumped(trainer={"max_grad_norm": 1.0})
+    del old["trainer"]["max_grad_norm"], old["trainer"]["lora"], old["checkpoint"]
+    assert recipe_changes(old, recipe()) == []
+    assert recipe_changes(old, recipe(trainer={"max_grad_norm": 2.0})) == [
+        Change("trainer.max_grad_norm", 1.0, 2.0, False)
+    ]
+
+
+def test_defaults_that_a_loss_brings_along_are_not_changes() -> None:
+    old = {"name": "tiny", "model": {"source": "path", "name": "/m"}, "task": {}, "algorithm": {"loss": "gspo"}}
+    assert recipe_changes(old, recipe(algorithm={"loss": "gspo"})) == []
+
+
+def test_a_field_that_this_version_lacks_is_refused_and_said_so() -> None:
+    old = dumped()
+    old["trainer"]["momentum"] = 0.9
+    with pytest.raises(ChangedRecipe) as raised:
+        check_resumable(old, recipe())
+    assert "trainer.momentum: 0.9 → (no such field in this version)" in str(raised.value)
+    assert "resume with the version that began the run" in str(raised.value)
+
+
+def test_a_required_part_that_is_missing_is_told_as_such() -> None:
+    old = dumped()
+    del old["model"]
+    (change,) = recipe_changes(old, recipe())
+    assert (change.field, change.old, change.allowed) == ("model", Absent.MISSING, False)
+
+
+def test_a_lost_section_is_one_change() -> None:
+    (change,) = recipe_changes(dumped(trainer={"lora": {"rank": 4}}), recipe())
+    assert (change.field, change.old["rank"], change.new) == ("trainer.lora", 4, None)
+
+
+def test_the_hash_is_of_the_meaning() -> None:
+    canonical = json.dumps(dumped(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert recipe_hash(recipe()) == hashlib.sha256(canonical.encode()).hexdigest()
+    assert recipe_hash(recipe(trainer={"learning_rate": 1e-6})) == recipe_hash(recipe())
+    assert recipe_hash(recipe(seed=1)) != recipe_hash(recipe())

@@ -1,0 +1,217 @@
+"""Whether a run can be resumed, judged by its folder alone: which recipe, which version, and every reason why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.changes import ChangedRecipe
+from pipelinerl.config.load import recipe_from_data, recipe_yaml
+from pipelinerl.errors import FieldError
+from pipelinerl.local.living import lives, living
+from pipelinerl.local.resume import Resumption, find_run, held, newest_checkpoint, plan_resume
+from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.scaling import running_pids
+
+SLEEP = (sys.executable, "-S", "-c", "import sys; sys.stdin.read()")
+
+
+def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) -> RunDir:
+    path.mkdir(exist_ok=True)
+    run = RunDir(path, "tiny-run")
+    data = {"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}, "trainer": trainer}
+    run.recipe.write_text(recipe_yaml(recipe_from_data(data, "tiny")))
+    write_json(run.identity, {"run": "tiny-run", "recipe": "tiny", "started": "2026-03-04T05:06:07+00:00"})
+    for version in checkpoints:
+        (run.checkpoints / f"step-{version}" / "resume").mkdir(parents=True)
+        (run.checkpoints / f"step-{version}" / "resume" / "run.json").touch()
+    return run
+
+
+@contextmanager
+def process(*arguments: str, **environment: str) -> Iterator[int]:
+    with subprocess.Popen([*SLEEP, *arguments], stdin=subprocess.PIPE, env={**os.environ, **environment}) as child:
+        yield child.pid
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (20, 100, 40), steps=200)
+    (run.checkpoints / "step-120").mkdir()  # weights alone
+    (run.checkpoints / ".step-140").mkdir()  # being written when the trainer died
+    plan = plan_resume(find_run(tmp_path))
+    assert (plan.run_dir.name, plan.recipe.trainer.steps, plan.version, plan.changes) == ("tiny-run", 200, 100, ())
+    assert list(plan.notes()) == ["tiny-run: goes on from the checkpoint of version 100"]
+    assert newest_checkpoint(run) == 100
+
+
+def test_without_a_checkpoint_it_starts_again_and_says_so(tmp_path: Path) -> None:
+    plan = plan_resume(run_folder(tmp_path))
+    assert plan.version is None
+    assert list(plan.notes()) == ["tiny-run: there is no checkpoint; the run starts again from version 0"]
+
+
+def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
+    plan = plan_resume(run_folder(tmp_path, (5,), schedule="cosine"), None, ["trainer.steps=300", "checkpoint.keep=4"])
+    assert (plan.recipe.trainer.steps, plan.recipe.checkpoint.keep) == (300, 4)
+    assert list(plan.notes())[1:] == [
+        "recipe changed: trainer.steps: 100 → 300",
+        "recipe changed: checkpoint.keep: 2 → 4",
+        "trainer.schedule = cosine: the decay now ends with the new last step",
+    ]
+
+
+def test_another_recipe_is_compared_with_the_folders(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (5,))
+    other = tmp_path / "other.yaml"
+    other.write_text("name: tiny\nmodel: {source: hub, name: a/b}\ntask: {}\ntrainer: {steps: 150}\n")
+    assert plan_resume(run, str(other)).recipe.trainer.steps == 150
+    with pytest.raises(ChangedRecipe, match=r"trainer\.batch_size: 128 → 64"):
+        plan_resume(run, str(other), ["trainer.batch_size=64"])
+    assert "steps: 100" in run.recipe.read_text(), "nothing is written before the run starts"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["run.json"], "it has no run.json"),
+        (["recipe.yaml"], "it has no recipe.yaml"),
+        (["recipe.yaml", "run.json"], "it has no recipe.yaml and no run.json"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, missing: list[str], said: str) -> None:
+    run = run_folder(tmp_path)
+    for name in missing:
+        (run.path / name).unlink()
+    with pytest.raises(FieldError, match=said) as raised:
+        find_run(tmp_path)
+    assert raised.value.field == "--resume"
+
+
+def test_other_things_that_are_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match="there is no such folder"):
+        find_run(tmp_path / "gone")
+    run = run_folder(tmp_path)
+    with pytest.raises(FieldError, match="is a file"):
+        find_run(run.recipe)
+    for content in ("{", "[]", '{"name": "x"}'):
+        run.identity.write_text(content)
+        with pytest.raises(FieldError, match="does not name the run"):
+            find_run(tmp_path)
+    run.identity.write_text('{"run": "../x"}')
+    with pytest.raises(FieldError, match="use 1-40 lowercase letters"):
+        find_run(tmp_path)
+
+
+def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    with process(PIPELINERL_RECIPE=str(run.recipe.resolve())) as trainer, process() as stranger:
+        write_json(run.pids, {"nats": stranger, "trainer": trainer})
+        with pytest.raises(FieldError, match=rf"the run goes on: trainer \(pid {trainer}\); wait for its end"):
+            plan_resume(run)
+        assert living(run) == {"trainer": trainer}
+        assert running_pids(run) == {"nats": stranger, "trainer": trainer}
+    assert plan_resume(run).version is None
+    with pytest.raises(FieldError, match="the run has ended"):
+        running_pids(run)
+
+
+def test_a_pid_that_came_again_for_another_program_is_not_the_runs(tmp_path: Path) -> None:
+    run, beside = run_folder(tmp_path / "run"), tmp_path / "run-2"
+    with process(str(beside / "nats" / "nats.conf")) as other, process(str(run.path / "nats" / "nats.conf")) as ours:
+        assert not lives(other, run.path), "a folder whose name begins alike is another"
+        assert lives(ours, run.path)
+        assert not lives(os.getpid(), run.path)
+    assert not lives(ours, run.path)
+
+
+def test_pids_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    for content in ("{", "[1]", '{"trainer": "x"}'):
+        run.pids.write_text(content)
+        with pytest.raises(FieldError, match=r"its pids\.json cannot be read"):
+            plan_resume(run)
+
+
+def test_a_finished_run_needs_more_steps(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (100,))
+    write_json(run.summary, {"steps": 100, "interrupted": False})
+    with pytest.raises(
+        FieldError, match=r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200"
+    ):
+        plan_resume(run)
+    assert plan_resume(run, None, ["trainer.steps=101"]).version == 100
+
+
+def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, (60,))
+    with pytest.raises(FieldError, match=r"trainer\.steps = 50: 60 are taken"):
+        plan_resume(run, None, ["trainer.steps=50"])
+
+
+@pytest.mark.parametrize(
+    "summary", [{"steps": 100, "interrupted": True}, {"steps": 100, "interrupted": False, "error": "x"}]
+)
+def test_a_run_that_ended_between_its_last_step_and_its_end_goes_on(tmp_path: Path, summary: dict[str, Any]) -> None:
+    run = run_folder(tmp_path, (100,))
+    write_json(run.summary, summary)
+    assert plan_resume(run).version == 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stays"),
+    [([], True), (["trainer.steps=200"], True), (["actor.count=1"], False), (["actor.count=3"], False)],
+)
+def test_what_scale_asked_for_stays_unless_the_user_now_says_how_many(
+    tmp_path: Path, overrides: list[str], stays: bool
+) -> None:
+    run = run_folder(tmp_path)
+    run.scale.write_text('{"actors": 2}')
+    plan = plan_resume(run, None, overrides)
+    assert run.scale.is_file(), "nothing is changed before the run is started"
+    plan.prepare()
+    assert run.scale.is_file() is stays
+
+
+def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    (tmp_path / "addresses").mkdir()
+    run.address("nats").write_text("{}")
+    Resumption(run, recipe_from_data({"name": "t", "model": {"name": "a"}, "task": {}}, "t"), (), None, False).prepare()
+    assert list((tmp_path / "addresses").iterdir()) == []
+    assert (tmp_path / "logs").is_dir()
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    with held(run), pytest.raises(FieldError, match="another command runs in it"), held(run):
+        pass
+    with held(run):
+        pass
+
+
+def test_a_folder_is_free_again_when_its_command_was_killed(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    code = (
+        "import sys, pathlib; from pipelinerl.local.resume import held; from pipelinerl.local.run_dir import RunDir\n"
+        "with held(RunDir(pathlib.Path(sys.argv[1]), 'r')): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(FieldError), held(run):
+            pass
+        child.kill()
+        child.wait()
+    with held(run):
+        assert json.loads(run.identity.read_text())["run"] == "tiny-run"
