@@ -124,9 +124,9 @@ async def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gon
     kill_session(read(run / "pids.json")["actor-0"])  # the stand-in's sleeping child
     (run / "summary.json").write_text('{"steps": 3, "interrupted": true, "by": "the process before"}')
     (run / "addresses" / "nats.json").write_text('{"url": "nats://127.0.0.1:1"}')
-    code, said = await outcome(folder, "run", "--resume", "run", "--set", "trainer.steps=20", FAKE_CRASH_AT_STEP="19")
-    assert code == 1
-    assert "go on with         pipelinerl run --resume run" in said
+    mistaken = {"FAKE_CRASH_AT_STEP": "19", "FAKE_EXIT_CODE": "2"}
+    code, said = await outcome(folder, "run", "--resume", "run", "--set", "trainer.steps=20", **mistaken)
+    assert code == 2, said
     summary = read(run / "summary.json")
     assert (summary["steps"], "by" in summary) == (18, False), "not the summary of the process before"
     code, said = await outcome(folder, "run", "--resume", "run")
