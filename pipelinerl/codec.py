@@ -14,18 +14,28 @@ import numpy as np
 from pipelinerl.arrays import array_to_bytes, logprobs_from_bytes, token_ids_from_bytes
 from pipelinerl.control_codec import ManifestFields, decode_control, decode_manifest, encode_control, encode_manifest
 from pipelinerl.errors import MessageError
-from pipelinerl.message_checks import MAX_SAMPLES, check_group, check_sampling, check_sequence
-from pipelinerl.types import FinishReason, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.message_checks import MAX_SAMPLES, check_dead_letter, check_group, check_sampling, check_sequence
+from pipelinerl.types import (
+    DeadLetter,
+    FinishReason,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    VersionSpan,
+)
 from pipelinerl.v1 import sequence_pb2 as pb
 from pipelinerl.wire import building, parse
 
 __all__ = [
     "ManifestFields",
     "decode_control",
+    "decode_dead_letter",
     "decode_group",
     "decode_manifest",
     "decode_sequence",
     "encode_control",
+    "encode_dead_letter",
     "encode_group",
     "encode_manifest",
     "encode_sequence",
@@ -39,7 +49,7 @@ __all__ = [
     "spans_to_proto",
 ]
 
-_GROUP, _SEQUENCE = "PromptGroup", "Sequence"
+_GROUP, _SEQUENCE, _DEAD = "PromptGroup", "Sequence", "DeadLetter"
 _TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FROM_PROTO = {int(number): reason for reason, number in _TO_PROTO.items()}
 
@@ -175,7 +185,39 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
         sampling=SamplingParams(),
         seed=0,
         issued_version=0,
+        done_samples=tuple(sorted({index for index in message.done_samples if index < message.num_samples})),
     )
+
+
+def encode_dead_letter(letter: DeadLetter) -> bytes:
+    """Raises `MessageError`."""
+    check_dead_letter(letter)
+    with building(_DEAD):
+        return pb.DeadLetter(
+            run=letter.run,
+            msg_id=letter.msg_id,
+            prompt_group=letter.prompt_group,
+            reason=letter.reason,
+            deliveries=letter.deliveries,
+            actor=letter.actor,
+            at_s=letter.at_s,
+        ).SerializeToString()
+
+
+def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
+    """Raises `MessageError`; `expected_run` "" = any."""
+    message = parse(pb.DeadLetter(), data, _DEAD, 0)
+    letter = DeadLetter(
+        run=message.run,
+        msg_id=message.msg_id,
+        prompt_group=message.prompt_group,
+        reason=message.reason,
+        deliveries=message.deliveries,
+        actor=message.actor,
+        at_s=message.at_s,
+    )
+    check_dead_letter(letter, expected_run=expected_run)
+    return letter
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
@@ -247,6 +289,8 @@ def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
         completion_token_ids=array_to_bytes(partial.completion_token_ids),
         behaviour_logprobs=array_to_bytes(partial.behaviour_logprobs),
         spans=spans_to_proto(partial.spans),
+        finish_reason=finish_reason_to_proto(partial.finish_reason) if partial.finish_reason else None,
+        generation_s=partial.generation_s,
     )
 
 
@@ -258,4 +302,12 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
         ),
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _GROUP, "partials.behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
+        finish_reason=_partial_finish_reason(message),
+        generation_s=message.generation_s,
     )
+
+
+def _partial_finish_reason(message: pb.PartialSequence) -> FinishReason | None:
+    if message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+        return None
+    return finish_reason_from_proto(message.finish_reason, _GROUP)

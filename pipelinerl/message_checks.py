@@ -11,11 +11,11 @@ from collections.abc import Sequence as Items
 
 from pipelinerl.arrays import check_logprobs, check_token_ids
 from pipelinerl.errors import MessageError
-from pipelinerl.types import PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.types import DeadLetter, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
 
 MAX_SAMPLES = 65_536
 """Samples of one group at most: far above any use, and small enough that a broken count does no harm."""
-_GROUP, _SEQUENCE, _SAMPLING = "PromptGroup", "Sequence", "SamplingParams"
+_GROUP, _SEQUENCE, _SAMPLING, _DEAD = "PromptGroup", "Sequence", "SamplingParams", "DeadLetter"
 
 
 def check_uint(value: int, kind: str, field: str, *, at_least: int = 0, bits: int = 32) -> None:
@@ -133,4 +133,23 @@ def _check_samples(group: PromptGroup) -> None:
                 raise MessageError(_GROUP, field, f"sample {index} is listed twice")
             seen.add(index)
     for partial in group.partials:
-        _check_tokens(partial, _GROUP, "partials.")
+        _check_partial(partial, group.sampling.max_tokens)
+
+
+def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
+    _check_tokens(partial, _GROUP, "partials.")
+    check_finite(partial.generation_s, _GROUP, "partials.generation_s", at_least=0.0)
+    num_tokens = len(partial.completion_token_ids)
+    if num_tokens > max_tokens:
+        problem = f"{num_tokens} tokens of sample {partial.sample_index}, sampling.max_tokens is {max_tokens}"
+        raise MessageError(_GROUP, "partials.completion_token_ids", problem)
+    if partial.finish_reason is not None and not num_tokens:
+        problem = f"sample {partial.sample_index} is finished ({partial.finish_reason}) without a token"
+        raise MessageError(_GROUP, "partials.finish_reason", problem)
+
+
+def check_dead_letter(letter: DeadLetter, *, expected_run: str = "") -> None:
+    """Raises `MessageError`. The message that was given up is not looked into. `expected_run` "" = any."""
+    check_run(letter.run, expected_run, _DEAD)
+    check_uint(letter.deliveries, _DEAD, "deliveries")
+    check_finite(letter.at_s, _DEAD, "at_s", at_least=0.0)

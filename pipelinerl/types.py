@@ -57,17 +57,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class PartialSequence:
-    """What an actor that left had generated of one sample. `completion_token_ids`, `behaviour_logprobs`: [tokens]."""
+    """What an actor that left had generated of one sample. `completion_token_ids`, `behaviour_logprobs`: [tokens].
+
+    `finish_reason` None: to be continued. Otherwise it is complete and lacks only its reward and publication.
+    """
 
     sample_index: int
     completion_token_ids: TokenIds
     behaviour_logprobs: Logprobs
     spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason | None = None
+    generation_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
-    """One prompt and how many samples of it are wanted."""
+    """One prompt and how many samples of it are wanted.
+
+    `done_samples` are not asked for here: they are published already, or another message of this group asks for them.
+    `partials` are samples to go on with; all others start from the prompt.
+    """
 
     run: str
     group_id: str
@@ -85,6 +94,20 @@ class PromptGroup:
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A message of PROMPTS that was given up. `prompt_group`: its bytes, empty when they were too large to be kept."""
+
+    run: str
+    msg_id: str
+    prompt_group: bytes
+    reason: str
+    deliveries: int
+    actor: str
+    at_s: float
+    """Unix seconds."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,6 +87,11 @@ class GroupAssembler:
         group = self._open.get(group_id)
         return tuple(index for index in range(group.num_samples) if index not in group.members) if group else ()
 
+    def arrived(self, group_id: str) -> tuple[int, ...]:
+        """The others: sample indices of an open group that have arrived."""
+        group = self._open.get(group_id)
+        return tuple(sorted(group.members)) if group else ()
+
     def is_open(self, group_id: str) -> bool:
         return group_id in self._open
 

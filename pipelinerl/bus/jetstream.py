@@ -1,6 +1,6 @@
 """The bus over NATS JetStream.
 
-Three streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
+Four streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
 (`nats_link`). It does not start a server (`pipelinerl.local.nats_server` does) and does not change streams that exist.
 """
 
@@ -19,7 +19,8 @@ from pipelinerl.bus.nats_members import MemberWatch
 from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
+from pipelinerl.bus.nats_stored import stored_messages
+from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
 
@@ -91,15 +92,14 @@ class JetStreamBus:
         await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.sequences(self._subjects, self.limits))
         await self._ensure_stream(nats_streams.control(self._subjects, self.limits))
+        await self._ensure_stream(nats_streams.dead(self._subjects, self.limits))
         if not await self._has_stream(nats_streams.members_stream(self._subjects)):
             with bus_errors(f"creating the membership bucket at {self._link.url} (needs nats-server 2.11)"):
                 await self._link.js.create_key_value(nats_streams.members(self._subjects, self.limits))
         await self._ensure_actors_consumer()
 
     async def delete_streams(self) -> None:
-        subjects = self._subjects
-        members = nats_streams.members_stream(subjects)
-        for stream in (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream, members):
+        for stream in self._subjects.every_stream:
             with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._link.js.delete_stream(stream)
 
@@ -124,8 +124,21 @@ class JetStreamBus:
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
             await self._link.js.purge_stream(self._subjects.sequences_stream, seq=below_position)
 
+    async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
+        await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
+
+    async def dead_letters(self) -> list[bytes]:
+        stream, subject = self._subjects.dead_stream, self._subjects.dead
+        found = await stored_messages(self._link, stream, subject, await self._info(stream))
+        return [message.payload for message in found]
+
     async def prompts_info(self) -> StreamInfo:
         return await self._info(self._subjects.prompts_stream)
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        stream, info = self._subjects.prompts_stream, await self.prompts_info()
+        found = await stored_messages(self._link, stream, self._subjects.prompts, info)
+        return [PendingPrompt(message.position, message.headers.get(_MSG_ID, "")) for message in found]
 
     async def sequences_info(self) -> StreamInfo:
         return await self._info(self._subjects.sequences_stream)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from pipelinerl.bus.memory_streams import LastPerKey, Log, Members, WorkQueue
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, StreamInfo, StreamLimits
+from pipelinerl.bus.memory_streams import DeadLetters, LastPerKey, Log, Members, Taken, WorkQueue
+from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import EVERY_ACTOR, Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError, PayloadTooLarge
 
@@ -33,6 +33,7 @@ class _Streams:
     def __init__(self, limits: StreamLimits) -> None:
         self.prompts, self.sequences = WorkQueue(limits), Log(limits)
         self.control, self.members = LastPerKey(), Members(limits.member_ttl_s)
+        self.dead = DeadLetters(limits)
 
 
 @dataclass
@@ -64,22 +65,22 @@ class MemoryServer:
 class MemoryPrompt:
     """A `PromptDelivery`."""
 
-    def __init__(self, bus: MemoryBus, position: int, payload: bytes, num_deliveries: int) -> None:
-        self._bus, self._position = bus, position
-        self.payload, self.num_deliveries = payload, num_deliveries
+    def __init__(self, bus: MemoryBus, taken: Taken) -> None:
+        self._bus = bus
+        self.position, self.payload, self.msg_id, self.num_deliveries = taken
 
     async def ack(self) -> None:
-        self._bus._streams().prompts.remove(self._position)
+        self._bus._streams().prompts.remove(self.position)
 
     async def in_progress(self) -> None:
-        self._bus._streams().prompts.extend(self._position, _now_s())
+        self._bus._streams().prompts.extend(self.position, _now_s())
 
     async def give_back(self) -> None:
-        self._bus._streams().prompts.give_back(self._position)
+        self._bus._streams().prompts.give_back(self.position)
         self._bus.server.notify()
 
     async def terminate(self, reason: str) -> None:
-        self._bus._streams().prompts.remove(self._position)
+        self._bus._streams().prompts.remove(self.position)
 
 
 class _Feed(Generic[_Item]):
@@ -148,7 +149,7 @@ class MemoryBus:
         while True:
             prompts = self._streams().prompts
             if (taken := prompts.take(_now_s())) is not None:
-                return MemoryPrompt(self, *taken)
+                return MemoryPrompt(self, taken)
             if _now_s() >= deadline_s:
                 return None
             redelivery_s = prompts.next_deadline_s()
@@ -176,8 +177,18 @@ class MemoryBus:
     async def purge_sequences(self, below_position: int) -> None:
         self._streams().sequences.purge(below_position)
 
+    async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
+        self._check_size("dead", payload)
+        self._streams().dead.add(payload, msg_id, _now_s())
+
+    async def dead_letters(self) -> list[bytes]:
+        return list(self._streams().dead.kept)
+
     async def prompts_info(self) -> StreamInfo:
         return self._streams().prompts.info()
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        return self._streams().prompts.pending()
 
     async def sequences_info(self) -> StreamInfo:
         return self._streams().sequences.info()

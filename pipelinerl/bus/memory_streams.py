@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipelinerl.bus.protocol import LogEntry, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import LogEntry, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.errors import BusError
 
@@ -40,6 +40,7 @@ class RecentIds:
 class Taken(NamedTuple):
     position: int
     payload: bytes
+    msg_id: str
     num_deliveries: int
 
 
@@ -61,7 +62,7 @@ class WorkQueue:
         if len(self._messages) >= self._limits.prompts_max_messages:
             raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
-        self._messages[self._last] = Taken(self._last, payload, 0)
+        self._messages[self._last] = Taken(self._last, payload, msg_id, 0)
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
         return self._last
@@ -93,6 +94,9 @@ class WorkQueue:
 
     def next_deadline_s(self) -> float | None:
         return min(self._deadlines_s.values(), default=None)
+
+    def pending(self) -> list[PendingPrompt]:
+        return [PendingPrompt(position, msg_id) for position, _, msg_id, _ in self._messages.values()]
 
     def info(self) -> StreamInfo:
         size = sum(len(message.payload) for message in self._messages.values())
@@ -142,6 +146,19 @@ class Log:
 
     def info(self) -> StreamInfo:
         return StreamInfo(len(self._entries), self._bytes, self._first, self.last_position)
+
+
+class DeadLetters:
+    """DEAD: the last messages that were given up."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._ids = RecentIds(limits.duplicate_window_s)
+        self.kept: deque[bytes] = deque(maxlen=limits.dead_max_messages)
+
+    def add(self, payload: bytes, msg_id: str, now_s: float) -> None:
+        if self._ids.position_of(msg_id, now_s) is None:
+            self.kept.append(payload)
+            self._ids.add(msg_id, 0, now_s)
 
 
 class Change(NamedTuple):

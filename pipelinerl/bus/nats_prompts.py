@@ -35,7 +35,9 @@ class NatsPrompt:
     def __init__(self, link: NatsLink, message: Msg) -> None:
         self._link, self._reply = link, message.reply
         self.payload: bytes = message.data
-        self.num_deliveries = AckSubject.parse(message.reply).num_deliveries
+        self.msg_id = (message.headers or {}).get("Nats-Msg-Id", "")
+        ack = AckSubject.parse(message.reply)
+        self.position, self.num_deliveries = ack.stream_position, ack.num_deliveries
 
     async def ack(self) -> None:
         await self._link.request(self._reply, _ACK)

@@ -86,6 +86,20 @@ def control(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
     )
 
 
+def dead(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
+    """What was given up, for people; the oldest goes first."""
+    return StreamConfig(
+        name=subjects.dead_stream,
+        subjects=[subjects.dead],
+        retention=RetentionPolicy.LIMITS,
+        discard=DiscardPolicy.OLD,
+        max_msgs=limits.dead_max_messages,
+        duplicate_window=limits.duplicate_window_s,
+        storage=_storage(limits),
+        num_replicas=limits.replicas,
+    )
+
+
 def members(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
     """A bucket whose entries expire, with a notice to watchers when they do (nats-server 2.11)."""
     return KeyValueConfig(

@@ -14,12 +14,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Bounds of a run's streams, fixed when they are created. Full means a `BusError` that
-    names the limit, never a dropped message."""
+    """Bounds of a run's streams, fixed when they are created. Full means a `BusError` that names the limit, never a
+    dropped message, dead letters excepted."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
     sequences_max_messages: int = 10_000_000
+    dead_max_messages: int = 10_000
+    """Dead letters are for people: beyond it the oldest one is dropped, and nothing waits."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
@@ -40,6 +42,14 @@ class LogEntry:
     msg_id: str
     published_at_s: float
     """Server's wall-clock time of the publish, Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrompt:
+    """One message that PROMPTS still holds, in somebody's hands or not."""
+
+    position: int
+    msg_id: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,9 @@ class PromptDelivery(Protocol):
     """A prompt group in an actor's hands. Unacknowledged for `ack_wait_s` it goes to somebody else."""
 
     payload: bytes
+    position: int
+    """Of the message in the queue: the same at each of its deliveries."""
+    msg_id: str
     num_deliveries: int
     """1 the first time; counts hand-backs as well as expired deadlines."""
 
@@ -113,7 +126,7 @@ class Bus(Protocol):
     def is_connected(self) -> bool: ...
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Creates PROMPTS, SEQUENCES, CONTROL and the membership bucket; keeps what is there, limits included.
+        """Creates PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket; keeps what is there, limits included.
 
         `fresh`: raises `FieldError`, and creates nothing, when anything was ever published to one of the first three.
         Ids start again with each run, so that another run's messages would be taken for this one's.
@@ -146,8 +159,22 @@ class Bus(Protocol):
         """Removes what is below, at most up to the log's end. Positions go on where they were."""
         ...
 
+    async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
+        """Keeps a message that was given up; a repeated `msg_id` within the window is stored once.
+        Raises `PayloadTooLarge`, `BusError`."""
+        ...
+
+    async def dead_letters(self) -> list[bytes]:
+        """Payloads of all that are kept, the oldest first."""
+        ...
+
     async def prompts_info(self) -> StreamInfo:
         """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
+        ...
+
+    async def pending_prompts(self) -> list[PendingPrompt]:
+        """Every message of the queue in order of position, delivered or not: groups that nobody has finished. Takes none.
+        One that is acknowledged or published meanwhile may be in it or not."""
         ...
 
     async def sequences_info(self) -> StreamInfo: ...

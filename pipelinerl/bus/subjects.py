@@ -33,6 +33,11 @@ def check_actor_name(actor: str) -> str:
     return actor
 
 
+def group_id_of(msg_id: str) -> str:
+    """The group that a message id on PROMPTS names: `g12` when it was issued, `g12/...` when it was published again."""
+    return msg_id.partition("/")[0]
+
+
 @dataclass(frozen=True)
 class Subjects:
     """Subjects, streams and the membership bucket of one run."""
@@ -55,6 +60,10 @@ class Subjects:
         return f"CONTROL_{self.run}"
 
     @property
+    def dead_stream(self) -> str:
+        return f"DEAD_{self.run}"
+
+    @property
     def members_bucket(self) -> str:
         return f"members-{self.run}"
 
@@ -70,6 +79,21 @@ class Subjects:
     @property
     def sequences(self) -> str:
         return f"{self.run}.sequences"
+
+    @property
+    def dead(self) -> str:
+        """Messages of PROMPTS that were given up."""
+        return f"{self.run}.dead"
+
+    @property
+    def every_stream(self) -> tuple[str, ...]:
+        return (
+            self.prompts_stream,
+            self.sequences_stream,
+            self.control_stream,
+            self.dead_stream,
+            self.members_stream,
+        )
 
     def control(self, kind: str, actor: str = "") -> str:
         """Subject of one kind of control message; an answer, or an order to one actor, ends with the actor's name."""
@@ -108,8 +132,7 @@ def check_control(kind: str, actor: str) -> None:
 
 def used_before(run: str, streams: Sequence[str]) -> FieldError:
     """The error for a run whose name was used on this server before. `streams`: those that were published to."""
-    subjects = Subjects(run)
-    every = (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream, subjects.members_stream)
+    every = Subjects(run).every_stream
     return FieldError(
         "run",
         run,

@@ -340,7 +340,14 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(0, ge=0, description="Optimizer steps between checkpoints; 0 = at the end only.")
+    """What a trainer that starts again goes on from. Written beside training, at the end of a run too."""
+
+    every_steps: int = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
+    every_minutes: float = Field(
+        0.0,
+        ge=0,
+        description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only.",
+    )
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
 

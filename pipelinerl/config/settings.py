@@ -46,6 +46,11 @@ class TrainerSettings(BusSettings):
     verifier: str = Field(description="host:port of the verifier, for held-out evaluation.")
     run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
     expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
+    stop_checkpoint_s: float = Field(
+        4.5,
+        gt=0,
+        description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most.",
+    )
     transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
 

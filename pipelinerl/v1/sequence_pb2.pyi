@@ -43,16 +43,20 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PartialSequence(_message.Message):
-    __slots__ = ("sample_index", "completion_token_ids", "behaviour_logprobs", "spans")
+    __slots__ = ("sample_index", "completion_token_ids", "behaviour_logprobs", "spans", "finish_reason", "generation_s")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_S_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     completion_token_ids: bytes
     behaviour_logprobs: bytes
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+    finish_reason: FinishReason
+    generation_s: float
+    def __init__(self, sample_index: _Optional[int] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., generation_s: _Optional[float] = ...) -> None: ...
 
 class PromptGroup(_message.Message):
     __slots__ = ("run", "group_id", "problem_index", "task", "prompt_token_ids", "prompt_text", "reference_json", "num_samples", "sampling", "seed", "issued_version", "partials", "done_samples")
@@ -132,3 +136,21 @@ class Sequence(_message.Message):
     prompt_text: str
     reference_json: str
     def __init__(self, run: _Optional[str] = ..., sequence_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., task: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completion_token_ids: _Optional[bytes] = ..., behaviour_logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[str] = ..., actor: _Optional[str] = ..., completion_text: _Optional[str] = ..., generation_s: _Optional[float] = ..., prompt_text: _Optional[str] = ..., reference_json: _Optional[str] = ...) -> None: ...
+
+class DeadLetter(_message.Message):
+    __slots__ = ("run", "msg_id", "prompt_group", "reason", "deliveries", "actor", "at_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MSG_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_GROUP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DELIVERIES_FIELD_NUMBER: _ClassVar[int]
+    ACTOR_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    msg_id: str
+    prompt_group: bytes
+    reason: str
+    deliveries: int
+    actor: str
+    at_s: float
+    def __init__(self, run: _Optional[str] = ..., msg_id: _Optional[str] = ..., prompt_group: _Optional[bytes] = ..., reason: _Optional[str] = ..., deliveries: _Optional[int] = ..., actor: _Optional[str] = ..., at_s: _Optional[float] = ...) -> None: ...

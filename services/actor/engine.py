@@ -30,13 +30,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """A finished completion. `behaviour_logprobs` are log μ of the sampling distribution (temperature and truncation
-    included); `spans` cover the tokens, end-of-sequence included."""
+    """A completion. `behaviour_logprobs` are log μ of the sampling distribution (temperature and truncation included);
+    `spans` cover the tokens, end-of-sequence included. `finish_reason` None: it was aborted, and these are its tokens so far.
+    """
 
     token_ids: TokenIds
     behaviour_logprobs: Logprobs
     spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
 
 
 class InferenceEngine(Protocol):
@@ -49,6 +50,11 @@ class InferenceEngine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises `EngineError` when the request is refused (prompt too long) or the engine died."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Their `generate` returns at once, with what there is. One that the engine has not yet or no more is left out.
+        Raises `EngineError` when the engine is dead."""
         ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:

@@ -21,6 +21,7 @@ from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.retry import until_taken
 from pipelinerl.types import PromptGroup, Sequence
 from pipelinerl.verify import VerifierClient, VerifyItem, VerifyOutcome
+from services.actor.completions import without_arrays
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -177,17 +178,6 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
         log.error("sequence %s is not one that a trainer could read: %s", sequence.sequence_id, error)
         failure = f"invalid: {error}"[:500]
         return encode_sequence(without_arrays(sequence, failure)), failure
-
-
-def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
-    return replace(
-        sequence,
-        completion_token_ids=np.empty(0, dtype=np.int32),
-        behaviour_logprobs=np.empty(0, dtype=np.float32),
-        spans=(),
-        failure=failure,
-    )
 
 
 def without_text(sequence: Sequence) -> Sequence:

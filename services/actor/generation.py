@@ -2,7 +2,8 @@
 
 Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
 commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
-trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty.
+trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty. A sample that an
+actor which left has begun goes on where that one stopped.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from dataclasses import replace
-
-import numpy as np
 
 from pipelinerl.bus.protocol import Bus, PromptDelivery
 from pipelinerl.codec import decode_group, remains_of_group
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.retry import until_taken
-from pipelinerl.types import FinishReason, PromptGroup, Sequence
-from services.actor.engine import EngineError, Generation, GenerationRequest, InferenceEngine
-from services.actor.finishing import FinishedSample, Finisher, without_arrays
+from pipelinerl.types import PartialSequence, PromptGroup, Sequence
+from services.actor.completions import (
+    continued,
+    defect_of,
+    failed_sequence,
+    finish_of,
+    partial_of,
+    request_of,
+    sequence_of,
+    start_of,
+    state_of,
+)
+from services.actor.dead_letters import DeadLetters
+from services.actor.engine import EngineError, Generation, InferenceEngine
+from services.actor.finishing import FinishedSample, Finisher
 from services.actor.gate import ServingGate
 from services.actor.held_groups import HeldGroups
 from services.actor.metrics import ActorMetrics
@@ -30,6 +40,8 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
+ABORT_AGAIN_S = 0.05
+"""A request on its way into the engine cannot be aborted yet."""
 
 
 class GenerationLoop:
@@ -52,7 +64,11 @@ class GenerationLoop:
         self._held, self._gate, self._metrics = held, gate, metrics
         self._instance, self._max_context = instance, max_context
         self._slots = asyncio.Semaphore(sequences_in_progress)
-        self._idle = asyncio.Event()
+        self._dead_letters = DeadLetters(bus, metrics, actor=instance)
+        self._generating: set[str] = set()
+        self._interrupted = False
+        self._quiet, self._idle = asyncio.Event(), asyncio.Event()
+        self._quiet.set()
         self._idle.set()
         self.num_in_progress = 0
 
@@ -70,12 +86,36 @@ class GenerationLoop:
                 for position, sample_index in enumerate(samples):
                     if position:
                         await self._slots.acquire()
+                    if self._interrupted:
+                        return
                     self._enter()
                     tasks.create_task(self._sample(group, sample_index))
 
     async def idle(self) -> None:
         """Returns when no sequence is in progress."""
         await self._idle.wait()
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """Ends generation for good; what there is of each sequence is kept in `HeldGroups`. Evaluation goes on.
+
+        An engine that does not answer within `timeout_s` keeps what it has, and the log says so.
+        """
+        self._interrupted = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._generating:
+                    await self._engine.abort(sorted(self._generating))
+                    await self._quiet_soon()
+        except (EngineError, TimeoutError) as error:
+            left = len(self._generating)
+            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
+
+    async def _quiet_soon(self) -> None:
+        try:
+            async with asyncio.timeout(ABORT_AGAIN_S):
+                await self._quiet.wait()
+        except TimeoutError:
+            return
 
     async def _next_group(self) -> tuple[PromptGroup, list[int]] | None:
         delivery = await until_taken(
@@ -94,67 +134,89 @@ class GenerationLoop:
         except MessageError as error:
             await self._set_aside(delivery, error)
             return None
-        samples = self._held.take(group, delivery)
-        if samples is None:
-            return None
-        if not samples:
-            await self._held.published(group, -1)
-            return None
-        if delivery.num_deliveries > self._bus.limits.max_deliveries:
+        if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
             # It took several actors down with it.
             log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
-            await self._give_up(group, samples, "redelivered_too_often")
+            if await self._dead_letters.keep(delivery, "redelivered_too_often"):
+                await self._give_up(group, delivery, "redelivered_too_often")
             return None
-        return group, samples
+        samples = self._held.take(group, delivery)
+        await self._held.settle(group.group_id)  # one that asks for nothing is done
+        return (group, samples) if samples else None
 
     async def _set_aside(self, delivery: PromptDelivery, error: MessageError) -> None:
         """A group that cannot be read ends as failed sequences where it says which, and is never delivered again."""
         log.error("a prompt group is set aside: %s", error)
         self._metrics.bad_messages.labels("prompt_group").inc()
+        if not await self._dead_letters.keep(delivery, f"unreadable_group: {error}"):
+            return
         group = remains_of_group(delivery.payload, run=self._bus.run)
         if group is None:
             await _as_far_as_possible(delivery.terminate(str(error)), "terminate a group")
-        elif samples := self._held.take(group, delivery):
-            await self._give_up(group, samples, f"unreadable_group: {error}"[:500])
+        else:
+            await self._give_up(group, delivery, f"unreadable_group: {error}"[:500])
 
-    async def _give_up(self, group: PromptGroup, samples: list[int], failure: str) -> None:
-        """Ends these samples as failed sequences; with the last one stored the group is acknowledged."""
-        for sample_index in samples:
+    async def _give_up(self, group: PromptGroup, delivery: PromptDelivery, failure: str) -> None:
+        """Ends its samples as failed sequences; with the last one stored the group is acknowledged."""
+        for sample_index in self._held.take(group, delivery):
             failed = failed_sequence(group, sample_index, self._instance, failure)
             await self._finisher.put(FinishedSample(group, failed))
+        await self._held.settle(group.group_id)
 
     async def _sample(self, group: PromptGroup, sample_index: int) -> None:
         try:
-            sequence = await self._generate(group, sample_index)
-            self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
-            await self._finisher.put(FinishedSample(group, sequence))
+            sequence = await self._complete(group, sample_index)
+            if sequence is not None:
+                self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
+                await self._finisher.put(FinishedSample(group, sequence))
         finally:
             self._leave()
             self._slots.release()
 
-    async def _generate(self, group: PromptGroup, sample_index: int) -> Sequence:
-        """The finished sequence, or a failed one with its reason. Raises `EngineError` only when the engine is dead."""
-        room = self._max_context - len(group.prompt_token_ids)
-        if room < 1:
-            tokens = len(group.prompt_token_ids)
-            return failed_sequence(
-                group, sample_index, self._instance, f"prompt_too_long: {tokens} tokens, context {self._max_context}"
-            )
-        request = GenerationRequest(
-            request_id=group.sequence_id(sample_index),
-            prompt_token_ids=group.prompt_token_ids,
-            sampling=group.sampling,
-            seed=group.seed + sample_index if group.seed else None,
-        )
+    async def _complete(self, group: PromptGroup, sample_index: int) -> Sequence | None:
+        """The finished sequence, a failed one with its reason, or None: interrupted. Raises `EngineError` only when the
+        engine is dead."""
+        prompt_tokens, start = len(group.prompt_token_ids), start_of(group, sample_index)
+        if prompt_tokens >= self._max_context:
+            failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
+            return failed_sequence(group, sample_index, self._instance, failure)
+        self._count_continued(start)
         started = time.monotonic()
         try:
-            generation = await self._engine.generate(request)
+            generation = await self._generate(group, start)
         except EngineError as error:
             await self._engine.check_health()
-            log.error("sequence %s failed: %s", request.request_id, error)
+            log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
             return failed_sequence(group, sample_index, self._instance, f"engine: {error}"[:500])
+        generation_s = start.generation_s + time.monotonic() - started
+        unusable = generation.finish_reason is not None and defect_of(generation)
+        if len(generation.token_ids) > len(start.completion_token_ids) and not unusable:
+            self._held.keep(group, partial_of(sample_index, generation, generation_s))
+        if generation.finish_reason is None and self._interrupted:
+            return None
         text = self._engine.decode(generation.token_ids)
-        return sequence_of(group, sample_index, self._instance, generation, text, time.monotonic() - started)
+        return sequence_of(group, sample_index, self._instance, generation, text, generation_s)
+
+    async def _generate(self, group: PromptGroup, start: PartialSequence) -> Generation:
+        """The whole completion, what is there of it already included. Raises `EngineError`."""
+        finish_reason = finish_of(group, start, self._max_context)
+        if finish_reason is not None or self._interrupted:
+            return Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, finish_reason)
+        request = request_of(group, start)
+        self._generating.add(request.request_id)
+        self._quiet.clear()
+        try:
+            generation = await self._engine.generate(request)
+        finally:
+            self._generating.discard(request.request_id)
+            if not self._generating:
+                self._quiet.set()
+        self._metrics.count_generated(len(generation.token_ids))
+        return continued(start, generation)
+
+    def _count_continued(self, start: PartialSequence) -> None:
+        if len(start.completion_token_ids):
+            self._metrics.count_continued(state_of(start), len(start.completion_token_ids))
 
     def _enter(self) -> None:
         self.num_in_progress += 1
@@ -176,53 +238,3 @@ async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:
         await answer
     except BusError as error:
         log.warning("cannot %s, it will come again: %s", action, error)
-
-
-def sequence_of(
-    group: PromptGroup,
-    sample_index: int,
-    actor: str,
-    generation: Generation,
-    text: str = "",
-    generation_s: float = 0.0,
-) -> Sequence:
-    """A finished completion as a sequence without reward; what cannot be trained on carries its reason."""
-    defect = defect_of(generation)
-    sequence = Sequence(
-        run=group.run,
-        sequence_id=group.sequence_id(sample_index),
-        group_id=group.group_id,
-        sample_index=sample_index,
-        group_size=group.num_samples,
-        task=group.task,
-        prompt_token_ids=group.prompt_token_ids,
-        completion_token_ids=generation.token_ids,
-        behaviour_logprobs=generation.behaviour_logprobs,
-        spans=generation.spans,
-        reward=0.0,
-        finish_reason=generation.finish_reason,
-        actor=actor,
-        completion_text=text,
-        prompt_text=group.prompt_text,
-        reference_json=group.reference_json,
-        generation_s=generation_s,
-    )
-    return without_arrays(sequence, defect) if defect else sequence
-
-
-def defect_of(generation: Generation) -> str:
-    """Why this completion cannot be trained on; empty for a good one."""
-    if len(generation.token_ids) == 0:
-        return "empty_completion"
-    if not np.isfinite(generation.behaviour_logprobs).all():
-        return "non_finite_logprobs"
-    covered = sum(span.end - span.start for span in generation.spans)
-    if covered != len(generation.token_ids):
-        return f"version_spans: cover {covered} of {len(generation.token_ids)} tokens"
-    return ""
-
-
-def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
-    """Accounts for a sample that was not generated."""
-    nothing = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP)
-    return replace(sequence_of(group, sample_index, actor, nothing), failure=failure)

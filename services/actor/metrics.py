@@ -42,7 +42,25 @@ class ActorMetrics:
             prefix + "sequences_finished", "Sequences by finish reason.", ["reason"], registry=registry
         )
         self.failed = Counter(prefix + "sequences_failed", "Sequences that failed here.", ["reason"], registry=registry)
+        self.handed_over = Counter(
+            prefix + "sequences_handed_over",
+            "Sequences given to another actor, begun (unfinished) or not yet stored (finished).",
+            ["state"],
+            registry=registry,
+        )
+        self.continued = Counter(
+            prefix + "sequences_continued",
+            "Sequences taken from an actor that left, to be generated further (unfinished) or only stored (finished).",
+            ["state"],
+            registry=registry,
+        )
+        self.carried_tokens = Counter(
+            prefix + "carried_tokens",
+            "Tokens of continued sequences that were not generated again.",
+            registry=registry,
+        )
         self.bad_messages = Counter(prefix + "bad_messages", "Messages set aside.", ["kind"], registry=registry)
+        self.dead_letters = Counter(prefix + "dead_letters", "Prompt groups given up.", registry=registry)
         self.updates = Counter(prefix + "weight_updates", "Weight updates by outcome.", ["outcome"], registry=registry)
         self.received_bytes = Counter(prefix + "received_bytes", "Weight bytes received.", registry=registry)
         self.receive_seconds = Histogram(
@@ -81,9 +99,17 @@ class ActorMetrics:
         self.weight_loader.clear()
         self.weight_loader.labels(mode).set(1)
 
-    def count_finished(self, reason: str, num_tokens: int) -> None:
-        self.finished.labels(reason).inc()
+    def count_generated(self, num_tokens: int) -> None:
+        """Tokens sampled here, whether their sequence finished or not."""
         self.generated_tokens.inc(num_tokens)
-        self.completion_tokens.observe(num_tokens)
         self.tokens_total += num_tokens
+
+    def count_finished(self, reason: str, num_tokens: int) -> None:
+        """`num_tokens`: of the whole completion, those of other actors included."""
+        self.finished.labels(reason).inc()
+        self.completion_tokens.observe(num_tokens)
         self.finished_total += 1
+
+    def count_continued(self, state: str, num_tokens: int) -> None:
+        self.continued.labels(state).inc()
+        self.carried_tokens.inc(num_tokens)

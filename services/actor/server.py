@@ -19,11 +19,12 @@ import numpy as np
 from pipelinerl.arrays import array_to_bytes, token_ids_from_bytes
 from pipelinerl.codec import finish_reason_to_proto, sampling_from_proto, spans_to_proto
 from pipelinerl.errors import MessageError
-from pipelinerl.types import SamplingParams, TokenIds
+from pipelinerl.types import FinishReason, SamplingParams, TokenIds
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from services.actor.completions import defect_of
 from services.actor.engine import EngineError, GenerationRequest, InferenceEngine
 from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop, defect_of
+from services.actor.generation import GenerationLoop
 from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 
@@ -131,7 +132,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             completion_token_ids=array_to_bytes(generation.token_ids),
             behaviour_logprobs=array_to_bytes(np.asarray(generation.behaviour_logprobs, dtype=np.float32)),
             spans=spans_to_proto(generation.spans),
-            finish_reason=finish_reason_to_proto(generation.finish_reason),
+            finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
             completion_text=self._parts.engine.decode(generation.token_ids),
             failure=defect_of(generation),
         )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_ABORTED = "abort"
 EVALUATION_SLOTS = 64
 """Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
 
@@ -125,6 +126,14 @@ class VllmEngine:
         )
         return generation_of(output.outputs[0])
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self.llm.abort(list(request_ids))
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM's engine process died: {error}") from error
+
     async def score(self, token_ids: TokenIds) -> Logprobs:
         from vllm import SamplingParams as VllmSamplingParams
 
@@ -188,17 +197,20 @@ def generation_of(output: CompletionOutput) -> Generation:
     logprobs = np.asarray(sampled_logprobs(output), dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", "length", _ABORTED):
         raise EngineError(f"vLLM ended the sequence with {output.finish_reason!r}")
     spans = tuple(
         VersionSpan(version.number, span.start, span.end, version.incarnation)
         for span in output.weight_versions or ()
         for version in (parse_version(span.version),)
     )
-    return Generation(token_ids, logprobs, spans, FinishReason(output.finish_reason))
+    finish_reason = None if output.finish_reason == _ABORTED else FinishReason(output.finish_reason)
+    return Generation(token_ids, logprobs, spans, finish_reason)
 
 
 def sampled_logprobs(output: CompletionOutput) -> list[float]:
     """Log-probability of each sampled token. vLLM lists the sampled token first at every position."""
     flat: Any = output.logprobs
+    if flat is None:
+        return []
     return [flat.logprobs[start] for start in flat.start_indices]

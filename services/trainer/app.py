@@ -1,8 +1,9 @@
 """The trainer, put together: model, streams, feeder, intake, weight updates, evaluation, records, servers.
 
 Order of start: servers, model, streams, then the actors are waited for; the first version is sent to them before any prompt
-is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel. Stopped early (SIGTERM), it
-writes the summary first and then, if the compute thread is free soon enough, a checkpoint of what there is.
+is issued. A trainer that this run has had before goes on from its newest checkpoint (`resume/`). Order of end: last evaluation,
+checkpoint, summary, `end` on the control channel. Stopped early (SIGTERM), it ends the step under way and writes a checkpoint,
+if both can be done soon enough; a summary is there before that and after it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus
+from pipelinerl.config.changes import recipe_hash
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.journal import JOURNAL, Journal, reserved_groups
+from pipelinerl.retry import until_taken
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -37,9 +41,8 @@ from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient
 from services.trainer.books import Books
-from services.trainer.checkpoint import tidy
 from services.trainer.evaluation import HeldoutEvaluator
-from services.trainer.feeder import Feeder
+from services.trainer.feeder import Feeder, FeederState
 from services.trainer.intake import Intake
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
@@ -50,6 +53,11 @@ from services.trainer.probe import probe_tokens
 from services.trainer.prompts import heldout_problems, training_problems
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting import RunReport
+from services.trainer.resume.left_behind import look_for_left_behind
+from services.trainer.resume.lineage_file import write_lineage
+from services.trainer.resume.run_state import RunState
+from services.trainer.resume.start import Start, find_start
+from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
@@ -58,11 +66,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LOAD_EVERY_S = 5.0
-STOP_CHECKPOINT_S = 4.5
-"""How long a run that is stopped waits for its last checkpoint, of the 7 s that the local runner gives a trainer."""
 DISMISS_S = 1.5
 """How long the last order to the other ranks may wait for a computation of theirs."""
-INCARNATION = 1
 
 
 async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
@@ -75,16 +80,17 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks)
+        start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
+        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
         bus = await stack.enter_async_context(
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )
-        await bus.create_streams(fresh=True)
+        await bus.create_streams(fresh=not start.again)
+        write_lineage(settings.run_dir, settings.run, start.lineage)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
-        files = stack.enter_context(RunFiles(settings.run_dir))
-        for folder in (settings.run_dir, settings.run_dir / "checkpoints"):
-            tidy(folder)
-        run = TrainingRun(settings, recipe, policy, bus, verifier, files, registry, context)
+        files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
+        journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
+        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context)
         server = await stack.enter_async_context(
             serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
         )
@@ -122,21 +128,25 @@ class TrainingRun:
         bus: Bus,
         verifier: VerifierClient,
         files: RunFiles,
+        journal: Journal,
+        start: Start,
         registry: CollectorRegistry,
         context: LogContext,
     ) -> None:
         self._settings, self._recipe, self._bus = settings, recipe, bus
-        self._context = context
+        self._journal, self._start, self._context = journal, start, context
+        self._incarnation = start.lineage.incarnation
         self._metrics = TrainerMetrics(registry)
         self._report = RunReport(recipe, files, self._metrics)
-        self._feed = StepFeed()
+        self._feed = StepFeed(files.kept)
+        self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
-        self._books = Books()
+        self._books = Books(journal.write)
         bound = feeder_bound(recipe, settings.expected_actors)
         self._updater = WeightUpdater(
             bus,
             policy.port,
-            incarnation=INCARNATION,
+            incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
@@ -149,17 +159,28 @@ class TrainingRun:
             self._books,
             bound,
             lambda: self._loop.feeder_version,
+            self._reserve,
         )
         self._intake = Intake(
-            bus, recipe, self._books, bound, vocab_size=policy.vocab_size, on_loss=self._feeder.look_again
+            bus,
+            recipe,
+            self._books,
+            bound,
+            vocab_size=policy.vocab_size,
+            on_loss=self._feeder.look_again,
+            lineage=start.lineage,
         )
-        self._upkeep = StreamUpkeep(bus, self._books, self._intake)
+        self._kept_position = start.state.position if start.state else 0
+        """Of SEQUENCES: what is up to there is in a checkpoint."""
+        self._upkeep = StreamUpkeep(
+            bus, self._books, self._intake, self._readable_from, lambda: self._loop.want_checkpoint()
+        )
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
             self._serving_addresses,
             verifier,
             SamplingParams(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens),
-            incarnation=INCARNATION,
+            incarnation=self._incarnation,
             correct_reward=recipe.reward.correct,
             seed=recipe.seed + 1,
             timeout_s=recipe.evaluation.timeout_s,
@@ -174,8 +195,13 @@ class TrainingRun:
             bound,
             self._updater,
             evaluator,
-            incarnation=INCARNATION,
+            incarnation=self._incarnation,
+            version=start.version,
+            evaluate_first=self._evaluate_first(),
             probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
+            writer=CheckpointWriter(settings.run_dir, recipe.checkpoint.keep, journal.sync),
+            capture=self._capture,
+            on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
             on_heldout=self._report.heldout,
             on_parity=self._report.parity,
@@ -187,19 +213,17 @@ class TrainingRun:
 
     async def run(self, stop: asyncio.Event) -> None:
         """To the end of the run, or until `stop`."""
-        finished, stopped = False, False
+        finished = False
         try:
             finished = await self._train(stop)
-            stopped = not finished
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._write_summary(finished)
+            self._journal.write({"event": "end", "version": self._loop.version, "finished": finished})
+            self._journal.flush()
             self._feed.end()
             try:
-                async with asyncio.TaskGroup() as ending:
-                    ending.create_task(self._say_end(finished))
-                    if stopped and self._loop.version > 0:
-                        ending.create_task(self._checkpoint_on_stop())
+                await self._say_end(finished)
                 await self._loop.dismiss(DISMISS_S)
             finally:
                 self._loop.close()
@@ -217,17 +241,28 @@ class TrainingRun:
         log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
 
     async def _checkpoint_on_stop(self) -> None:
-        """Behind a step that is under way, whose version it then has. One that has not begun in time is left out."""
+        """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
+        if self._loop.version == self._start.version and self._loop.waiting_for:
+            return  # nothing was trained since the checkpoint that this trainer started from
+        self._write_summary(finished=False)  # whoever stops this process may not wait for the rest
+        within_s = self._settings.stop_checkpoint_s
         try:
-            async with asyncio.timeout(STOP_CHECKPOINT_S):
-                folder, version = await self._loop.last_checkpoint()
+            async with asyncio.timeout(within_s):
+                await self._publish_last()
         except TimeoutError:
-            log.warning("no checkpoint of version %d yet after %.0f s", self._loop.version, STOP_CHECKPOINT_S)
-        else:
-            log.info("checkpoint of version %d is in %s", version, folder)
+            log.warning("no checkpoint of version %d yet after %.1f s", self._loop.version, within_s)
+        except ServiceError as error:
+            log.error("the run ends without a checkpoint of version %d: %s", self._loop.version, error)
+
+    async def _publish_last(self) -> None:
+        """Writes the last checkpoint and makes it the run's result. Raises `ServiceError`."""
+        async with self._publishing:  # a run that is stopped as it ends would do it twice at once
+            written = await self._loop.last_checkpoint()
+            await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
+        await self._go_on()
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
@@ -242,21 +277,109 @@ class TrainingRun:
             stopping = tasks.create_task(stop.wait())
             training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
             await asyncio.wait((stopping, training), return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():
+                await self._checkpoint_on_stop()
             finished = training.done()
             for task in (stopping, training, *background):
                 task.cancel()
         return finished
 
+    # --- going on where this run's trainer was ------------------------------------------------------------------------
+
+    async def _go_on(self) -> None:
+        """Says in the journal that a trainer started, and takes over what the one before left behind."""
+        version, incarnation = self._start.version, self._incarnation
+        start = {"event": "start", "incarnation": incarnation, "version": version, "keep": self._start.journal_bytes}
+        self._journal.write(start)
+        await asyncio.to_thread(self._journal.sync)
+        if self._start.state is not None:
+            self._restore(self._start.state)
+        if self._start.again:
+            await self._adopt()
+
+    def _restore(self, state: RunState) -> None:
+        self._books.restore(state.books)
+        self._feeder.state = FeederState(state.next_group)
+        self._intake.restore(state.held, state.position)
+        self._intake.tokens_arrived = state.figures["tokens_arrived"]
+        self._intake.bad_messages = state.figures["bad_messages"]
+        self._report.restore(state.figures["report"])
+
+    async def _adopt(self) -> None:
+        left = await until_taken(
+            lambda: look_for_left_behind(self._bus, self._intake.position), "look at what is on the streams"
+        )
+        self._intake.position = left.position
+        reserved = await asyncio.to_thread(reserved_groups, self._settings.run_dir / JOURNAL)
+        published = await self._feeder.adopt(reserved, left, f"i{self._incarnation}")
+        log.info(
+            "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
+            self._incarnation,
+            self._start.version,
+            left.position,
+            len(self._books.groups.open_groups()),
+            published,
+        )
+
+    async def _reserve(self, groups: int) -> None:
+        """On disk before any group below that number is published."""
+        self._journal.write({"event": "reserve", "groups": groups})
+        await asyncio.to_thread(self._journal.sync)
+
+    def _capture(self) -> RunState:
+        self._journal.flush()
+        figures = {
+            "tokens_arrived": self._intake.tokens_arrived,
+            "bad_messages": self._intake.bad_messages,
+            "report": self._report.to_state(),
+        }
+        return RunState(
+            run=self._settings.run,
+            policy_version=self._loop.version,
+            starts=self._start.lineage.starts,
+            recipe=self._recipe.model_dump(mode="json"),
+            recipe_hash=recipe_hash(self._recipe),
+            journal_bytes=self._journal.size,
+            books=self._books.to_state(),
+            next_group=self._feeder.state.next_group,
+            position=self._intake.position,
+            held=self._intake.held(),
+            figures=figures,
+        )
+
+    def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._kept_position = written.position
+        self._journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
+        self._journal.flush()
+        self._metrics.checkpoint_written(written)
+
+    def _readable_from(self) -> int:
+        """Position of SEQUENCES that somebody may still read: this trainer, or one that goes on from a checkpoint."""
+        config = self._recipe.checkpoint
+        return self._kept_position + 1 if config.every_steps or config.every_minutes else self._intake.needed_from
+
+    def _evaluate_first(self) -> bool:
+        """Not what the checkpoint has the result of."""
+        every, version = self._recipe.evaluation.every_steps, self._start.version
+        known = self._start.state.figures["report"]["totals"]["heldout"] if self._start.state else []
+        due = version == 0 or (every > 0 and version % every == 0)
+        return due and not any(heldout[0] == version for heldout in known)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
     ) -> None:
-        await self._wait_for_actors()
-        background.append(tasks.create_task(self._feeder.run()))
-        self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
-        await self._loop.run()
+        if self._loop.version < self._recipe.trainer.steps:
+            await self._wait_for_actors()
+            background.append(tasks.create_task(self._feeder.run()))
+            self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
+            await self._loop.run()
+        await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        timeout_s, expected = self._recipe.weights.join_timeout_s, max(1, self._settings.expected_actors)
+        timeout_s = self._recipe.weights.join_timeout_s
+        expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._updater.wait_for_members(expected)
@@ -277,7 +400,7 @@ class TrainingRun:
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
-        end = RunEnd(INCARNATION, self._loop.version, finished, "" if finished else "stopped early")
+        end = RunEnd(self._incarnation, self._loop.version, finished, "" if finished else "stopped early")
         try:
             await self._bus.publish_control("end", encode_control(end))
         except BusError as error:
@@ -316,7 +439,7 @@ class TrainingRun:
             run=self._settings.run,
             phase=phase,
             policy_version=self._loop.version,
-            incarnation=INCARNATION,
+            incarnation=self._incarnation,
             total_steps=self._recipe.trainer.steps,
             sequences=trainer_pb2.SequenceCounts(**self._books.ledger.counts.as_dict()),
             members=len(self._updater.members),

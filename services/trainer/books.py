@@ -1,13 +1,14 @@
 """What was issued and where it ended: the ledger and the groups that are still open, kept in step.
 
-Stepped by issue, arrival and close; pure state, no stream and no clock. `lost` groups, of which nothing is trained, are the
-ones that the feeder may issue again.
+Stepped by issue, arrival and close; pure state, no stream and no clock. Each step is also an event for the journal
+(`pipelinerl/journal.py`). `lost` groups, of which nothing is trained, are the ones that the feeder may issue again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,10 @@ REASON_CHARACTERS = 60
 
 
 class Books:
-    """See the module. `issued_groups` counts replacements of lost ones too."""
+    """See the module. `issued_groups` counts replacements of lost ones too; `record` takes the events."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
+        self._record = record
         self.ledger = Ledger()
         self.groups = GroupAssembler()
         self.issued_groups = 0
@@ -32,6 +34,8 @@ class Books:
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
         self.groups.expect(group.group_id, group.num_samples)
         self.issued_groups += 1
+        samples, version = group.num_samples, group.issued_version
+        self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
         """The group is on PROMPTS, at `position`. It may be complete already."""
@@ -40,8 +44,7 @@ class Books:
 
     def refuse(self, group: PromptGroup, reason: str) -> None:
         """A group that was issued and cannot be sent out ends here, and another may take its place."""
-        for index in range(group.num_samples):
-            self.ledger.close(group.sequence_id(index), Outcome.FAILED, reason)
+        self._close([group.sequence_id(index) for index in range(group.num_samples)], Outcome.FAILED, reason)
         self.groups.discard(group.group_id)
         self.lost_groups += 1
 
@@ -51,7 +54,7 @@ class Books:
         if group is not None:
             self._queue_positions.pop(group.group_id, None)
             for failed in group.failed:
-                self.ledger.close(failed.sequence_id, Outcome.FAILED, short_reason(failed.failure))
+                self._close([failed.sequence_id], Outcome.FAILED, short_reason(failed.failure))
         return group
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
@@ -74,8 +77,45 @@ class Books:
         return tuple(group_id for group_id, position in self._queue_positions.items() if position < first_position)
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "") -> None:
-        for sequence in sequences:
-            self.ledger.close(sequence.sequence_id, outcome, reason)
+        """Raises `LedgerViolation`."""
+        self._close([sequence.sequence_id for sequence in sequences], outcome, reason)
+
+    def train(self, sequences: Iterable[Sequence], version: int) -> None:
+        """They were trained on, and `version` came of it. Raises `LedgerViolation`."""
+        self._close([sequence.sequence_id for sequence in sequences], Outcome.TRAINED, version=version)
+
+    def end_step(self, version: int) -> None:
+        """All of the step that made `version` is in. Raises `LedgerViolation` when the equation does not hold."""
+        self.ledger.check()
+        self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
+
+    def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
+        for sequence_id in ids:
+            self.ledger.close(sequence_id, outcome, reason)
+        if ids:
+            because = {"reason": reason} if reason else {}
+            self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able. What had arrived of open groups is not in it (`groups.held`)."""
+        return {
+            "ledger": self.ledger.to_state(),
+            "groups": {
+                "issued": self.issued_groups,
+                "lost": self.lost_groups,
+                "open": self.groups.open_groups(),
+                "queue_positions": dict(self._queue_positions),
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over `to_state` of other books, without an event. Raises `LedgerViolation`."""
+        groups = state["groups"]
+        self.ledger, self.groups = Ledger.from_state(state["ledger"]), GroupAssembler()
+        self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
+        for group_id, num_samples in groups["open"].items():
+            self.groups.expect(group_id, num_samples)
+        self._queue_positions = dict(groups["queue_positions"])
 
 
 def short_reason(failure: str) -> str:

@@ -39,7 +39,7 @@ def export_policy(
     """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer, `info` as
     pipelinerl.json, and `value_head` where there is one. Tied weights are given once. `adapter`: what of `weights` is in the
     model's adapters; written into `adapter/` for peft."""
-    partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
+    partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -51,7 +51,7 @@ def export_policy(
             save_adapter(model, adapter, partial / "adapter")
         (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
-        _put_in_place(partial, folder)
+        put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -100,7 +100,13 @@ def _same_mode(folder: Path, mode: int) -> None:
             file.chmod(stat.S_IMODE(mode))
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
+def partial_folder(folder: Path) -> Path:
+    """Where what is to become `folder` is written; `tidy` knows it."""
+    return folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Renames; what `folder` was before is gone then."""
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     if folder.exists():
         os.replace(folder, replaced)
@@ -119,7 +125,12 @@ def tidy(parent: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints `step-<number>` of `folder`."""
-    steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
-    for path in steps[:-keep]:
+    """Removes all but the newest `keep` checkpoints of `folder`."""
+    for path in step_folders(folder)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Checkpoints `step-<version>` in `folder`, by version."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

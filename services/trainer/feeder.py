@@ -1,15 +1,16 @@
 """Issues prompt groups, as many as the staleness bound allows.
 
 Consumes the task's problems in order, produces messages on PROMPTS, waits for the bound to allow more: a new version or a
-lost group unblocks it. What was issued is in the books before it is on the stream, so that nothing can arrive unexpected.
+lost group unblocks it. What was issued is in the books before it is on the stream, so that nothing can arrive unexpected,
+and group numbers are reserved on disk before that, so that a trainer that starts again knows which may be out there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.retry import until_taken
 from pipelinerl.types import PromptGroup, SamplingParams, TokenIds
 from services.trainer.books import Books
+from services.trainer.resume.left_behind import LeftBehind
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +48,23 @@ class ProblemStream(Protocol):
 
 @dataclass(frozen=True)
 class FeederState:
-    """All that the feeder needs to go on: saved with a checkpoint, equal in two runs that issued the same."""
+    """All that the feeder needs to go on: saved with a checkpoint, equal in two runs that issued the same.
 
-    next_index: int = 0
+    Group number i holds problem i, in every incarnation: a group that is issued again under its number is the same.
+    """
+
     next_group: int = 0
 
 
+async def _no_reservation(groups: int) -> None:
+    return
+
+
 class Feeder:
-    """See the module. `version()` is the version that the bound counts from."""
+    """See the module. `version()` is the version that the bound counts from.
+
+    `reserve(n)` returns once it is on disk that groups numbered below n may be published.
+    """
 
     def __init__(
         self,
@@ -63,7 +74,9 @@ class Feeder:
         books: Books,
         bound: FeederBound,
         version: Callable[[], int],
+        reserve: Callable[[int], Awaitable[None]] = _no_reservation,
     ) -> None:
+        self._reserve = reserve
         self._bus, self._recipe, self._problems, self._books = bus, recipe, problems, books
         self._bound, self._version = bound, version
         self._look = asyncio.Event()
@@ -85,18 +98,49 @@ class Feeder:
         while True:
             await self._look.wait()
             self._look.clear()
-            while self.allowance > 0:
-                await self._issue_next()
+            while (allowance := self.allowance) > 0:
+                await self._reserve(self.state.next_group + allowance)
+                for _ in range(allowance):
+                    await self._issue_next()
+
+    async def adopt(self, reserved: int, left: LeftBehind, name: str) -> int:
+        """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.
+
+        A group that the streams show is expected; one that they do not show never got there, or was lost with them, and is
+        published, under an id of its own that ends with `name`. To be called before anything is read from the log.
+        """
+        while self.state.next_group < reserved:
+            self._open_next()
+        published = 0
+        for group_id in self._books.groups.open_groups():
+            if group_id in left.prompts or group_id in left.arrived:
+                self._books.published(group_id, left.prompts.get(group_id, 0))
+            elif self._books.groups.missing(group_id):
+                published += 1
+                done = self._books.groups.arrived(group_id)
+                group = replace(self._group(group_number(group_id)), done_samples=done)
+                await self._send(group, f"{group_id}/{name}")
+        return published
 
     async def _issue_next(self) -> None:
-        group = self._next_group()
+        group = self._open_next()
+        if group is not None:
+            await self._send(group, group.group_id)
+
+    def _open_next(self) -> PromptGroup | None:
+        """Enters the next group into the books; None when it cannot be used and has ended there already."""
+        group = self._group(self.state.next_group)
+        self.state = FeederState(self.state.next_group + 1)
         self._books.issue(group)
         tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
         if tokens >= context:
             self._refuse(group, "prompt too long", f"{tokens} prompt tokens, model.max_context {context}")
-            return
+            return None
+        return group
+
+    async def _send(self, group: PromptGroup, message_id: str) -> None:
         try:
-            position = await self._publish(group)
+            position = await self._publish(group, message_id)
         except PayloadTooLarge as error:
             self._refuse(group, "prompt group too large", str(error))
         except MessageError as error:
@@ -105,15 +149,14 @@ class Feeder:
             self._books.published(group.group_id, position)
             self._unusable_in_a_row = 0
 
-    def _next_group(self) -> PromptGroup:
-        state, recipe = self.state, self._recipe
-        problem = self._problems(state.next_index)
-        self.state = FeederState(state.next_index + 1, state.next_group + 1)
-        seed = group_seed(recipe.seed, state.next_group) if recipe.sampling.seeded else 0
+    def _group(self, number: int) -> PromptGroup:
+        recipe = self._recipe
+        problem = self._problems(number)
+        seed = group_seed(recipe.seed, number) if recipe.sampling.seeded else 0
         return PromptGroup(
             run=self._bus.run,
-            group_id=f"g{state.next_group:08d}",
-            problem_index=state.next_index,
+            group_id=f"g{number:08d}",
+            problem_index=number,
             task=problem.task,
             prompt_token_ids=problem.prompt_token_ids,
             prompt_text=problem.prompt_text,
@@ -124,12 +167,10 @@ class Feeder:
             issued_version=max(0, self._version()),
         )
 
-    async def _publish(self, group: PromptGroup) -> int:
+    async def _publish(self, group: PromptGroup, message_id: str) -> int:
         """Position on PROMPTS. Waits through outages. Raises `PayloadTooLarge`, `MessageError`."""
         payload = encode_group(group)
-        return await until_taken(
-            lambda: self._bus.publish_prompt(payload, group.group_id), f"issue group {group.group_id}"
-        )
+        return await until_taken(lambda: self._bus.publish_prompt(payload, message_id), f"issue group {group.group_id}")
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
@@ -157,6 +198,11 @@ def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
 def sampling_of(recipe: Recipe) -> SamplingParams:
     sampling = recipe.sampling
     return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
+
+
+def group_number(group_id: str) -> int:
+    """The number in a group's id."""
+    return int(group_id.removeprefix("g"))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:

@@ -3,6 +3,7 @@
 `Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
 `take_batch` consumes ready groups, drops what is too old for the version that asks, and waits until a batch is full; the
 feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the books.
+What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
 """
 
 from __future__ import annotations
@@ -12,23 +13,37 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from pipelinerl.algorithms.admission import untrainable_reason
 from pipelinerl.algorithms.advantages import all_equal, group_advantages, smallest_group
 from pipelinerl.algorithms.feeder_bound import FeederBound
 from pipelinerl.algorithms.grouping import CompletedGroup
 from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.algorithms.staleness import stale_reason
+from pipelinerl.algorithms.staleness import FIRST_INCARNATION, Lineage, stale_reason
 from pipelinerl.bus.protocol import Bus, LogEntry
 from pipelinerl.codec import decode_sequence, sequence_id_in
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import MessageError, UserError
+from pipelinerl.retry import until_taken
 from pipelinerl.types import Sequence
 from services.trainer.books import Books, failed_copy, short_reason
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldSequences:
+    """All that has arrived and has no outcome yet, by how far it has come. The objects are never changed."""
+
+    taken: tuple[TrainingGroup, ...] = ()
+    """For the next step, or the phase under way."""
+    ready: tuple[CompletedGroup, ...] = ()
+    open: tuple[Sequence, ...] = ()
+    """Of groups that are not complete; failed ones too."""
 
 
 class Intake:
@@ -43,13 +58,18 @@ class Intake:
         *,
         vocab_size: int,
         on_loss: Callable[[], None],
+        lineage: Lineage = FIRST_INCARNATION,
     ) -> None:
         self._bus, self._recipe, self._books, self._bound = bus, recipe, books, bound
+        self._lineage = lineage
         self._vocab_size, self._on_loss = vocab_size, on_loss
         self._ready: deque[CompletedGroup] = deque()
         self._changed = asyncio.Condition()
         self._shuffler = random.Random(recipe.seed)
         self._phase: list[TrainingGroup] = []
+        """Taken for the step or phase that comes next."""
+        self._handed_out: list[TrainingGroup] = []
+        """What `take_batch` gave last."""
         self.position = 0
         """Of the last message read; the next start reads from the one after."""
         self._arrived: deque[tuple[int, str]] = deque()  # position and id, until the sequence has its outcome
@@ -70,7 +90,10 @@ class Intake:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `UserError` when one group after another is lost."""
-        async with self._bus.read_sequences(self.position + 1) as entries:
+        async with AsyncExitStack() as stack:
+            entries = await until_taken(
+                lambda: stack.enter_async_context(self._bus.read_sequences(self.position + 1)), "read the sequences"
+            )
             async for entry in entries:
                 self.position = entry.position
                 sequence = self._read(entry)
@@ -80,14 +103,29 @@ class Intake:
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
         """Exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode a shuffled phase's share."""
-        if not self._phase:
-            num_groups = self._bound.groups_before_step(version)
-            self._phase = [await self._take_group(version) for _ in range(num_groups)]
-            if self._recipe.mode == "conventional":
-                self._shuffler.shuffle(self._phase)
-        batch = self._phase[: self._bound.groups_per_step]
+        num_groups, grown = self._bound.groups_before_step(version), False
+        while len(self._phase) < num_groups:
+            self._phase.append(await self._take_group(version))
+            grown = True
+        if grown and self._recipe.mode == "conventional":
+            self._shuffler.shuffle(self._phase)
+        self._handed_out = self._phase[: self._bound.groups_per_step]
         self._phase = self._phase[self._bound.groups_per_step :]
-        return batch
+        return self._handed_out
+
+    def held(self) -> HeldSequences:
+        """Between two steps: what came of the last batch must be in the books."""
+        is_open = self._books.ledger.is_open
+        handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
+        return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._books.groups.held())
+
+    def restore(self, held: HeldSequences, position: int) -> None:
+        """Takes over what another intake held, whose books are ours now; the log is read from after `position`."""
+        self._phase, self.position = list(held.taken), position
+        self._ready.extend(held.ready)
+        for sequence in held.open:
+            completed = self._books.groups.add(sequence)
+            assert completed is None, f"group {sequence.group_id} was held as incomplete"
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
@@ -159,7 +197,7 @@ class Intake:
         advantages = group_advantages(group.rewards, algorithm.advantage, algorithm.normalize_std)
         kept = []
         for position, sequence in enumerate(group.sequences):
-            reason = stale_reason(sequence.spans, version, algorithm.max_lag)
+            reason = stale_reason(sequence.spans, version, algorithm.max_lag, self._lineage)
             if reason is None:
                 kept.append(position)
             else:

@@ -1,7 +1,8 @@
 """From a recipe and this process's place among the ranks to its learner: the model loaded, checked, and sharded.
 
 Rank 0 loads the weights and finds out how the model is to be called; the others learn that from it and read the model's
-configuration only. One rank is plain: whole weights on its device.
+configuration only. One rank is plain: whole weights on its device. A state to go on from is given to the learner last: the
+reference of the KL term is what the run began from.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from services.trainer.learn.policy import Policy
 from services.trainer.learn.scorer import add_value_head
 from services.trainer.learn.step import Learner
 from services.trainer.ranks.message import Message
+from services.trainer.ranks.saving import restore
 from services.trainer.ranks.sharding import shard_policy
 from services.trainer.ranks.world import World, alone, join_ranks, world_of_ranks
 
 
-def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
-    """The learner of this rank, for the model of folder (or hub id) `source`. Raises `FieldError`.
+def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None) -> Learner:
+    """The learner of this rank, for the model of folder (or hub id) `source`, in the state that folder `resume` holds.
 
-    With several ranks, all of them must call it.
+    With several ranks, all of them must call it; `resume` is rank 0's. Raises `FieldError`, and what `restore` raises.
     """
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
@@ -38,23 +40,31 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings) -> Learner:
     device = rank_device(ranks.local_rank)
     if ranks.world_size > 1:
         join_ranks(device)
-        return sharded_learner(recipe, source, device)
+        return sharded_learner(recipe, source, device, resume)
     _check_alone(recipe)
     policy = load_policy(source, recipe.model, device=device, **_training(recipe))
     _give_value_head(policy, recipe, source)
     _compile_where_wanted(policy, recipe, device)
-    return _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
+    learner = _learner(recipe, policy, alone(device), frozen_copy(policy) if _needs_reference(recipe) else None)
+    return _resumed(learner, resume)
 
 
-def sharded_learner(recipe: Recipe, source: str, device: torch.device) -> Learner:
-    """This rank's learner among all ranks that have met. Raises `FieldError`."""
+def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
+    """This rank's learner among all ranks that have met; see `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
-    whole = _load_on_first(recipe, source, world)
+    whole, resume = _load_on_first(recipe, source, world, resume)
     _give_value_head(whole, recipe, source)
     _compile_where_wanted(whole, recipe, device)
     frozen = frozen_copy(whole) if _needs_reference(recipe) else None
     policy = _sharded(whole, recipe, world)
-    return _learner(recipe, policy, world, _sharded(frozen, recipe, world) if frozen is not None else None)
+    learner = _learner(recipe, policy, world, _sharded(frozen, recipe, world) if frozen is not None else None)
+    return _resumed(learner, resume)
+
+
+def _resumed(learner: Learner, resume: Path | None) -> Learner:
+    if resume is not None:
+        restore(learner, resume)
+    return learner
 
 
 def _give_value_head(policy: Policy, recipe: Recipe, source: str) -> None:
@@ -108,15 +118,17 @@ def _check_alone(recipe: Recipe) -> None:
             raise FieldError(f"trainer.{name}", value, "needs as many ranks; raise trainer.nproc, or use 1")
 
 
-def _load_on_first(recipe: Recipe, source: str, world: World) -> Policy:
-    """Rank 0: the model in host memory, checked. Other ranks: its shape."""
+def _load_on_first(recipe: Recipe, source: str, world: World, resume: Path | None) -> tuple[Policy, Path | None]:
+    """Rank 0: the model in host memory, checked. Other ranks: its shape, and what rank 0 resumes."""
     assert world.links is not None
     if world.is_first:
         policy = load_policy(source, recipe.model, **_training(recipe))
-        world.links.tell_all(Message("model", {"attention": policy.attention, "own_logits": policy.scorer.own_logits}))
-        return policy
+        facts = {"attention": policy.attention, "own_logits": policy.scorer.own_logits, "resume": str(resume or "")}
+        world.links.tell_all(Message("model", facts))
+        return policy, resume
     found = world.links.hear().fields
-    return blank_policy(source, recipe.model, found["attention"], found["own_logits"], **_training(recipe))
+    policy = blank_policy(source, recipe.model, found["attention"], found["own_logits"], **_training(recipe))
+    return policy, Path(found["resume"]) if found["resume"] else None
 
 
 def _sharded(policy: Policy, recipe: Recipe, world: World) -> Policy:

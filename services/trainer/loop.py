@@ -3,7 +3,8 @@
 Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
 batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left.
 Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition. All that touches the
-model goes through one compute thread, one call after the other, so that a checkpoint never sees half a step.
+model goes through one compute thread, one call after the other. A step, from its computation to its entry into the books, is
+one piece for whoever wants a checkpoint (`resume/checkpointer.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ from services.trainer.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.probe import Parity, measure_parity
 from services.trainer.records import StepRecord
+from services.trainer.resume.checkpointer import Checkpointer, Due
+from services.trainer.resume.run_state import RunState
+from services.trainer.resume.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
 from services.trainer.throughput import update_idle_s
 from services.trainer.updater import WeightUpdater
 
@@ -56,8 +60,8 @@ class PolicyTrainer(Protocol):
 
     def snapshot(self, version: PolicyVersion) -> object: ...
     def score(self, token_ids: TokenIds) -> Logprobs: ...
-    def checkpoint(self, final: bool) -> tuple[str, int]:
-        """Writes a checkpoint; returns its folder and the version of the weights in it."""
+    def begin_checkpoint(self) -> PendingCheckpoint:
+        """Copies what a checkpoint of the weights as they are needs."""
         ...
 
     def beat(self) -> None:
@@ -92,7 +96,10 @@ class _Measured:
 
 
 class OptimizerLoop:
-    """See the module. `on_step`, `on_heldout` and `on_parity` are called in step order."""
+    """See the module. `on_step`, `on_heldout` and `on_parity` are called in step order; `capture` takes down all but tensors.
+
+    It goes on from `version`, which is evaluated first when `evaluate_first`.
+    """
 
     def __init__(
         self,
@@ -106,7 +113,12 @@ class OptimizerLoop:
         evaluator: HeldoutEvaluator,
         *,
         incarnation: int,
+        version: int,
+        evaluate_first: bool,
         probe: TokenIds,
+        writer: CheckpointWriter,
+        capture: Callable[[], RunState],
+        on_checkpoint: Callable[[WrittenCheckpoint], None],
         on_step: Callable[[StepRecord, list[TrainingGroup]], None],
         on_heldout: Callable[[HeldoutResult], None],
         on_parity: Callable[[Parity], None],
@@ -114,14 +126,25 @@ class OptimizerLoop:
         self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
         self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
         self._incarnation, self._probe = incarnation, probe
+        self._evaluate_first, self._writer, self._capture_rest = evaluate_first, writer, capture
         self._on_step, self._on_heldout, self._on_parity = on_step, on_heldout, on_parity
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
-        self._last_checkpoint: Future[tuple[str, int]] | None = None
+        self._checkpoints = Checkpointer(
+            Due(recipe.checkpoint, version, time.monotonic),
+            writer,
+            lambda: self._in_compute(self._trainer.begin_checkpoint),
+            self._capture,
+            on_checkpoint,
+        )
+        self._unrecorded: Callable[[], None] = _nothing
+        """Writes the record of the step that was computed last, unless that is done."""
+        self._carried = StepTimer()
+        """Of the next step's record: what the end of the last one took."""
         self._skipped_in_a_row = 0
         self._closed = False
-        self.version = 0
+        self.version = version
         self.waiting_for = "actors"
 
     @property
@@ -134,12 +157,11 @@ class OptimizerLoop:
         try:
             await self._offer(StepTimer())
             await self._updater.all_served()
-            await self._measure(evaluate=True)
+            await self._measure(evaluate=self._evaluate_first)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
             self.waiting_for = "the last version to be served"
             await self._updater.all_served()
-            await self.last_checkpoint()
         finally:
             for task in (self._measuring, self._next):
                 if task is not None:
@@ -155,28 +177,28 @@ class OptimizerLoop:
             await asyncio.sleep(BEAT_S)
 
     async def request_checkpoint(self) -> tuple[str, int]:
-        """Folder and version, once written: now when the model is idle, else after the computation under way.
+        """Folder and version, once on disk: of now when no step is computed, else of after that step.
 
-        Raises `ServiceError` when the loop is closed before it was begun.
+        Raises `ServiceError` when it cannot be written, or the run has ended.
         """
-        if self._closed:
-            raise ServiceError(RUN_ENDED)
-        return await self._written(self._compute.submit(self._trainer.checkpoint, final=False))
-
-    async def last_checkpoint(self) -> tuple[str, int]:
-        """The same for the run's last one, which is written once however often it is asked for."""
-        if self._last_checkpoint is None or self._last_checkpoint.cancelled():
-            self._last_checkpoint = self._compute.submit(self._trainer.checkpoint, final=True)
-        return await self._written(self._last_checkpoint)
-
-    async def _written(self, job: Future[tuple[str, int]]) -> tuple[str, int]:
-        """A caller that is cancelled takes its job along, unless it was begun."""
         try:
-            return await asyncio.wrap_future(job)
-        except asyncio.CancelledError:
-            if self._closed and job.cancelled():
+            if self._closed:
+                raise ServiceError(RUN_ENDED)
+            written = await self._checkpoints.write()
+        except (RuntimeError, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):  # the compute thread takes no more work
                 raise ServiceError(RUN_ENDED) from None
             raise
+        return str(written.folder), written.version
+
+    def want_checkpoint(self) -> None:
+        """Asks for one after the next step, whether or not it is due."""
+        self._checkpoints.want()
+
+    async def last_checkpoint(self) -> WrittenCheckpoint:
+        """The same for the run's last one: no step begins any more, and one under way ends first."""
+        return await self._checkpoints.write_last()
 
     async def dismiss(self, timeout_s: float) -> None:
         """Tells the other ranks to end, after what they compute now. Those that have not heard it by then see this one go."""
@@ -190,35 +212,53 @@ class OptimizerLoop:
                 log.warning("the other ranks cannot be told to end: %s", error)
 
     def close(self) -> None:
-        """Leaves a computation under way to end by itself; checkpoints that were not begun are refused."""
+        """Leaves a computation, and a checkpoint, under way to end by itself; checkpoints that were not begun are refused."""
         self._closed = True
+        self._writer.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:
-        timer, began_at = StepTimer(), time.monotonic()
+        timer, began_at = self._carried, time.monotonic()
+        self._carried = StepTimer()
         self.waiting_for = f"sequences for step {self.version + 1}"
         with timer.measure("wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
-        self._prepare_next()
-        with timer.measure("compute"):
-            figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
-        outcome, reason = (Outcome.FAILED, "step skipped") if figures["skipped"] else (Outcome.TRAINED, "")
-        for group in batch:
-            self._books.close(group.sequences, outcome, reason)
-        self.version += 1
+        async with self._checkpoints.step():
+            self._prepare_next()
+            with timer.measure("compute"):
+                figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
+            self._conclude(figures, batch)
+            self._unrecorded = functools.partial(self._record, figures, batch, timer, began_at)
         self._feeder.look_again()
         if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(timer)
-        await self._checkpoint_if_due(timer)
-        step_s = time.monotonic() - began_at
+        timer.seconds["total"] = time.monotonic() - began_at
         if self._evaluation_due(self.version) or self._probe_due(self.version):
             await self._measured()
             await self._measure(evaluate=self._evaluation_due(self.version))
         if self.version == self._recipe.trainer.steps:
             await self._measured()  # the last record carries its own evaluation
-        self._record(figures, batch, timer, step_s)
+        self._unrecorded()
         self._count_skipped(figures["skipped"])
+        if self.version < self._recipe.trainer.steps:
+            with self._carried.measure("checkpoint"):
+                await self._checkpoints.if_due(self.version)
+
+    def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
+        """The step was computed: what became of its sequences, and the version that came of it."""
+        for group in batch:
+            if figures["skipped"]:
+                self._books.close(group.sequences, Outcome.FAILED, "step skipped")
+            else:
+                self._books.train(group.sequences, self.version + 1)
+        self.version += 1
+        self._books.end_step(self.version)
+
+    def _capture(self) -> RunState:
+        """Between two steps. The record of the last one is written by then: what goes on from here has it in its figures."""
+        self._unrecorded()
+        return self._capture_rest()
 
     def _prepare_next(self) -> None:
         """Starts to take the next step's batch and to plan it, beside the computation of this one."""
@@ -294,24 +334,24 @@ class OptimizerLoop:
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    def _record(self, figures: Mapping[str, Any], batch: list[TrainingGroup], timer: StepTimer, step_s: float) -> None:
+    def _record(
+        self, figures: Mapping[str, Any], batch: list[TrainingGroup], timer: StepTimer, began_at: float
+    ) -> None:
+        self._unrecorded = _nothing
         record: StepRecord = {
             "step": self.version,
             "policy_version": self.version,
             "served_version": self._updater.served_version,
             **figures,
         }
-        record["step_s"] = {**timer.seconds, "total": step_s}
+        record["step_s"] = {"total": time.monotonic() - began_at, **timer.seconds}
         record["idle_s"] = update_idle_s(record["step_s"])
         record["sequences"] = self._books.ledger.counts.as_dict()
         self._on_step(record, batch)
 
-    async def _checkpoint_if_due(self, timer: StepTimer) -> None:
-        every = self._recipe.checkpoint.every_steps
-        due = every > 0 and self.version % every == 0 and self.version < self._recipe.trainer.steps
-        if due:
-            with timer.measure("checkpoint"):
-                await self._in_compute(functools.partial(self._trainer.checkpoint, final=False))
-
     async def _in_compute(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+
+def _nothing() -> None:
+    return

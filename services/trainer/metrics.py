@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
 from services.trainer.records import StepRecord
+from services.trainer.resume.writer import WrittenCheckpoint
 
 
 class TrainerMetrics:
@@ -44,6 +45,10 @@ class TrainerMetrics:
         self.tokens_trained = Counter(prefix + "tokens_trained", "Completion tokens trained on.", registry=registry)
         self.bad_messages = Gauge(prefix + "bad_messages", "Messages set aside since start.", registry=registry)
         self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
+        self.checkpoint_version = Gauge(prefix + "checkpoint_version", "Of the newest checkpoint.", registry=registry)
+        self.checkpoint_seconds = Histogram(
+            prefix + "checkpoint_seconds", "Writing one checkpoint, beside training.", registry=registry
+        )
         self.join_seconds = Histogram(
             prefix + "join_seconds", "Bringing one actor to the served version on a side group.", registry=registry
         )
@@ -68,6 +73,10 @@ class TrainerMetrics:
         self.tokens_by_lag = Counter(
             prefix + "tokens_by_lag", "Tokens trained on, by token lag in optimizer steps.", ["lag"], registry=registry
         )
+
+    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self.checkpoint_version.set(written.version)
+        self.checkpoint_seconds.observe(written.seconds)
 
     def observe(self, record: StepRecord) -> None:
         """Takes one step's record, as it goes to metrics.jsonl."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,15 @@ from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.group import Backend, GroupStore
 from pipelinerl_torch.placement import HOST, on_device
-from services.trainer.checkpoint import export_policy, prune
+from services.trainer.export import PolicyExport, StagedExport
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.lora import has_adapters
 from services.trainer.learn.model import DTYPES
 from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.saver import PendingState
+from services.trainer.resume.start import Start
 from services.trainer.throughput import StepWork, throughput_figures
 from services.trainer.weights.described import adapter_factors, whole_weights
 from services.trainer.weights.port import CollectivePort
@@ -42,6 +44,29 @@ STALL_TIMEOUT_S = 10.0
 """The longest that one chunk of a transfer may take before its group counts as broken."""
 
 
+@dataclass(frozen=True, eq=False)
+class PendingCheckpoint:
+    """One version in host memory, on all ranks. `write` is called once, before the next one begins."""
+
+    version: int
+    trainer: TorchPolicyTrainer
+    state: PendingState
+    export: StagedExport
+
+    def write(self, folder: Path) -> None:
+        """The export into `folder`, which is there, and what training goes on from into `resume/state` in it.
+
+        Blocks, on a thread that does not compute. The state is durable then; files of the export are the caller's to sync.
+        Raises `ServiceError` when a rank cannot write, and `OSError`.
+        """
+        try:
+            self.trainer.write_export(self.export, folder, self.version)
+        except BaseException:
+            self.state.abandon()  # the other ranks wait to hear where
+            raise
+        self.state.write(folder / "resume" / "state")
+
+
 class TorchPolicyTrainer:
     """See `services.trainer.loop.PolicyTrainer`."""
 
@@ -52,12 +77,14 @@ class TorchPolicyTrainer:
         sender: WeightSender,
         port: CollectivePort,
         recipe: Recipe,
-        run_dir: Path,
+        version: int = 0,
     ) -> None:
-        self._lead, self._sender, self._recipe, self._run_dir = lead, sender, recipe, run_dir
+        """`version`: of the weights as they are."""
+        self._lead, self._sender, self._recipe = lead, sender, recipe
         self.tokenizer, self.port = tokenizer, port
         self.vocab_size = lead.learner.policy.vocab_size
-        self._version = 0
+        self._export = PolicyExport(lead.learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
+        self._version = version
         """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
 
     @property
@@ -104,33 +131,40 @@ class TorchPolicyTrainer:
     def end(self) -> None:
         self._lead.end()
 
-    def checkpoint(self, final: bool) -> tuple[str, int]:
-        """`checkpoint/` for the last one, `checkpoints/step-<version>/` on the way."""
-        version = self._version
-        info = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
-        steps = self._run_dir / "checkpoints"
-        folder = self._run_dir / "checkpoint" if final else steps / f"step-{version}"
-        model = self._lead.learner.policy.model
-        dtype = DTYPES[self._recipe.model.dtype]
-        state = {name: tensor.to("cpu", dtype) for name, tensor in self._lead.weights()}
-        adapter = {name: tensor.to("cpu") for name, tensor in self._lead.adapter()} if has_adapters(model) else None
-        export_policy(model, state, self.tokenizer, folder, info, self._lead.value_head(), adapter=adapter)
-        if not final:
-            prune(steps, self._recipe.checkpoint.keep)
-        return str(folder), version
+    def begin_checkpoint(self) -> PendingCheckpoint:
+        """Copies state and export on all ranks. The one before must have been written, or never will be."""
+        return PendingCheckpoint(self._version, self, self._lead.stage(), self.stage_export())
+
+    def stage_export(self) -> StagedExport:
+        """See `PolicyExport.stage`."""
+        return self._export.stage(self._lead)
+
+    def write_export(self, staged: StagedExport, folder: Path, version: int) -> None:
+        """See `PolicyExport.write`."""
+        self._export.write(staged, folder, self._about(version))
+
+    def _about(self, version: int) -> dict[str, Any]:
+        """pipelinerl.json of a checkpoint."""
+        return {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
 
 
-def load_policy_trainer(recipe: Recipe, settings: TrainerSettings, ranks: RankSettings) -> TorchPolicyTrainer:
-    """Rank 0: loads model and tokenizer (seconds to minutes). Raises `FieldError` for what the user can mend."""
+def load_policy_trainer(
+    recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
+) -> TorchPolicyTrainer:
+    """Rank 0: loads model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint.
+
+    Raises `FieldError` for what the user can mend, `ServiceError` for a checkpoint that cannot be read.
+    """
+    start = start or Start()
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = settings.model_dir or recipe.model.name
     tokenizer = load_tokenizer(source, recipe)
-    lead = Lead(load_learner(recipe, source, ranks))
+    lead = Lead(load_learner(recipe, source, ranks, resume=start.tensors))
     log.info("policy ready", extra=policy_facts(lead.learner))
     sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
-    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, settings.run_dir)
+    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, start.version)
 
 
 def policy_facts(learner: Learner) -> dict[str, Any]:

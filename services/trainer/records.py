@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,18 +39,29 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class RunFiles:
-    """Appends to the run directory's files. Use as a context manager."""
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+
+class RunFiles:
+    """Appends to the run directory's files. Use as a context manager.
+
+    `keep_steps`: of a trainer that goes on: the last step that counts; lines of later ones move to `<name>-undone.jsonl`.
+    """
+
+    def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
+        self.run_dir, self._keep_steps = run_dir, keep_steps
+        self.kept: list[StepRecord] = []
+        """Records of the steps so far that count."""
         self._metrics: IO[str] | None = None
         self._samples: IO[str] | None = None
 
     def __enter__(self) -> RunFiles:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = (self.run_dir / "samples.jsonl").open("a", encoding="utf-8")
+        if self._keep_steps is not None:
+            self.kept = cut(self.run_dir / METRICS, self._keep_steps)
+            cut(self.run_dir / SAMPLES, self._keep_steps)
+        self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
+        self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -78,6 +89,28 @@ def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
     file.flush()
 
 
+def cut(path: Path, keep_steps: int) -> list[dict[str, Any]]:
+    """Leaves the lines of steps up to `keep_steps` in `path` and returns them; the others are appended to the file beside it
+    whose name ends with -undone. A line that was cut off is dropped."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    kept: list[dict[str, Any]] = []
+    undone: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        (kept if record["step"] <= keep_steps else undone).append(record)
+    if undone:
+        with path.with_name(f"{path.stem}-undone.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(to_json(record) + "\n" for record in undone)
+    if len(kept) < len(lines):
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("".join(to_json(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(partial, path)
+    return kept
+
+
 @dataclass
 class RunTotals:
     """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
@@ -103,6 +136,20 @@ class RunTotals:
     throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
     steps: int = 0
     steps_skipped: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
+        """What `to_state` gave, perhaps by way of JSON."""
+        own = {
+            "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
+            "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
+            "throughput": ThroughputTotals(**state["throughput"]),
+        }
+        return cls(**{**state, **own})
 
     def add_lags(self, histogram: Mapping[int, int]) -> None:
         for lag, tokens in histogram.items():

@@ -47,6 +47,16 @@ class RunReport:
         self._loads: dict[str, ActorLoad] = {}
         self.totals = RunTotals()
 
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able; for a checkpoint."""
+        return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_state` of the report of an earlier trainer of this run; the time between does not count."""
+        self._last_step_at = time.monotonic()
+        self._started_at = self._last_step_at - state["time_s"]
+        self.totals = RunTotals.from_state(state["totals"])
+
     def actor_loads(self, loads: Mapping[str, ActorLoad]) -> None:
         """The newest answers of the actors, by name; one that left keeps its last."""
         self._loads.update(loads)

@@ -6,7 +6,7 @@ Reads the run's state through `status`; changes nothing but through `request_che
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import grpc
 
@@ -21,8 +21,9 @@ class StepFeed:
     Keeps one record (a few kilobytes) for each step of the run, so that a late reader has them all. Used on one event loop.
     """
 
-    def __init__(self) -> None:
-        self._records: list[StepRecord] = []
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        """`records`: of the run's steps so far."""
+        self._records = list(records)
         self._changed = asyncio.Event()
         self._ended = False
 

@@ -1,17 +1,19 @@
 """Keeps the run's streams short and notices what was lost on them.
 
-Every few seconds it purges from SEQUENCES what no sequence without an outcome needs any more, and looks for prompt groups
-that nobody works on: taken off PROMPTS although samples of them never came. It waits for time and for the bus, and
-consumes nothing; what it ends goes through `Intake`, so that the feeder issues another group.
+Every few seconds it purges from SEQUENCES what nobody will read again, asks for a checkpoint where the log fills up before
+one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never came. It waits
+for time and for the bus, and consumes nothing; what it ends goes through `Intake`, so that the feeder issues another group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.protocol import Bus, StreamInfo, StreamLimits
+from pipelinerl.bus.subjects import group_id_of
 from pipelinerl.errors import BusError
 from services.trainer.books import Books
 from services.trainer.intake import Intake
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 10.0
 LOST_AFTER_S = 60.0
 GROUP_LOST = "prompt group lost"
+FULL_SHARE = 0.5
+"""Of a log's limit: fuller than this, it should become shorter."""
 
 
 class _Gone(NamedTuple):
@@ -31,11 +35,12 @@ class _Gone(NamedTuple):
 
 
 class StreamUpkeep:
-    """See the module.
+    """See the module. `readable_from()`: lowest position of the log that may be read again; `on_filling` is called when the log
+    is more than half full.
 
     An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
     a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
-    `lost_after_s` is on top of that.
+    `lost_after_s` is on top of that. A group that was handed over is on the queue again, at another position.
     """
 
     def __init__(
@@ -43,11 +48,14 @@ class StreamUpkeep:
         bus: Bus,
         books: Books,
         intake: Intake,
+        readable_from: Callable[[], int],
+        on_filling: Callable[[], None] = lambda: None,
         *,
         every_s: float = LOOK_EVERY_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self._bus, self._books, self._intake = bus, books, intake
+        self._readable_from, self._on_filling = readable_from, on_filling
         self._every_s, self._lost_after_s = every_s, lost_after_s
         self._purged_below = 1
         self._gone: dict[str, _Gone] = {}
@@ -63,13 +71,20 @@ class StreamUpkeep:
                 log.info("the streams are looked after later: %s", error)
 
     async def _purge(self) -> None:
-        needed_from = self._intake.needed_from
-        if needed_from > self._purged_below:
-            await self._bus.purge_sequences(needed_from)
-            self._purged_below = needed_from
+        readable_from = self._readable_from()
+        if readable_from > self._purged_below:
+            await self._bus.purge_sequences(readable_from)
+            self._purged_below = readable_from
+        if fills_up(await self._bus.sequences_info(), self._bus.limits):
+            self._on_filling()
 
     async def _look_for_lost_groups(self) -> None:
         gone = self._books.gone_from_queue((await self._bus.prompts_info()).first_position)
+        if gone:
+            still_there = {group_id_of(prompt.msg_id): prompt.position for prompt in await self._bus.pending_prompts()}
+            for group_id in set(gone) & set(still_there):
+                self._books.published(group_id, still_there[group_id])
+            gone = tuple(group_id for group_id in gone if group_id not in still_there)
         log_end = (await self._bus.sequences_info()).last_position if gone else 0
         now_s = asyncio.get_running_loop().time()
         self._gone = {group_id: self._gone.get(group_id, _Gone(now_s, log_end)) for group_id in gone}
@@ -77,3 +92,9 @@ class StreamUpkeep:
             if now_s - since_s >= self._lost_after_s and self._intake.position >= end:
                 log.error("group %s left the queue, and not all of its sequences came", group_id)
                 await self._intake.fail_missing(group_id, GROUP_LOST)
+
+
+def fills_up(log: StreamInfo, limits: StreamLimits) -> bool:
+    """Whether SEQUENCES is on its way to refuse the next sequence. Pure."""
+    bytes_share, messages_share = log.bytes / limits.sequences_max_bytes, log.messages / limits.sequences_max_messages
+    return max(bytes_share, messages_share) > FULL_SHARE

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 
-from pipelinerl.bus.protocol import Bus, MemberEvent, PromptDelivery, StreamLimits
-from pipelinerl.bus.subjects import EVERY_ACTOR
+from pipelinerl.bus.protocol import Bus, MemberEvent, PendingPrompt, PromptDelivery, StreamLimits
+from pipelinerl.bus.subjects import EVERY_ACTOR, group_id_of
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from tests.contract.conftest import LIMITS, Connect, run_streams
 
@@ -219,12 +219,53 @@ async def test_the_queues_first_position_says_what_is_done(bus: Bus) -> None:
     assert (info.messages, info.first_position, info.last_position) == (0, 4, 3)
 
 
+async def test_a_message_keeps_its_position_and_id_from_one_delivery_to_the_next(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g0")
+    await bus.publish_prompt(b"group", "g1/actor-0-a1")
+    one, two = await take(bus), await take(bus)
+    await two.give_back()
+    again = await take(bus)
+    found = [(delivery.position, delivery.msg_id) for delivery in (one, two, again)]
+    assert found == [(1, "g0"), (2, "g1/actor-0-a1"), (2, "g1/actor-0-a1")]
+    await one.ack()
+    await again.ack()
+
+
+async def test_pending_prompts_are_those_that_nobody_has_finished(bus: Bus) -> None:
+    assert await bus.pending_prompts() == []
+    for number in range(1, 8):
+        await bus.publish_prompt(b"group", f"g{number}")
+    taken = [await take(bus) for _ in range(5)]
+    await taken[1].ack()
+    await taken[2].terminate("does not parse")
+    await taken[3].give_back()
+    await bus.publish_prompt(b"the rest of it", "g1/actor-0-a1")
+    await taken[0].ack()
+    pending = [PendingPrompt(4, "g4"), *(PendingPrompt(at, f"g{at}") for at in (5, 6, 7))]
+    assert await bus.pending_prompts() == [*pending, PendingPrompt(8, "g1/actor-0-a1")]
+    assert [group_id_of(message.msg_id) for message in await bus.pending_prompts()] == ["g4", "g5", "g6", "g7", "g1"]
+
+
+async def test_looking_at_pending_prompts_takes_none(bus: Bus) -> None:
+    for number in range(300):  # more than are looked at together
+        await bus.publish_prompt(b"group", f"g{number}")
+    assert [message.msg_id for message in await bus.pending_prompts()] == [f"g{number}" for number in range(300)]
+    for number in range(300):
+        delivery = await take(bus)
+        assert delivery.num_deliveries == 1
+        if number != 250:
+            await delivery.ack()
+    assert await bus.pending_prompts() == [PendingPrompt(251, "g250")]
+
+
 async def test_no_streams_is_an_error_and_not_an_empty_queue(connect: Connect) -> None:
     async with connect() as bus:
         with pytest.raises(BusError):
             await bus.next_prompt(QUIET_S)
         with pytest.raises(BusError):
             await bus.publish_prompt(b"group", "g1")
+        with pytest.raises(BusError):
+            await bus.pending_prompts()
         with pytest.raises(BusError):
             await bus.publish_sequence(b"sequence", "s1")
         with pytest.raises(BusError):
@@ -426,6 +467,36 @@ async def test_deleting_streams_twice_is_no_error(connect: Connect) -> None:
         await bus.delete_streams()
         with pytest.raises(BusError):
             await bus.sequences_info()
+
+
+# --- dead letters
+
+
+async def test_dead_letters_are_kept_in_order_and_once(bus: Bus) -> None:
+    assert await bus.dead_letters() == []
+    for number in (1, 2, 1):
+        await bus.publish_dead_letter(str(number).encode(), f"m{number}")
+    assert await bus.dead_letters() == [b"1", b"2"]
+    with pytest.raises(PayloadTooLarge):
+        await bus.publish_dead_letter(bytes(bus.max_payload_bytes + 1), "m3")
+
+
+async def test_beyond_the_limit_the_oldest_dead_letter_is_dropped(connect: Connect) -> None:
+    async with run_streams(connect, replace(LIMITS, dead_max_messages=3)) as bus:
+        for number in range(5):
+            await bus.publish_dead_letter(str(number).encode(), f"m{number}")
+        assert await bus.dead_letters() == [b"2", b"3", b"4"]
+
+
+async def test_dead_letters_go_with_the_streams(bus: Bus) -> None:
+    await bus.publish_dead_letter(b"1", "m1")
+    await bus.delete_streams()
+    with pytest.raises(BusError):
+        await bus.publish_dead_letter(b"1", "m1")
+    with pytest.raises(BusError):
+        await bus.dead_letters()
+    await bus.create_streams()
+    assert await bus.dead_letters() == []
 
 
 # --- control

@@ -8,21 +8,24 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.codec import encode_group
+from pipelinerl.codec import decode_group, encode_group
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.readiness import Readiness
-from pipelinerl.types import PolicyVersion
+from pipelinerl.types import PolicyVersion, SamplingParams
 from services.actor import app
-from services.actor.engine import EngineError
+from services.actor.engine import EngineError, GenerationRequest
 from services.actor.engine_start import StartStopped
 from tests.unit.builders import RUN, make_group, make_recipe
 from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
+
+SAMPLING = SamplingParams()
 
 
 @dataclass
@@ -101,7 +104,37 @@ async def test_a_stop_does_not_wait_for_ever_for_the_verifier(monkeypatch: pytes
         one.stop.set()
         async with asyncio.timeout(2):
             await one.task
-        assert (await one.bus.prompts_info()).messages == 1  # another actor's
+        (message,) = await one.bus.pending_prompts()  # another actor's
+        assert message.msg_id.startswith("g00000000/a-")
+
+
+async def test_a_stop_in_the_middle_of_generation_hands_over_and_ends() -> None:
+    async with running() as one:
+        one.engine.open.clear()
+        await issue(one.bus, 0)
+        await one.until(lambda: one.engine.running == 2)
+        one.stop.set()
+        async with asyncio.timeout(2):
+            await one.task
+        delivery = await one.bus.next_prompt(1.0)
+        assert delivery is not None
+        partials = decode_group(delivery.payload).partials
+        assert [(p.sample_index, p.completion_token_ids.tolist()) for p in partials] == [(0, [7, 2]), (1, [7, 2])]
+        assert not members(one.bus)
+        assert (await one.bus.prompts_info()).messages == 1
+
+
+async def test_a_stop_leaves_evaluation_alone() -> None:
+    async with running() as one:
+        one.engine.open.clear()
+        held_out = asyncio.create_task(one.engine.generate(GenerationRequest("eval-1", np.ones(1, np.int32), SAMPLING)))
+        await issue(one.bus, 0)
+        await one.until(lambda: one.engine.running == 3)
+        one.stop.set()
+        async with asyncio.timeout(2):
+            await one.task
+        assert not held_out.done()
+        held_out.cancel()
 
 
 async def test_a_stop_takes_nothing_new() -> None:

@@ -12,16 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.codec import (
+    decode_dead_letter,
     decode_group,
     decode_sequence,
+    encode_dead_letter,
     encode_group,
     encode_sequence,
     finish_reason_from_proto,
+    remains_of_group,
     sampling_from_proto,
     sampling_to_proto,
 )
 from pipelinerl.errors import MessageError
-from pipelinerl.types import FinishReason, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.types import (
+    DeadLetter,
+    FinishReason,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    VersionSpan,
+)
 from pipelinerl.v1 import sequence_pb2 as pb
 
 
@@ -219,6 +230,8 @@ def partials(draw: st.DrawFn, sample_index: int) -> PartialSequence:
         ids(*completion),
         logs(*[draw(LOGPROBS) for _ in completion]),
         draw(spans_over(len(completion))),
+        draw(st.sampled_from([None, *FinishReason])) if completion else None,
+        draw(st.floats(0, 1e9)),
     )
 
 
@@ -242,7 +255,7 @@ def groups(draw: st.DrawFn) -> PromptGroup:
             temperature=draw(st.integers(0, 400)) / 100,
             top_p=draw(st.integers(1, 100)) / 100,
             top_k=draw(st.integers(0, 2**31 - 1)),
-            max_tokens=draw(st.integers(1, 2**32 - 1)),
+            max_tokens=draw(st.integers(10, 2**32 - 1)),
             stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
         ),
         seed=draw(uint64),
@@ -298,6 +311,34 @@ def test_a_flipped_byte_is_an_error_or_a_valid_sequence(sequence: Sequence, data
     except MessageError:
         return
     encode_sequence(survivor)
+
+
+LETTERS = st.builds(
+    DeadLetter, NAME, TEXT, st.binary(max_size=50), TEXT, st.integers(0, 2**32 - 1), TEXT, st.floats(0, 1e12)
+)
+
+
+@given(LETTERS)
+def test_any_dead_letter_comes_back_unchanged(letter: DeadLetter) -> None:
+    assert decode_dead_letter(encode_dead_letter(letter), expected_run=letter.run) == letter
+
+
+@given(st.binary(max_size=100))
+def test_random_bytes_are_no_dead_letter_or_a_valid_one(data: bytes) -> None:
+    try:
+        letter = decode_dead_letter(data)
+    except MessageError:
+        return
+    encode_dead_letter(letter)
+
+
+def test_what_remains_of_an_unreadable_group_knows_its_done_samples() -> None:
+    message = pb.PromptGroup.FromString(encode_group(a_group()))
+    message.prompt_token_ids = b"\x01"
+    message.done_samples.append(9)  # there are four
+    group = remains_of_group(message.SerializeToString(), run="demo")
+    assert group is not None
+    assert group.done_samples == (0, 3)
 
 
 # --- one mistake at a time
@@ -435,6 +476,18 @@ def test_encoding_refuses_what_decoding_would(field: str, changes: dict[str, Any
         ("partials", {"partials": (a_partial(sample_index=4),)}),
         ("partials.behaviour_logprobs", {"partials": (a_partial(behaviour_logprobs=logs(-1.0)),)}),
         ("partials.spans", {"partials": (a_partial(spans=(VersionSpan(1, 0, 1),)),)}),
+        ("partials.generation_s", {"partials": (a_partial(generation_s=-1.0),)}),
+        ("partials.completion_token_ids", {"sampling": SamplingParams(max_tokens=1)}),
+        (
+            "partials.finish_reason",
+            {
+                "partials": (
+                    a_partial(
+                        completion_token_ids=ids(), behaviour_logprobs=logs(), spans=(), finish_reason=FinishReason.STOP
+                    ),
+                )
+            },
+        ),
     ],
 )
 def test_a_wrong_group_names_its_field(field: str, changes: dict[str, Any]) -> None:

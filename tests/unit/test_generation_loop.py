@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -19,10 +19,12 @@ from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.types import Sequence as TrainedSequence
 from pipelinerl.v1 import sequence_pb2
 from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
+from services.actor.completions import defect_of
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import Finisher
 from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop, defect_of
+from services.actor.generation import GenerationLoop
+from services.actor.hand_over import HandOver
 from services.actor.held_groups import HeldGroups
 from services.actor.metrics import ActorMetrics
 from tests.unit.builders import RUN, make_group
@@ -30,29 +32,42 @@ from tests.unit.builders import RUN, make_group
 GOOD = Generation(
     np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 0, 2),), FinishReason.STOP
 )
+BEGUN = replace(GOOD, finish_reason=None)
 
 
 @dataclass
 class ScriptedEngine:
-    """Answers with `answer(request)`, once `gate` is open; counts how many requests are under way."""
+    """Answers with `answer(request)` once `open`, or with `so_far(request)` when it is aborted; counts what is under way."""
 
     answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
+    so_far: Callable[[GenerationRequest], Generation] = lambda request: BEGUN
     open: asyncio.Event = field(default_factory=asyncio.Event)
     alive: bool = True
     running: int = 0
     most_running: int = 0
     started: list[str] = field(default_factory=list)
+    requests: dict[str, GenerationRequest] = field(default_factory=dict)
+    aborted: dict[str, asyncio.Event] = field(default_factory=dict)
     vocab_size: int = 100
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.started.append(request.request_id)
+        self.requests[request.request_id] = request
+        aborted = self.aborted[request.request_id] = asyncio.Event()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.open, aborted)]
         try:
-            await self.open.wait()
-            return self.answer(request)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return self.so_far(request) if aborted.is_set() else self.answer(request)
         finally:
             self.running -= 1
+            for wait in waits:
+                wait.cancel()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.aborted[request_id].set()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in token_ids)
@@ -92,6 +107,8 @@ class Stage:
     loop: GenerationLoop
     gate: ServingGate
     held: HeldGroups
+    metrics: ActorMetrics
+    registry: CollectorRegistry
     running: asyncio.Task[None]
 
     async def issue(self, *numbers: int, **changes: object) -> None:
@@ -109,6 +126,17 @@ class Stage:
                     return found
         raise AssertionError("the log ended")
 
+    async def leave(self, timeout_s: float = 1.0) -> None:
+        """What a stopped actor does when nothing more gets finished."""
+        self.gate.drain()
+        await self.loop.interrupt(timeout_s)
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await HandOver(self.bus, self.held, self.metrics, instance="a").run(timeout_s)
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"pipelinerl_actor_{name}_total", labels) or 0.0
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not condition():
@@ -117,15 +145,22 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    *, in_progress: int = 4, buffer_size: int = 8, max_payload_bytes: int = 1024**2, serve: bool = True
+    *,
+    in_progress: int = 4,
+    buffer_size: int = 8,
+    max_payload_bytes: int = 1024**2,
+    serve: bool = True,
+    server: MemoryServer | None = None,
+    limits: StreamLimits | None = None,
 ) -> AsyncIterator[Stage]:
-    server = MemoryServer(max_payload_bytes=max_payload_bytes)
-    async with MemoryBus(RUN, server=server, limits=StreamLimits()) as bus:
+    server = server or MemoryServer(max_payload_bytes=max_payload_bytes)
+    async with MemoryBus(RUN, server=server, limits=limits or StreamLimits()) as bus:
         await bus.create_streams()
         engine, verifier = ScriptedEngine(), ScriptedVerifier()
         engine.open.set()
         verifier.up.set()
-        metrics, held, gate = ActorMetrics(CollectorRegistry()), HeldGroups(), ServingGate(max_lag=1)
+        registry = CollectorRegistry()
+        metrics, held, gate = ActorMetrics(registry), HeldGroups(), ServingGate(max_lag=1)
         finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
         loop = GenerationLoop(
             bus, engine, finisher, held, gate, metrics, instance="a", sequences_in_progress=in_progress, max_context=64
@@ -140,7 +175,7 @@ async def stage(
 
         running = asyncio.create_task(run())
         try:
-            yield Stage(bus, server, engine, verifier, loop, gate, held, running)
+            yield Stage(bus, server, engine, verifier, loop, gate, held, metrics, registry, running)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):
@@ -352,7 +387,7 @@ async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> 
         await one.bus.publish_prompt(b"\xff\xff", "nonsense")
 
         class Lost:
-            payload, num_deliveries = b"\xff\xff", 1
+            payload, num_deliveries, position, msg_id = b"\xff\xff", 1, 1, "nonsense"
 
             async def terminate(self, reason: str) -> None:
                 raise BusError("no connection")

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,11 @@ from services.trainer.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.probe import Parity
+from services.trainer.resume.run_state import load_run_state
+from services.trainer.resume.start import newest_checkpoint
+from services.trainer.resume.writer import CheckpointWriter
 from tests.unit.builders import make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, serving
+from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, make_run_state, serving
 
 BRIEF = {"batch_size": 4, "tokens_per_microbatch": 64}
 
@@ -74,11 +79,20 @@ class Bench:
     records: list[dict[str, Any]]
     heldout: list[HeldoutResult]
     parities: list[Parity]
+    durable: list[int]
+    """Versions of checkpoints that are on disk."""
+    run_dir: Path
 
 
 @asynccontextmanager
 async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool = True) -> AsyncIterator[Bench]:
-    recipe = recipe or make_recipe()
+    with TemporaryDirectory() as folder:
+        async with bench_in(Path(folder), recipe or make_recipe(), skipped, give) as one:
+            yield one
+
+
+@asynccontextmanager
+async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> AsyncIterator[Bench]:
     policy, books, updater, evaluator = FakePolicy(skipped=skipped), Books(), FakeUpdater(), FakeEvaluator()
     intake = FakeIntake(books)
     if give:
@@ -86,6 +100,7 @@ async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool =
     records: list[dict[str, Any]] = []
     heldout: list[HeldoutResult] = []
     parities: list[Parity] = []
+    durable: list[int] = []
     loop = OptimizerLoop(
         recipe,
         policy,
@@ -96,13 +111,18 @@ async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool =
         updater,  # type: ignore[arg-type]
         evaluator,  # type: ignore[arg-type]
         incarnation=1,
+        version=0,
+        evaluate_first=True,
+        writer=CheckpointWriter(run_dir, keep=2),
+        capture=lambda: make_run_state(loop.version, books),
+        on_checkpoint=lambda written: durable.append(written.version),
         probe=np.array([1, 2, 3], dtype=np.int32),
         on_step=lambda record, batch: records.append(record),
         on_heldout=heldout.append,
         on_parity=parities.append,
     )
     try:
-        yield Bench(loop, policy, intake, books, updater, evaluator, records, heldout, parities)
+        yield Bench(loop, policy, intake, books, updater, evaluator, records, heldout, parities, durable, run_dir)
     finally:
         policy.may_step.set()
         loop.close()
@@ -113,11 +133,11 @@ def quiet(**sections: object) -> Recipe:
     return make_recipe(weights={"probe_every": 0}, evaluation={"every_steps": 0}, **sections)
 
 
-async def test_a_run_steps_sends_measures_and_ends_with_a_checkpoint() -> None:
+async def test_a_run_steps_sends_and_measures() -> None:
     async with bench(quiet()) as one:
         await one.loop.run()
         steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]
-        assert one.policy.calls == [*steps, "snapshot 4", "last checkpoint 4"]
+        assert one.policy.calls == [*steps, "snapshot 4"]
         assert one.policy.threads == {"compute"}
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
         assert [result.version for result in one.heldout] == [0, 4]
@@ -129,7 +149,20 @@ async def test_a_run_steps_sends_measures_and_ends_with_a_checkpoint() -> None:
 async def test_checkpoints_on_the_way_are_those_that_are_due() -> None:
     async with bench(quiet(checkpoint={"every_steps": 2})) as one:
         await one.loop.run()
-        assert [call for call in one.policy.calls if "checkpoint" in call] == ["checkpoint 2", "last checkpoint 4"]
+        assert [call for call in one.policy.calls if "checkpoint" in call] == ["checkpoint 2"]
+        assert (await one.loop.last_checkpoint()).version == 4
+        assert one.durable == [2, 4]
+        assert "checkpoint" in one.records[2]["step_s"]  # copying it was at the end of the step before
+
+
+async def test_what_is_captured_has_the_record_and_the_books_of_its_version() -> None:
+    async with bench(quiet(checkpoint={"every_steps": 1})) as one:
+        await one.loop.run()
+        await one.loop.last_checkpoint()
+        folder = newest_checkpoint(one.run_dir)
+        assert folder is not None
+        state = load_run_state(folder)
+        assert (state.policy_version, state.books["ledger"]["closed"]["trained"]) == (4, 8)
 
 
 async def test_a_failed_evaluation_is_left_out_and_the_run_goes_on() -> None:
@@ -176,7 +209,7 @@ async def test_a_checkpoint_is_written_at_once_while_no_batch_comes() -> None:
     async with bench(quiet(), give=False) as one, asyncio.timeout(10):
         running = asyncio.create_task(one.loop.run())
         await one.intake.asked.wait()
-        assert await one.loop.request_checkpoint() == ("folder-0", 0)
+        assert await one.loop.request_checkpoint() == (str(one.run_dir / "checkpoints" / "step-0"), 0)
         assert not running.done()
         running.cancel()
 
@@ -190,21 +223,45 @@ async def test_a_checkpoint_during_a_step_waits_for_it_and_has_its_version() -> 
         await asyncio.sleep(0.05)
         assert not request.done()
         one.policy.may_step.set()
-        assert await request == ("folder-1", 1)
+        assert (await request)[1] == 1
         await running
 
 
 async def test_a_checkpoint_after_the_last_step_is_written() -> None:
     async with bench(quiet()) as one:
         await one.loop.run()
-        assert await one.loop.request_checkpoint() == ("folder-4", 4)
+        assert (await one.loop.request_checkpoint())[1] == 4
 
 
-async def test_the_last_checkpoint_is_written_once() -> None:
+async def test_a_version_is_written_once_however_often_it_is_asked_for() -> None:
     async with bench(quiet()) as one:
         await one.loop.run()
-        assert await one.loop.last_checkpoint() == ("folder-4", 4)
-        assert one.policy.calls.count("last checkpoint 4") == 1
+        assert (await one.loop.request_checkpoint())[1] == (await one.loop.last_checkpoint()).version == 4
+        assert (await one.loop.last_checkpoint()).version == (await one.loop.request_checkpoint())[1] == 4
+        assert one.policy.calls.count("checkpoint 4") == 1
+
+
+async def test_no_step_begins_after_the_last_checkpoint() -> None:
+    async with bench(quiet(), give=False) as one, asyncio.timeout(10):
+        running = asyncio.create_task(one.loop.run())
+        await one.intake.asked.wait()
+        assert (await one.loop.last_checkpoint()).version == 0
+        one.intake.may_give.set()
+        done, _ = await asyncio.wait({running}, timeout=0.2)
+        assert (done, one.loop.version) == (set(), 0)
+        running.cancel()
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench(quiet(checkpoint={"every_steps": 1})) as one:
+        (one.run_dir / "checkpoints").write_text("in the way")
+        await one.loop.run()
+        assert (one.loop.version, one.durable) == (4, [])
+        assert "checkpoint of version 1 is not written" in caplog.text
+        with pytest.raises(ServiceError, match="checkpoint of version 4 is not written"):
+            await one.loop.last_checkpoint()
 
 
 async def test_requests_that_were_not_begun_are_refused_at_the_end() -> None:
@@ -235,7 +292,7 @@ async def test_a_caller_that_leaves_takes_its_request_along() -> None:
             await request
         one.policy.may_step.set()
         await running
-        assert [call for call in one.policy.calls if "checkpoint" in call] == ["last checkpoint 4"]
+        assert [call for call in one.policy.calls if "checkpoint" in call] == []
 
 
 async def test_a_loop_that_is_stopped_stops_measuring() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from tests.unit.test_learner import group_of, model_of, sequences_of
 
@@ -40,8 +41,7 @@ def step_on(device: str, dtype: torch.dtype, family: str = "qwen2-untied") -> St
     outcome = learner.train_step([group_of(sequences_of(LENGTHS))], version=0)
     assert outcome.applied
     assert outcome.metrics["microbatches"] > 1
-    masters = learner.state_dict()["optimizer"]["masters"]
-    return Stepped(_flat(masters or list(model.parameters())) - before, outcome.metrics)
+    return Stepped(_flat(list(trained_parameters(learner).values())) - before, outcome.metrics)
 
 
 def _flat(parameters: list[Any]) -> Tensor:

@@ -9,30 +9,42 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.memory import MemoryBus
 from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.service.logs import LogContext
 from services.trainer import app
+from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
-from tests.unit.builders import RUN, make_recipe
+from services.trainer.resume.run_state import load_run_state
+from services.trainer.resume.start import Start, newest_checkpoint
+from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
 
 TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
 
 
 @asynccontextmanager
-async def training_run(run_dir: Path) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
+async def training_run(
+    run_dir: Path, stop_checkpoint_s: float = 10.0
+) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
     """A run at version 1 whose next step is under way until `policy.may_step` is set."""
     settings = TrainerSettings(
-        run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir
+        run=RUN,
+        recipe=run_dir / "recipe.yaml",
+        instance="trainer",
+        verifier="nowhere:1",
+        run_dir=run_dir,
+        stop_checkpoint_s=stop_checkpoint_s,
     )
     policy, verifier = FakePolicy(run_dir), FakeVerifier()
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
-        with RunFiles(run_dir) as files:
+        with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             run = app.TrainingRun(
                 settings,
                 make_recipe(task=TASK),
@@ -40,6 +52,8 @@ async def training_run(run_dir: Path) -> AsyncIterator[tuple[app.TrainingRun, Fa
                 bus,
                 verifier,  # type: ignore[arg-type]
                 files,
+                journal,
+                Start(),
                 CollectorRegistry(),
                 LogContext(RUN, "trainer", "trainer"),
             )
@@ -55,10 +69,13 @@ async def stop_during_step(run: app.TrainingRun, policy: FakePolicy) -> asyncio.
     policy.may_step.clear()
     stop = asyncio.Event()
 
-    async def step_under_way() -> None:
-        await run._loop._in_compute(lambda: policy.train_step(1))
+    async def batch(version: int) -> list[TrainingGroup]:
+        group = make_group(900 + version)  # not one that the feeder issues
+        run._books.issue(group)
+        return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
 
-    run._loop.run = step_under_way  # type: ignore[method-assign]
+    run._intake.take_batch = batch  # type: ignore[method-assign]
+    run._loop.run = run._loop._step  # type: ignore[method-assign]
 
     async def no_wait() -> None:
         return
@@ -78,18 +95,23 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert not any("checkpoint" in call for call in policy.calls)
         policy.may_step.set()
         await running
-        assert policy.calls == ["step 1", "last checkpoint 2"]
+        assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["interrupted"], summary["policy_version"]) == (True, 1)
+    assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
+    folder = newest_checkpoint(tmp_path)
+    assert folder is not None
+    state = load_run_state(folder)
+    assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
+    assert (tmp_path / "checkpoint" / "config.json").is_file()
+    assert not (tmp_path / "checkpoint" / "resume").exists()
 
 
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(app, "STOP_CHECKPOINT_S", 0.1)
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, stop_checkpoint_s=0.1) as (run, policy), asyncio.timeout(20):
         running = await stop_during_step(run, policy)
         await running
         assert "no checkpoint of version 1 yet" in caplog.text

@@ -23,7 +23,9 @@ async def kept_desk(server: MemoryServer | None = None, *, lost_after_s: float =
     async with MemoryBus(RUN, server=server) as bus:
         await bus.create_streams()
         one = Desk(bus, make_recipe())
-        upkeep = StreamUpkeep(bus, one.books, one.intake, every_s=EVERY_S, lost_after_s=lost_after_s)
+        upkeep = StreamUpkeep(
+            bus, one.books, one.intake, lambda: one.intake.needed_from, every_s=EVERY_S, lost_after_s=lost_after_s
+        )
         tasks = [asyncio.create_task(part) for part in (one.feeder.run(), one.intake.run(), upkeep.run())]
         try:
             async with asyncio.timeout(SOON_S):
@@ -53,13 +55,13 @@ async def test_the_log_is_purged_up_to_the_first_sequence_without_outcome() -> N
         await several_looks()
         assert await first_position(one) == 1
         for group in await one.intake.take_batch(version=0):
-            one.books.close(group.sequences, Outcome.TRAINED)
+            one.books.train(group.sequences, 1)
         while await first_position(one) != 5:
             await asyncio.sleep(EVERY_S)
         await one.publish(make_sequence(groups[2], 1))
         await one.answer(groups[3])
         for group in await one.intake.take_batch(version=0):
-            one.books.close(group.sequences, Outcome.TRAINED)
+            one.books.train(group.sequences, 1)
         while (await one.bus.sequences_info()).messages:
             await asyncio.sleep(EVERY_S)
 
@@ -100,7 +102,7 @@ async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read() -> None:
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
         one = Desk(bus, make_recipe())
-        upkeep = StreamUpkeep(bus, one.books, one.intake, every_s=EVERY_S, lost_after_s=0.0)
+        upkeep = StreamUpkeep(bus, one.books, one.intake, lambda: 1, every_s=EVERY_S, lost_after_s=0.0)
         tasks = [asyncio.create_task(part) for part in (one.feeder.run(), upkeep.run())]
         for group in await one.take_issued():
             await one.answer(group)

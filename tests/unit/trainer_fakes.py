@@ -19,6 +19,10 @@ from pipelinerl.types import PolicyVersion, VersionSpan
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.weights.manifest import build_manifest
+from services.trainer.books import Books
+from services.trainer.intake import HeldSequences
+from services.trainer.resume.run_state import RunState
+from tests.unit.builders import RUN, make_recipe
 
 
 @dataclass
@@ -106,6 +110,16 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class FakePending:
+    """A checkpoint of no tensors."""
+
+    version: int
+
+    def write(self, folder: Path) -> None:
+        (folder / "config.json").write_text(f'{{"version": {self.version}}}')
+
+
 class FakePolicy:
     """The compute side. `calls` says what ran, on which thread; a step waits for `may_step`."""
 
@@ -149,10 +163,10 @@ class FakePolicy:
         self._call("score")
         return np.array([-1.0, -2.0], dtype=np.float32)
 
-    def checkpoint(self, final: bool) -> tuple[str, int]:
-        self._call(f"{'last checkpoint' if final else 'checkpoint'} {self.version}")
+    def begin_checkpoint(self) -> FakePending:
+        self._call(f"checkpoint {self.version}")
         self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
-        return f"folder-{self.version}", self.version
+        return FakePending(self.version)
 
     def beat(self) -> None:
         self._call("beat")
@@ -195,3 +209,20 @@ class FakeUpdater:
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
         yield
+
+
+def make_run_state(version: int, books: Books, **fields: Any) -> RunState:
+    """Of a run that has read nothing."""
+    defaults: dict[str, Any] = {
+        "run": RUN,
+        "policy_version": version,
+        "starts": (0,),
+        "recipe": make_recipe().model_dump(mode="json"),
+        "recipe_hash": "",
+        "journal_bytes": 0,
+        "books": books.to_state(),
+        "next_group": 0,
+        "position": 0,
+        "held": HeldSequences(),
+    }
+    return RunState(**{**defaults, **fields})

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from pipelinerl.config.recipe import TrainerConfig
 from pipelinerl.errors import FieldError
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""Of each parameter: both moments in its shape, and how many steps it has had, a float32 number."""
 
 
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
@@ -40,3 +44,21 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def begin_moments(optimizer: Optimizer) -> None:
+    """Gives parameters that were never stepped the moments of 0 that their first step begins with. Forgets gradients.
+
+    The optimizer makes them as it likes them, in a step without gradient at a learning rate of 0, which changes no weight.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.0)
+    if new:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in new:
+        optimizer.state[parameter]["step"].zero_()

@@ -7,7 +7,7 @@ optimizer steps them, and the 16-bit weights, which are what actors serve, are t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.config.recipe import TrainerConfig
-from services.trainer.learn.adamw import build_adamw, set_learning_rate
+from services.trainer.learn.adamw import MOMENTS, begin_moments, build_adamw, set_learning_rate
 from services.trainer.learn.schedule import learning_rate
 from services.trainer.learn.weights import whole
 
@@ -58,31 +58,28 @@ class PolicyOptimizer:
     def _take(self, rate: float) -> None:
         set_learning_rate(self._adamw, rate)
         self._adamw.step()
-        self._publish_masters()
+        self.publish_masters()
         self.steps_taken += 1
 
     @torch.no_grad()
-    def _publish_masters(self) -> None:
-        for live, stepped in zip(self._live, self._stepped, strict=True):
+    def publish_masters(self) -> None:
+        """The 16-bit weights become the rounding of their masters."""
+        for live, stepped in self.trained():
             if live is not stepped:
                 live.copy_(stepped)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: moments, float32 masters where there are any, and steps taken."""
-        masters = [
-            stepped.detach() for live, stepped in zip(self._live, self._stepped, strict=True) if live is not stepped
-        ]
-        return {"adamw": self._adamw.state_dict(), "masters": masters, "steps_taken": self.steps_taken}
+    def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """(parameter of the model, float32 parameter that is stepped in its place or the same) of each that is trained."""
+        return zip(self._live, self._stepped, strict=True)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` of the same model in the same dtype gave."""
-        self._adamw.load_state_dict(state["adamw"])
-        owned = [stepped for live, stepped in zip(self._live, self._stepped, strict=True) if live is not stepped]
-        for stepped, saved in zip(owned, state["masters"], strict=True):
-            stepped.copy_(saved)
-        self._publish_masters()
-        self.steps_taken = state["steps_taken"]
+    def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's own tensors of a parameter by `MOMENTS`; see `begin_moments`."""
+        state = self._adamw.state[stepped]
+        return {name: state[name] for name in MOMENTS}
+
+    def begin_moments(self) -> None:
+        """See `adamw.begin_moments`. For whoever needs moments of all parameters before all have been stepped."""
+        begin_moments(self._adamw)
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -214,11 +214,3 @@ class Learner:
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Of adapters, A and B of each layer, likewise; nothing where all weights are trained."""
         return adapter_weights(self.policy.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer, for a checkpoint. The reference is not part: it is the initial policy."""
-        return {"model": self.policy.scorer.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.scorer.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])

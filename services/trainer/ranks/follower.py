@@ -1,7 +1,7 @@
 """What ranks other than 0 do: carry out rank 0's orders until the last one.
 
-Consumes orders; produces its share of gradients, weights and results. Rank 0 unblocks it; when rank 0 is gone, waiting ends
-with an error, and torchrun ends the other ranks.
+Consumes orders; produces its share of gradients, weights, results and checkpoints. Rank 0 unblocks it; when rank 0 is gone,
+waiting ends with an error, and torchrun ends the other ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 
 from services.trainer.learn.share import TRAIN, StepShare
 from services.trainer.learn.step import Learner
-from services.trainer.ranks.lead import ADAPTER, BEAT, END, SCORE, VALUE_HEAD, WEIGHTS
+from services.trainer.ranks.lead import ADAPTER, BEAT, END, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.ranks.message import Message
+from services.trainer.ranks.saver import FollowingSaver
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,13 @@ def follow(learner: Learner) -> None:
     """Returns after rank 0's last order. Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises."""
     links = learner.world.links
     assert links is not None, "a rank that is alone has nobody to follow"
+    saver = FollowingSaver(learner)
     while (order := links.hear()).kind != END:
-        carry_out(order, learner)
+        if order.kind == SAVE:
+            saver.save()
+        else:
+            carry_out(order, learner)
+    saver.end()
 
 
 def carry_out(order: Message, learner: Learner) -> None:

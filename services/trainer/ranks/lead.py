@@ -1,13 +1,15 @@
 """Rank 0's side of a trainer of several ranks: every order is told to all ranks and carried out together with them.
 
 With one rank there is nobody to tell. All methods block and belong to one thread, but for `prepare`. The other side of each
-order is `follower.py`.
+order is `follower.py`. Only checkpoints are written beside: by `saver.py`, once they are staged here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +20,10 @@ from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.ranks.layout import RankLayout
 from services.trainer.ranks.message import Message
+from services.trainer.ranks.saver import LeadingSaver, PendingState
 
 SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, BEAT, END = "score", "weights", "adapter", "value head", "beat", "end"
+SAVE = "save"
 
 
 class Lead:
@@ -28,6 +32,7 @@ class Lead:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         self._layout, self._links = learner.world.layout, learner.world.links
+        self._saver = LeadingSaver(learner)
 
     @property
     def num_ranks(self) -> int:
@@ -67,13 +72,30 @@ class Lead:
         self._tell(Message(ADAPTER))
         yield from self.learner.adapter()
 
+    def save(self, folder: Path) -> Future[None]:
+        """Stages the state of all ranks, and has it written beside what comes next.
+
+        Done when all of it is durable in `folder`; carries `ServiceError` when a rank cannot write. The one before must be
+        done.
+        """
+        self._saver.make_room()
+        self._tell(Message(SAVE))
+        return self._saver.save(folder)
+
+    def stage(self) -> PendingState:
+        """The first half of `save`, for whoever has a thread to write on, or does not know the folder yet."""
+        self._saver.make_room()
+        self._tell(Message(SAVE))
+        return self._saver.stage()
+
     def beat(self) -> None:
         """Says that there is no order yet."""
         self._tell(Message(BEAT))
 
     def end(self) -> None:
-        """The last order: the other ranks end."""
+        """The last order: the other ranks end. Waits for a checkpoint that is being written."""
         self._tell(Message(END))
+        self._saver.end()
 
     def _tell(self, message: Message) -> None:
         if self._links is not None:

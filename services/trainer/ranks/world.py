@@ -1,4 +1,4 @@
-"""The ranks of the trainer and the groups they talk in: one for orders (host memory), one for tensors, one per shared row.
+"""The ranks of the trainer and the groups they talk in: for orders (host memory), for tensors, for checkpoints, per shared row.
 
 One rank is a world without any group. What is said in the groups is not decided here.
 """
@@ -30,12 +30,12 @@ class Links:
     """Messages between rank 0 and the others. Every method is called by all ranks it names, in the same order."""
 
     def __init__(self, group: Any, size: int) -> None:
-        self._group, self._size = group, size
+        self.group, self._size = group, size
 
     def tell(self, messages: list[Message]) -> None:
         """Rank 0: one message to each of ranks 1, 2, …"""
         for rank, message in enumerate(messages, start=1):
-            _send(message, rank, self._group)
+            _send(message, rank, self.group)
 
     def tell_all(self, message: Message) -> None:
         """Rank 0: the same message to every other rank."""
@@ -44,17 +44,17 @@ class Links:
     def hear(self) -> Message:
         """Other ranks: the next message of rank 0. Raises `ServiceError` when rank 0 is gone."""
         try:
-            return _receive(0, self._group)
+            return _receive(0, self.group)
         except RuntimeError as error:
             raise ServiceError(f"a rank lost rank 0, whose log says why: {error}") from error
 
     def report(self, message: Message) -> None:
         """Other ranks: a message to rank 0."""
-        _send(message, 0, self._group)
+        _send(message, 0, self.group)
 
     def reports(self, ranks: Iterable[int]) -> list[Message]:
         """Rank 0: one message from each of `ranks`."""
-        return [_receive(rank, self._group) for rank in ranks]
+        return [_receive(rank, self.group) for rank in ranks]
 
 
 def _send(message: Message, to: int, group: Any) -> None:
@@ -73,7 +73,7 @@ def _receive(source: int, group: Any) -> Message:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place. `links`, `mesh`: None when it is alone; `row_group`: None when it has whole rows."""
+    """This rank's place. Alone it has neither links nor meshes; `row_group`: None when it has whole rows."""
 
     layout: RankLayout
     device: torch.device
@@ -81,6 +81,10 @@ class World:
     mesh: DeviceMesh | None = None
     """Over all ranks: (copies, shards), or (shards) where there is one copy."""
     row_group: Any = None
+    saving: Links | None = None
+    """Of the threads that write checkpoints, which must not wait for those that compute, nor these for them."""
+    host_mesh: DeviceMesh | None = None
+    """As `mesh`, for shards in host memory. Nothing is sent in it."""
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +118,10 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
     """All ranks that have met; called by all of them. Raises `FieldError`."""
     layout = rank_layout(dist.get_rank(), dist.get_world_size(), context_parallel, shard_ranks)
     links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
-    return World(layout, device, links, _shard_mesh(layout, device), _row_group(layout, device))
+    saving = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
+    mesh, host = _shard_mesh(layout, device), torch.device("cpu")
+    host_mesh = mesh if device == host else _shard_mesh(layout, host)
+    return World(layout, device, links, mesh, _row_group(layout, device), saving, host_mesh)
 
 
 def leave_ranks() -> None:

@@ -1,0 +1,105 @@
+"""The run's journal, `ledger.jsonl`: every sequence issued and where it ended, one event a line, only ever appended to.
+
+The trainer's books are state; this is their history, from which `pipelinerl audit` derives them again. Events (`event` names
+them):
+
+    start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
+                                              what lies between them and this line was undone
+    reserve     groups                        groups numbered below this may have been published; on disk before any is
+    issue       group, samples, version
+    close       outcome, reason or version, ids    `version`: the one that the step made of those it trained
+    step        version, counts               the ledger's own counts after that step
+    checkpoint  version, position             on disk; SEQUENCES up to `position` may go
+    end         version, finished
+
+Knows files, no streams and no ledger. A last line that was cut off does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+JOURNAL = "ledger.jsonl"
+"""Its name in a run directory."""
+
+Event = dict[str, Any]
+
+
+class Journal:
+    """Appends events. A line is safe from this process's death once `flush` returned, from the machine's after `sync`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self.size = 0
+        """Bytes, those not yet flushed included: where the next event begins."""
+
+    def __enter__(self) -> Journal:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.size = _whole_bytes(self._path)
+        self._file = self._path.open("ab")
+        self._file.truncate(self.size)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        self.size += self._open.write(line)
+
+    def flush(self) -> None:
+        self._open.flush()
+
+    def sync(self) -> None:
+        """Blocks for as long as the disk takes; any thread."""
+        self._open.flush()
+        os.fsync(self._open.fileno())
+
+    @property
+    def _open(self) -> IO[bytes]:
+        assert self._file is not None, "a journal is used outside its with block"
+        return self._file
+
+
+def _whole_bytes(path: Path) -> int:
+    """Length up to the end of the last whole line; 0 without a file."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65_536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def read_events(path: Path) -> Iterator[tuple[int, Event]]:
+    """(byte offset, event) in order. Raises `ValueError` for a whole line that is no event; nothing without a file."""
+    offset = 0
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            event = json.loads(line)
+            if not isinstance(event, dict) or "event" not in event:
+                raise ValueError(f"{path.name}: no event at byte {offset}: {line[:80]!r}")
+            yield offset, event
+            offset += len(line)
+
+
+def reserved_groups(path: Path) -> int:
+    """Groups numbered below this may be on the streams, of any incarnation."""
+    return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -1,0 +1,155 @@
+"""What becomes of a completion: a sequence without reward, a failed one with its reason, or a part that another goes on with.
+
+Pure. It generates nothing and knows no engine, stream or clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipelinerl.types import FinishReason, PartialSequence, PromptGroup, SamplingParams, Sequence, VersionSpan
+from services.actor.engine import Generation, GenerationRequest
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, far from any small number: seeds of a sample's continuations are not those of its neighbours."""
+
+
+def sequence_of(
+    group: PromptGroup,
+    sample_index: int,
+    actor: str,
+    generation: Generation,
+    text: str = "",
+    generation_s: float = 0.0,
+) -> Sequence:
+    """A finished completion as a sequence without reward; what cannot be trained on carries its reason."""
+    defect = defect_of(generation)
+    sequence = Sequence(
+        run=group.run,
+        sequence_id=group.sequence_id(sample_index),
+        group_id=group.group_id,
+        sample_index=sample_index,
+        group_size=group.num_samples,
+        task=group.task,
+        prompt_token_ids=group.prompt_token_ids,
+        completion_token_ids=generation.token_ids,
+        behaviour_logprobs=generation.behaviour_logprobs,
+        spans=generation.spans,
+        reward=0.0,
+        finish_reason=generation.finish_reason or FinishReason.STOP,
+        actor=actor,
+        completion_text=text,
+        prompt_text=group.prompt_text,
+        reference_json=group.reference_json,
+        generation_s=generation_s,
+    )
+    return without_arrays(sequence, defect) if defect else sequence
+
+
+def defect_of(generation: Generation) -> str:
+    """Why this completion cannot be trained on; empty for a good one."""
+    if generation.finish_reason is None:
+        return "engine: it was ended before it was finished"
+    if len(generation.token_ids) == 0:
+        return "empty_completion"
+    if not np.isfinite(generation.behaviour_logprobs).all():
+        return "non_finite_logprobs"
+    covered = sum(span.end - span.start for span in generation.spans)
+    if covered != len(generation.token_ids):
+        return f"version_spans: cover {covered} of {len(generation.token_ids)} tokens"
+    return ""
+
+
+def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
+    """Accounts for a sample that was not generated."""
+    nothing = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP)
+    return replace(sequence_of(group, sample_index, actor, nothing), failure=failure)
+
+
+def without_arrays(sequence: Sequence, failure: str) -> Sequence:
+    """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
+    return replace(
+        sequence,
+        completion_token_ids=np.empty(0, dtype=np.int32),
+        behaviour_logprobs=np.empty(0, dtype=np.float32),
+        spans=(),
+        failure=failure,
+    )
+
+
+def nothing_yet(sample_index: int) -> PartialSequence:
+    """Where a sample starts that nobody has begun."""
+    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+
+def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
+    """What there is of this sample: what an actor that left has handed over, or nothing yet."""
+    given = (partial for partial in group.partials if partial.sample_index == sample_index)
+    return next(given, None) or nothing_yet(sample_index)
+
+
+def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
+    """Why nothing is left to generate of it; None when something is. `max_context`: tokens, prompt included."""
+    room = min(group.sampling.max_tokens, max_context - len(group.prompt_token_ids))
+    if start.finish_reason is None and len(start.completion_token_ids) >= room:
+        return FinishReason.LENGTH
+    return start.finish_reason
+
+
+def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
+    """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
+    carried = len(start.completion_token_ids)
+    return GenerationRequest(
+        request_id=group.sequence_id(start.sample_index),
+        prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
+        sampling=_shortened(group.sampling, carried),
+        seed=_seed(group.seed + start.sample_index, carried) if group.seed else None,
+    )
+
+
+def _shortened(sampling: SamplingParams, carried: int) -> SamplingParams:
+    return replace(sampling, max_tokens=sampling.max_tokens - carried) if carried else sampling
+
+
+def _seed(seed: int, carried: int) -> int:
+    """Another one for each continuation: the same would draw the sample's first random numbers again."""
+    return (seed + carried * _SEED_STEP) % (1 << 63) if carried else seed
+
+
+def continued(start: PartialSequence, generation: Generation) -> Generation:
+    """The whole completion: `start`, and what was generated after it. Each token keeps its log-probability and version."""
+    carried = len(start.completion_token_ids)
+    if not carried:
+        return generation
+    return Generation(
+        token_ids=np.concatenate([start.completion_token_ids, generation.token_ids]),
+        behaviour_logprobs=np.concatenate([start.behaviour_logprobs, generation.behaviour_logprobs]),
+        spans=_joined(start.spans, generation.spans, carried),
+        finish_reason=generation.finish_reason,
+    )
+
+
+def _joined(first: tuple[VersionSpan, ...], then: tuple[VersionSpan, ...], offset: int) -> tuple[VersionSpan, ...]:
+    moved = tuple(replace(span, start=span.start + offset, end=span.end + offset) for span in then)
+    if first and moved and (first[-1].incarnation, first[-1].version) == (moved[0].incarnation, moved[0].version):
+        return (*first[:-1], replace(first[-1], end=moved[0].end), *moved[1:])
+    return first + moved
+
+
+def partial_of(sample_index: int, generation: Generation, generation_s: float) -> PartialSequence:
+    """What another actor goes on with, or only has to verify and publish."""
+    return PartialSequence(
+        sample_index=sample_index,
+        completion_token_ids=generation.token_ids,
+        behaviour_logprobs=generation.behaviour_logprobs,
+        spans=generation.spans,
+        finish_reason=generation.finish_reason,
+        generation_s=generation_s,
+    )
+
+
+def state_of(partial: PartialSequence) -> str:
+    """For metrics and logs."""
+    return "unfinished" if partial.finish_reason is None else "finished"

@@ -1,0 +1,95 @@
+"""A learner's state as named tensors, the same whatever number of ranks it is spread over and whatever dtype it computes in.
+
+    weight/<parameter>      float32: the master where there is one; of adapters alone where only these are trained
+    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's moments; those in 8 bit, dequantised
+    steps_taken             int64: of the schedule
+    rng/<device>/<rank>     uint8: torch's random state, `cpu` and where there is one `cuda`
+
+Parameters are named as `TokenScorer` names them, value head included. Sharded ones are DTensors of all ranks. Frozen weights
+and the reference are not part: they are those of the model that the run began from. Not here: files (`ranks/saving.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from services.trainer.learn.step import Learner
+
+WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
+
+
+def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
+    """What the optimizer steps, by the name of the model's parameter: float32, sharded where weights are."""
+    names = {id(parameter): name for name, parameter in learner.policy.scorer.named_parameters()}
+    return {names[id(live)]: stepped for live, stepped in learner.optimizer.trained()}
+
+
+def learner_state(learner: Learner) -> dict[str, Tensor]:
+    """The state by name: the learner's own tensors, and copies of what it keeps in another form.
+
+    Its own change with the next step. Whoever fills all of them with another state of the same names and shapes and calls
+    `adopt` has restored it.
+    """
+    learner.optimizer.begin_moments()
+    state: dict[str, Tensor] = {}
+    for name, stepped in trained_parameters(learner).items():
+        state[f"{WEIGHT}/{name}"] = stepped.detach()
+        for moment, value in learner.optimizer.moments(stepped).items():
+            state[f"{moment}/{name}"] = _dequantized(value)
+    state[STEPS_TAKEN] = torch.tensor(learner.optimizer.steps_taken)
+    return state | _random_states(learner)
+
+
+@torch.no_grad()
+def adopt(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """Takes over from `state`, which is `learner_state`'s with other values, what are not the learner's own tensors."""
+    for name, stepped in trained_parameters(learner).items():
+        for moment, value in learner.optimizer.moments(stepped).items():
+            if _is_quantized(value):
+                local_part(value).copy_(local_part(state[f"{moment}/{name}"]))
+    learner.optimizer.publish_masters()
+    learner.optimizer.steps_taken = int(state[STEPS_TAKEN])
+    _adopt_random_states(learner, state)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself. Shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_quantized(moment: Tensor) -> bool:
+    """Whether it is of a class of torchao's, which is not imported here."""
+    return type(local_part(moment)) is not Tensor
+
+
+def _dequantized(moment: Tensor) -> Tensor:
+    if not _is_quantized(moment):
+        return moment
+    values = local_part(moment).dequantize()
+    if not isinstance(moment, DTensor):
+        return values
+    return DTensor.from_local(
+        values, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
+    )
+
+
+def _random_states(learner: Learner) -> dict[str, Tensor]:
+    states = {_random(learner, "cpu"): torch.get_rng_state()}
+    device = learner.policy.device
+    return states | {_random(learner, "cuda"): torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+
+
+def _adopt_random_states(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(state[_random(learner, "cpu")])
+    if learner.policy.device.type == "cuda":
+        torch.cuda.set_rng_state(state[_random(learner, "cuda")], learner.policy.device)
+
+
+def _random(learner: Learner, device_type: str) -> str:
+    return f"{RNG}/{device_type}/{learner.world.layout.rank}"

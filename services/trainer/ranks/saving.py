@@ -1,0 +1,150 @@
+"""A learner's state on disk and back: staged in host memory while training waits, written while it goes on.
+
+The files are torch.distributed.checkpoint's: each rank writes what it has, and any number of ranks reads it. Its `.metadata`
+is a pickle, so restore only what a run of yours has written. It is the last file: a folder without it is no state, whatever
+else a crash has left there. Written by `dcp.save` on a thread of ours (`saver.py`) and not by `dcp.async_save`, which wants to
+know the folder when it stages, and by default stages into new memory each time. Not here: which versions are saved, renaming.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.errors import FieldError, ServiceError
+from services.trainer.learn.state import RNG, adopt, learner_state, local_part
+from services.trainer.learn.step import Learner
+
+FIELD = "checkpoint"
+
+
+@dataclass(frozen=True, eq=False)
+class StagedState:
+    """This rank's share of one moment's state, in host memory."""
+
+    tensors: Mapping[str, Tensor]
+    """As `learner_state` names them."""
+    group: Any
+    """In which the ranks agree on what each of them writes; None for one rank."""
+
+    def write(self, folder: Path) -> None:
+        """All ranks together, each on any one thread. Returns when everything of all ranks is durable in `folder`.
+
+        Raises `ServiceError`, on all ranks, when one of them cannot write.
+        """
+        _alone_is_meant()
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        try:
+            dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+        except CheckpointException as error:
+            raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
+        for changed in (folder, folder.parent):
+            _sync_names(changed)
+
+
+@torch.no_grad()
+def stage(learner: Learner, reused: StagedState | None = None) -> StagedState:
+    """Copies this rank's share of the state, for which it waits for the device.
+
+    `reused`: an earlier one that is written, whose memory is taken.
+    """
+    world = learner.world
+    there = reused.tensors if reused is not None else {}
+    tensors = {
+        name: _copied(tensor, there.get(name), world.host_mesh) for name, tensor in learner_state(learner).items()
+    }
+    if learner.policy.device.type == "cuda":
+        torch.cuda.current_stream(learner.policy.device).synchronize()
+    return StagedState(tensors, world.saving.group if world.saving is not None else None)
+
+
+def _copied(tensor: Tensor, there: Tensor | None, host_mesh: DeviceMesh | None) -> Tensor:
+    local = local_part(tensor)
+    if there is None:
+        there = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        if isinstance(tensor, DTensor):
+            assert host_mesh is not None
+            there = DTensor.from_local(
+                there, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+    local_part(there).copy_(local, non_blocking=True)
+    return there
+
+
+def restore(learner: Learner, folder: Path) -> None:
+    """Gives `learner` the state in `folder`, which any number of ranks has written. Every rank calls it, and reads by itself.
+
+    Random states of ranks that were not there stay as they are. Raises `FieldError` for a folder that has no state, or
+    not this model's; `ServiceError` for one that cannot be read.
+    """
+    _alone_is_meant()
+    state = learner_state(learner)
+    saved = _saved_shapes(folder)
+    wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith(f"{RNG}/")}
+    _check_same({name: tuple(tensor.shape) for name, tensor in wanted.items()}, saved, folder)
+    try:
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    except CheckpointException as error:
+        raise ServiceError(f"the state in {folder} is damaged: {_causes(error)}") from error
+    adopt(learner, state)
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of each tensor by its name."""
+    if not (folder / ".metadata").is_file():
+        fix = "has no complete state of a trainer (no .metadata): name one of a run, on a disk that all nodes share"
+        raise FieldError(FIELD, str(folder), fix)
+    try:
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        return {name: tuple(getattr(entry, "size", ())) for name, entry in found.items()}
+    except Exception as error:  # whatever bytes that are no such pickle make of it
+        raise ServiceError(f"the state in {folder} is damaged: its .metadata does not load ({error!r})") from error
+
+
+def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises `FieldError` naming the first tensor that only one has, or that differs in shape."""
+    for name, shape in wanted.items():
+        if name not in saved:
+            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
+        if saved[name] != shape:
+            fix = f"has {name} of shape {list(saved[name])}, the recipe's model of {list(shape)}: is it another run's?"
+            raise FieldError(FIELD, str(folder), fix)
+    for name in saved:
+        if name not in wanted and not name.startswith(f"{RNG}/"):
+            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model has not: is it another run's?")
+
+
+def _causes(error: CheckpointException) -> str:
+    """By rank, one line each, the innermost cause that is told of."""
+    return "; ".join(f"rank {rank}: {_innermost(failure[0])!r}" for rank, failure in sorted(error.failures.items()))
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _sync_names(folder: Path) -> None:
+    """Of what is in `folder`, onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _alone_is_meant() -> None:
+    """torch warns of each checkpoint of one process; it is not `catch_warnings`, which threads must not use."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -1,0 +1,76 @@
+"""From what does this trainer start? From nothing, or from where this run's trainer was when it last ended.
+
+Looks into the run directory only; the streams are looked at later (`left_behind.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.algorithms.staleness import FIRST_INCARNATION, Lineage
+from pipelinerl.config.changes import check_resumable
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import FieldError
+from services.trainer.checkpoint import step_folders, tidy
+from services.trainer.resume.lineage_file import read_lineage
+from services.trainer.resume.run_state import RUN_STATE, RunState, load_run_state
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS, RESUME, STATE = "checkpoints", "resume", "state"
+"""`checkpoints/step-<v>/resume/state`: folders in a run directory."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """`lineage`: this trainer's own. `again`: an incarnation before it has used the run's streams."""
+
+    lineage: Lineage = FIRST_INCARNATION
+    again: bool = False
+    folder: Path | None = None
+    """`…/resume` of the checkpoint to go on from."""
+    state: RunState | None = None
+    """What is in it."""
+
+    @property
+    def version(self) -> int:
+        return self.state.policy_version if self.state else 0
+
+    @property
+    def journal_bytes(self) -> int:
+        """Of the journal that still count."""
+        return self.state.journal_bytes if self.state else 0
+
+    @property
+    def tensors(self) -> Path | None:
+        return self.folder / STATE if self.folder else None
+
+
+def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
+    """Newest checkpoint, or version 0 where the trainer died before its first. Tidies up after one that was killed.
+
+    Raises `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do.
+    """
+    for parent in (run_dir, run_dir / CHECKPOINTS):
+        tidy(parent)
+    lineage = read_lineage(run_dir, run)
+    if lineage is None:
+        return Start()
+    folder = newest_checkpoint(run_dir)
+    if folder is None:
+        log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
+        return Start(lineage.restarted(0), again=True)
+    state = load_run_state(folder)
+    if state.run != run:
+        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
+    for change in check_resumable(state.recipe, recipe):
+        log.info("recipe changed: %s", change)
+    return Start(lineage.restarted(state.policy_version), True, folder, state)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Its `resume` folder; None when there is none that a run can go on from."""
+    folders = [step / RESUME for step in step_folders(run_dir / CHECKPOINTS)]
+    return next((folder for folder in reversed(folders) if (folder / RUN_STATE).is_file()), None)

@@ -1,0 +1,393 @@
+"""An actor leaves in the middle of its sequences; another one takes them and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.bus.memory import MemoryServer
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.bus.subjects import group_id_of
+from pipelinerl.codec import decode_dead_letter, decode_group, decode_sequence, encode_group
+from pipelinerl.errors import BusError
+from pipelinerl.types import FinishReason, PartialSequence, PolicyVersion, PromptGroup, VersionSpan
+from pipelinerl.v1 import sequence_pb2
+from services.actor.engine import EngineError, Generation
+from services.actor.hand_over import messages_of
+from tests.unit.builders import RUN, make_group
+from tests.unit.test_generation_loop import Stage, stage
+
+
+def generation(*tokens: int, version: int = 1, finish: FinishReason | None = None) -> Generation:
+    spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
+    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
+
+
+def begun(*tokens: int) -> object:
+    return lambda request: generation(*tokens)
+
+
+def ended(*tokens: int, version: int = 2) -> object:
+    return lambda request: generation(*tokens, version=version, finish=FinishReason.STOP)
+
+
+async def waiting(one: Stage) -> list[PromptGroup]:
+    """What PROMPTS holds, taken."""
+    found = []
+    while (delivery := await one.bus.next_prompt(0.001)) is not None:
+        found.append(decode_group(delivery.payload, expected_run=RUN))
+    return found
+
+
+async def generating(one: Stage, count: int) -> None:
+    await one.until(lambda: one.engine.running == count)
+
+
+async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
+    server = MemoryServer()
+    async with stage(server=server) as first, stage(server=server, serve=False) as second:
+        first.engine.open.clear()
+        first.engine.so_far = begun(7, 8)  # type: ignore[assignment]
+        await first.issue(0)
+        await generating(first, 2)
+        await first.leave()
+        assert len(first.held) == 0
+        pending = await second.bus.pending_prompts()
+        assert [group_id_of(message.msg_id) for message in pending] == ["g00000000"]
+        assert pending[0].msg_id.startswith("g00000000/a-")
+
+        second.engine.answer = ended(9, 2)  # type: ignore[assignment]
+        second.gate.serve(PolicyVersion(1, 2))
+        sequences = await second.published(2)
+        await second.until(lambda: len(second.held) == 0)
+    for sequence in sequences:
+        assert sequence.completion_token_ids.tolist() == [7, 8, 9, 2]
+        assert sequence.behaviour_logprobs.tolist() == [-1.0, -1.0, -2.0, -2.0]
+        assert sequence.spans == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
+        assert (sequence.completion_text, sequence.finish_reason) == ("7 8 9 2", FinishReason.STOP)
+        assert sequence.reward == 1.0
+        request = second.engine.requests[sequence.sequence_id]
+        assert request.prompt_token_ids.tolist() == [1, 2, 3, 7, 8]
+        assert request.sampling.max_tokens == 14
+    assert (await second.bus.prompts_info()).messages == 0
+    assert first.counted("sequences_handed_over", state="unfinished") == 2
+    assert second.counted("sequences_continued", state="unfinished") == 2
+    assert second.counted("carried_tokens") == 4
+    assert first.counted("generated_tokens") + second.counted("generated_tokens") == 8
+
+
+async def test_an_interruption_leaves_nothing_in_progress() -> None:
+    async with stage() as one:
+        one.engine.open.clear()
+        await one.issue(0, 1)
+        await generating(one, 4)
+        one.gate.drain()
+        await one.loop.interrupt(1.0)
+        await one.loop.idle()
+        assert (one.loop.num_in_progress, one.engine.running) == (0, 0)
+        busy_s = one.metrics.busy.total_s
+        await asyncio.sleep(0.01)
+        assert one.metrics.busy.total_s == busy_s
+
+
+async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and_stored_there() -> None:
+    server = MemoryServer()
+    async with stage(server=server) as first, stage(server=server, serve=False) as second:
+        first.verifier.up.clear()
+        first.engine.answer = ended(9, 2, version=1)  # type: ignore[assignment]
+        await first.issue(0)
+        await first.until(lambda: len(first.engine.started) == 2 and first.engine.running == 0)
+        await first.leave()
+        assert first.counted("sequences_handed_over", state="finished") == 2
+        second.gate.serve(PolicyVersion(1, 2))
+        sequences = await second.published(2)
+        assert second.engine.started == []
+        assert {tuple(sequence.completion_token_ids) for sequence in sequences} == {(9, 2)}
+        assert {(sequence.reward, sequence.failure, sequence.completion_text) for sequence in sequences} == {
+            (1.0, "", "9 2")
+        }
+        assert second.counted("sequences_continued", state="finished") == 2
+
+
+async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_message() -> None:
+    async with stage(in_progress=2) as one:
+        one.engine.open.clear()
+        one.engine.so_far = begun(7)  # type: ignore[assignment]
+        await one.issue(0, num_samples=4)
+        await generating(one, 2)
+        await one.held.published(make_group(0, num_samples=4), 0)
+        await one.leave()
+        (group,) = await waiting(one)
+        assert group.done_samples == (0,)
+        assert [(p.sample_index, p.completion_token_ids.tolist(), p.finish_reason) for p in group.partials] == [
+            (1, [7], None)
+        ]
+        assert one.engine.started == ["g00000000.0", "g00000000.1"]  # 2 and 3 had no place yet, and got none
+
+
+async def test_a_group_of_which_nothing_was_begun_is_given_back_as_it_came() -> None:
+    async with stage() as one:
+        one.engine.open.clear()
+        one.engine.so_far = begun()  # type: ignore[assignment]
+        await one.issue(0)
+        await generating(one, 2)
+        await one.leave()
+        delivery = await one.bus.next_prompt(1.0)
+        assert delivery is not None
+        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
+
+
+async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
+    server = MemoryServer()
+    for tokens in ((7,), (8,), (9,)):
+        async with stage(server=server) as one:
+            one.engine.open.clear()
+            one.engine.so_far = lambda request, tokens=tokens: generation(*tokens, version=tokens[0])  # type: ignore[misc]
+            if tokens == (7,):
+                await one.issue(0, num_samples=1)
+            await generating(one, 1)
+            await one.leave()
+    async with stage(server=server) as last:
+        last.engine.answer = ended(2, version=9)  # type: ignore[assignment]
+        (sequence,) = await last.published(1)
+    assert sequence.completion_token_ids.tolist() == [7, 8, 9, 2]
+    assert sequence.spans == (VersionSpan(7, 0, 1), VersionSpan(8, 1, 2), VersionSpan(9, 2, 4))
+
+
+async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptureFixture) -> None:
+    limits = StreamLimits(ack_wait_s=0.05)
+    async with stage(limits=limits) as one:
+        one.engine.open.clear()
+        one.engine.so_far = begun(7, 8)  # type: ignore[assignment]
+        await one.issue(0)
+        await generating(one, 2)
+        one.server.set_reachable(False)
+        with caplog.at_level(logging.ERROR):
+            await one.leave(timeout_s=0.05)
+        assert "g00000000 cannot be handed over, its 2 missing samples start anew and 4 tokens are lost" in caplog.text
+        one.server.set_reachable(True)
+        delivery = await one.bus.next_prompt(1.0)
+        assert delivery is not None
+        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
+        assert (await one.bus.prompts_info()).messages == 1
+
+
+async def test_a_full_queue_gets_its_group_back() -> None:
+    async with stage(limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
+        one.engine.open.clear()
+        await one.issue(0)
+        await generating(one, 2)
+        await one.leave(timeout_s=0.05)
+        delivery = await one.bus.next_prompt(1.0)  # long before its deadline
+        assert delivery is not None
+        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
+
+
+async def test_the_old_message_is_acknowledged_only_when_the_new_one_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage() as one:
+        one.engine.open.clear()
+        await one.issue(0)
+        await generating(one, 2)
+        publish, seen = one.bus.publish_prompt, []
+
+        async def slow(payload: bytes, msg_id: str) -> int:
+            if len(seen) < 2:
+                seen.append((await one.bus.prompts_info()).messages)
+                raise BusError("not now")
+            seen.append((await one.bus.prompts_info()).messages)
+            return await publish(payload, msg_id)
+
+        monkeypatch.setattr(one.bus, "publish_prompt", slow)
+        await one.leave()
+        assert seen == [1, 1, 1]
+        assert [m.msg_id.partition("-")[0] for m in await one.bus.pending_prompts()] == ["g00000000/a"]
+
+
+async def test_a_group_too_large_for_one_message_goes_over_in_several() -> None:
+    server = MemoryServer(max_payload_bytes=4096)
+    async with stage(server=server) as first, stage(server=server, serve=False) as second:
+        first.engine.open.clear()
+        first.engine.so_far = begun(*range(150))  # 1,200 bytes each: two fit
+        group = make_group(0, num_samples=4, sampling=replace(make_group().sampling, max_tokens=400))
+        await first.bus.publish_prompt(encode_group(group), group.group_id)
+        await generating(first, 4)
+        await first.leave()
+        assert (await first.bus.prompts_info()).messages == 2
+        parts = await waiting(second)
+        assert [[p.sample_index for p in part.partials] for part in parts] == [[0, 1], [2, 3]]
+        assert [part.done_samples for part in parts] == [(2, 3), (0, 1)]
+
+
+async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing() -> None:
+    for error in (EngineError("dead"), None):
+        async with stage() as one:
+
+            async def abort(request_ids: object, error: EngineError | None = error) -> None:
+                if error is not None:
+                    raise error
+
+            one.engine.open.clear()
+            one.engine.abort = abort  # type: ignore[method-assign, assignment]
+            await one.issue(0)
+            await generating(one, 2)
+            async with asyncio.timeout(5):
+                await one.leave(timeout_s=0.1)
+            delivery = await one.bus.next_prompt(1.0)
+            assert delivery is not None
+            assert delivery.msg_id == "g00000000"
+
+
+async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_does() -> None:
+    async with stage() as one:
+        calls = 0
+        abort = one.engine.abort
+
+        async def late(request_ids: list[str]) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                await abort(request_ids)
+
+        one.engine.open.clear()
+        one.engine.abort = late  # type: ignore[method-assign, assignment]
+        await one.issue(0)
+        await generating(one, 2)
+        await one.leave()
+        (group,) = await waiting(one)
+        assert len(group.partials) == 2
+
+
+async def test_a_sequence_that_the_engine_ended_by_itself_fails() -> None:
+    async with stage() as one:
+        one.engine.answer = lambda request: generation(7)
+        await one.issue(0)
+        assert {s.failure for s in await one.published(2)} == {"engine: it was ended before it was finished"}
+
+
+def a_partial(index: int, *tokens: int, finish: FinishReason | None = None) -> PartialSequence:
+    made = generation(*tokens)
+    return PartialSequence(index, made.token_ids, made.behaviour_logprobs, made.spans, finish)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sample_index": 5}, "partials: sample 5 is not in"),
+        ({"completion_token_ids": np.arange(17, dtype="<i4").tobytes()}, "partials.behaviour_logprobs"),
+        ({"finish_reason": 9}, "finish_reason: 9 names no finish reason"),
+        ({"spans": []}, "partials.spans"),
+    ],
+)
+async def test_partials_that_contradict_their_group_end_as_failed_sequences(
+    change: dict[str, object], reason: str
+) -> None:
+    group = make_group(0, num_samples=3, done_samples=(2,), partials=(a_partial(1, 7, 8),))
+    message = sequence_pb2.PromptGroup.FromString(encode_group(group))
+    for name, value in change.items():
+        message.partials[0].ClearField(name)  # type: ignore[arg-type]
+        if not isinstance(value, list):
+            setattr(message.partials[0], name, value)
+    async with stage() as one:
+        await one.bus.publish_prompt(message.SerializeToString(), "g00000000/b-1")
+        sequences = {s.sample_index: s.failure for s in await one.published(2)}
+        assert set(sequences) == {0, 1}  # the third is stored already
+        assert all(failure.startswith("unreadable_group: ") and reason in failure for failure in sequences.values())
+        await one.until(lambda: len(one.held) == 0)
+        assert one.counted("bad_messages", kind="prompt_group") == 1
+        (letter,) = [decode_dead_letter(data) for data in await one.bus.dead_letters()]
+        assert letter.prompt_group == message.SerializeToString()
+        assert (letter.msg_id, letter.actor, letter.deliveries) == ("g00000000/b-1", "a", 1)
+        assert reason in letter.reason
+
+
+async def test_two_messages_of_one_group_make_each_sample_once() -> None:
+    async with stage() as one:
+        group = make_group(0, num_samples=4)
+        parts = [
+            replace(group, done_samples=(2, 3), partials=(a_partial(0, 7),)),
+            replace(group, done_samples=(0, 1), partials=(a_partial(3, 8, finish=FinishReason.STOP),)),
+        ]
+        for number, part in enumerate(parts):
+            await one.bus.publish_prompt(encode_group(part), f"g00000000/b-{number}")
+        sequences = {s.sample_index: s.completion_token_ids.tolist() for s in await one.published(4)}
+        assert sequences == {0: [7, 7, 2], 1: [7, 2], 2: [7, 2], 3: [8]}
+        await one.until(lambda: len(one.held) == 0)
+        assert sorted(one.engine.started) == ["g00000000.0", "g00000000.1", "g00000000.2"]
+        assert (await one.bus.prompts_info()).messages == 0
+
+
+async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() -> None:
+    """It published one sample, and was gone before it could say so."""
+    server = MemoryServer()
+    limits = StreamLimits(ack_wait_s=0.05)
+    async with stage(server=server, limits=limits, in_progress=1) as first:
+        first.engine.answer = ended(9, 2, version=1)  # type: ignore[assignment]
+        hold = asyncio.Event()
+        judge = first.verifier.verify
+
+        async def only_the_first(items: list) -> list:  # type: ignore[type-arg]
+            if any(item.sequence_id.endswith(".1") for item in items):
+                await hold.wait()
+            return await judge(items)
+
+        first.verifier.verify = only_the_first  # type: ignore[method-assign, assignment]
+        await first.issue(0)
+        await first.published(1)
+    async with stage(server=server, limits=limits) as second:
+        second.engine.answer = ended(5, 2)  # type: ignore[assignment]
+        await second.until(lambda: len(second.engine.started) == 2)
+        await second.until(lambda: len(second.held) == 0)
+        sequences = []
+        async with asyncio.timeout(5), second.bus.read_sequences(1) as entries:
+            async for entry in entries:
+                sequences.append(decode_sequence(entry.payload))
+                if len(sequences) == 2:
+                    break
+        assert (await second.bus.sequences_info()).messages == 2
+        assert (await second.bus.prompts_info()).messages == 0
+    assert [(s.sample_index, s.completion_token_ids.tolist()) for s in sequences] == [(0, [9, 2]), (1, [5, 2])]
+
+
+# --- messages
+
+
+def parts_of(payloads: list[bytes]) -> list[PromptGroup]:
+    return [decode_group(payload) for payload in payloads]
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 60)), min_size=1, max_size=8),
+    st.integers(200, 2000),
+    st.data(),
+)
+def test_the_messages_ask_for_each_missing_sample_once(
+    lengths: list[int | None], max_bytes: int, data: st.DataObject
+) -> None:
+    """`lengths`: tokens of each sample that is missing; None: it is stored already."""
+    sampling = replace(make_group().sampling, max_tokens=60)
+    group = make_group(num_samples=len(lengths), sampling=sampling)
+    missing = [index for index, length in enumerate(lengths) if length is not None]
+    if not missing:
+        return
+    partials = [a_partial(index, *range(lengths[index] or 0)) for index in missing if lengths[index]]
+    payloads, left_out = messages_of(group, missing, partials, max_bytes)
+    asked = [sorted(set(range(len(lengths))) - set(part.done_samples)) for part in parts_of(payloads)]
+    assert sorted(index for part in asked for index in part) == missing
+    carried = {p.sample_index: len(p.completion_token_ids) for part in parts_of(payloads) for p in part.partials}
+    assert sum(carried.values()) + left_out == sum(len(p.completion_token_ids) for p in partials)
+    assert all(carried[index] == lengths[index] for index in carried)
+    assert all(len(payload) <= max_bytes for payload in payloads)
+
+
+def test_a_sample_too_long_for_any_message_is_asked_for_from_the_prompt_on() -> None:
+    group = make_group(num_samples=2, sampling=replace(make_group().sampling, max_tokens=100))
+    payloads, left_out = messages_of(group, [0, 1], [a_partial(0, *range(100)), a_partial(1, 7)], 300)
+    parts = parts_of(payloads)
+    assert left_out == 100
+    assert [(part.done_samples, [p.sample_index for p in part.partials]) for part in parts] == [((1,), []), ((0,), [1])]

@@ -1,0 +1,201 @@
+"""A learner that is saved and restored in another process goes on as it would have gone on, on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.config.settings import RankSettings
+from services.trainer.learn.state import trained_parameters
+from services.trainer.learn.step import Learner
+from services.trainer.learn.weights import whole
+from services.trainer.loading import load_learner, sharded_learner
+from services.trainer.ranks.follower import follow
+from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.world import join_ranks, leave_ranks
+from tests.unit.ranks import on_ranks
+from tests.unit.test_learner import group_of, model_of, sequences_of
+from tests.unit.test_ranks import UNEVEN, Job
+
+SAVED_AT, STEPS = 2, 4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank sees of the steps from `SAVED_AT` on."""
+
+    draws: list[float]
+    """torch's next random numbers when they begin."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    """The trained ones after the last step, of float32."""
+
+
+def steps(lead: Lead, job: Job, first: int, end: int) -> list[dict[str, Any]]:
+    metrics = []
+    for version in range(first, end):
+        group = group_of(sequences_of(UNEVEN, seed=version), seed=version)
+        if job.broken and version == 1:
+            group.advantages[3] = np.nan
+        metrics.append(lead.train_step(lead.prepare([group], version)).metrics)
+    return metrics
+
+
+def traced(learner: Learner, job: Job, saved_in: Path | None) -> Trace:
+    """`saved_in`: where the state is saved on the way; None when the learner is resumed."""
+    trained = trained_parameters(learner)
+    if saved_in is not None:
+        torch.rand(5 + learner.world.layout.rank)  # so that random states are those of no seed
+    metrics = lead(learner, job, saved_in) if learner.world.is_first else follow(learner) or []
+    draws = torch.rand(3).tolist()
+    return Trace(draws, metrics, {name: whole(weight).detach().numpy().copy() for name, weight in trained.items()})
+
+
+def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, Any]]:
+    ranks = Lead(learner)
+    if saved_in is None:
+        metrics = steps(ranks, job, SAVED_AT, STEPS)
+    else:
+        steps(ranks, job, 0, SAVED_AT)
+        saving = ranks.save(saved_in)
+        metrics = steps(ranks, job, SAVED_AT, STEPS)
+        saving.result()
+    ranks.end()
+    return metrics
+
+
+def trace_all(work: dict[str, tuple[Job, Path]], resumed: bool) -> dict[str, Trace]:
+    """On each rank: saves each job's state in its folder on the way, or goes on from there."""
+    ranks, traces = RankSettings(), {}
+    if ranks.world_size > 1:
+        join_ranks(CPU)
+    for name, (job, state) in work.items():
+        resume = state if resumed and ranks.rank == 0 else None
+        if ranks.world_size > 1:
+            torch.manual_seed(job.recipe().seed)  # of new adapters
+            learner = sharded_learner(job.recipe(), job.folder, CPU, resume)
+        else:
+            single = replace(job, trainer={**job.trainer, "shard_ranks": 0})
+            learner = load_learner(single.recipe(), job.folder, ranks, resume)
+        traces[name] = traced(learner, job, None if resumed else state)
+    leave_ranks()
+    return traces
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "decaying rate": ("qwen2-untied", {"trainer": {"schedule": "cosine", "warmup_steps": 1, "steps": 5}}),
+    "value head and reference": ("llama-tied", {"algorithm": {"advantage": "value", "kl_coefficient": 0.1}}),
+    "adapters and reference": (
+        "qwen2-untied",
+        {"trainer": {"lora": {"rank": 3}}, "algorithm": {"kl_coefficient": 0.1}},
+    ),
+    "a step that was skipped": ("llama-tied", {"broken": True}),
+}
+ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}}),
+    "adapters in bfloat16": ("llama-tied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
+}
+"""One rank rounds differently than two: equality is of equally many ranks only."""
+HYBRID = "hybrid"
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {HYBRID: ("qwen2-untied", {"trainer": {"shard_ranks": 2}})}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    folders = {}
+    for family in ("llama-tied", "qwen2-untied"):
+        folder = tmp_path_factory.mktemp(family)
+        model_of(family, max_position_embeddings=64).save_pretrained(folder)
+        folders[family] = str(folder)
+    return {name: Job(folders[family], **changes) for name, (family, changes) in (CASES | ROUNDED | HYBRIDS).items()}
+
+
+SAVED_BY = {1: CASES | ROUNDED, 2: CASES | ROUNDED, 4: HYBRIDS}
+"""By the number of ranks."""
+RESUMED_BY = {1: {1: CASES | ROUNDED, 2: CASES, 4: HYBRIDS}, 2: {2: CASES | ROUNDED, 1: CASES}}
+"""By the number of ranks that resume, and that of those that saved."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+def state_of(root: Path, ranks: int, case: str) -> Path:
+    return root / f"of-{ranks}" / case.replace(" ", "-") / "resume" / "state"
+
+
+@pytest.fixture(scope="module")
+def saved(jobs: dict[str, Job], root: Path) -> dict[int, list[dict[str, Trace]]]:
+    """How each rank went on after it had saved, by their number."""
+    return {
+        ranks: on_ranks(ranks, trace_all, {name: (jobs[name], state_of(root, ranks, name)) for name in cases}, False)
+        for ranks, cases in SAVED_BY.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def resumed(jobs: dict[str, Job], root: Path, saved: object) -> dict[int, list[dict[str, Trace]]]:
+    """How each rank goes on from what other ranks have saved, by their number. The names begin with that of the others."""
+    return {
+        ranks: on_ranks(
+            ranks,
+            trace_all,
+            {
+                f"{before} {name}": (jobs[name], state_of(root, before, name))
+                for before, cases in sources.items()
+                for name in cases
+            },
+            True,
+        )
+        for ranks, sources in RESUMED_BY.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES | ROUNDED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(
+    saved: dict[int, list[dict[str, Trace]]], resumed: dict[int, list[dict[str, Trace]]], ranks: int, case: str
+) -> None:
+    for first, second in zip(saved[ranks], resumed[ranks], strict=True):
+        before, after = first[case], second[f"{ranks} {case}"]
+        np.testing.assert_equal(after.metrics, before.metrics)
+        np.testing.assert_equal(after.weights, before.weights)
+        assert after.draws == before.draws
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "case"), [*((1, 2, case) for case in CASES), *((2, 1, case) for case in CASES), (4, 1, HYBRID)]
+)
+def test_other_numbers_of_ranks_go_on_from_the_same_state(
+    saved: dict[int, list[dict[str, Trace]]],
+    resumed: dict[int, list[dict[str, Trace]]],
+    before: int,
+    after: int,
+    case: str,
+) -> None:
+    first, second = saved[before][0][case], resumed[after][0][f"{before} {case}"]
+    assert first.weights.keys() == second.weights.keys()
+    for name, values in first.weights.items():
+        np.testing.assert_allclose(second.weights[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    for left, right in zip(first.metrics, second.metrics, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "reference_kl", "value_loss"):
+            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5), key
+        assert right["learning_rate"] == left["learning_rate"]
+    assert second.draws == first.draws
+
+
+def test_what_is_compared_could_differ(saved: dict[int, list[dict[str, Trace]]]) -> None:
+    one, two = saved[1][0], saved[2]
+    assert len({step["learning_rate"] for step in one["decaying rate"].metrics}) == STEPS - SAVED_AT
+    for case in ("value head and reference", "adapters and reference"):
+        assert one[case].metrics[0]["reference_kl"] > 1e-3, "the reference is not what is restored"
+    assert "value_head.weight" in one["value head and reference"].weights
+    assert all(".lora_" in name for name in one["adapters and reference"].weights)
+    assert two[0]["bfloat16"].draws != two[1]["bfloat16"].draws

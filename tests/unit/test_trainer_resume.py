@@ -1,0 +1,582 @@
+"""A trainer that dies and starts again: what it takes over from its checkpoint and from the streams, and what it never does.
+
+The trainer here is its books, feeder and intake over an in-memory bus, with the real files; weights are a version number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.algorithms.staleness import Lineage
+from pipelinerl.bus.memory import MemoryBus, MemoryServer
+from pipelinerl.codec import decode_group, encode_group, encode_sequence
+from pipelinerl.config.changes import ChangedRecipe
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.journal import JOURNAL, Journal, read_events, reserved_groups
+from pipelinerl.types import PromptGroup, VersionSpan
+from services.trainer.app import feeder_bound
+from services.trainer.books import Books
+from services.trainer.feeder import EncodedProblem, Feeder, FeederState
+from services.trainer.intake import HeldSequences, Intake
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.resume.left_behind import look_for_left_behind
+from services.trainer.resume.lineage_file import read_lineage, write_lineage
+from services.trainer.resume.run_state import RunState, load_run_state
+from services.trainer.resume.start import find_start
+from services.trainer.resume.writer import CheckpointWriter, link_export
+from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
+from tests.unit.trainer_fakes import FakePending, make_run_state
+
+RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
+
+
+class Life:
+    """One incarnation of the trainer, from its start to its death, with the order of things that the app has."""
+
+    def __init__(self, run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> None:
+        self.run_dir, self.bus, self.recipe = run_dir, bus, recipe
+        self.start = find_start(run_dir, RUN, recipe)
+        write_lineage(run_dir, RUN, self.start.lineage)
+        self.version = self.start.version
+        self.stack = ExitStack()
+        self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
+        self.books = Books(self.journal.write)
+        self.bound = feeder_bound(recipe, 1)
+        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version, self.reserve)
+        self.intake = Intake(
+            bus,
+            recipe,
+            self.books,
+            self.bound,
+            vocab_size=100,
+            on_loss=self.feeder.look_again,
+            lineage=self.start.lineage,
+        )
+        self.writer = CheckpointWriter(run_dir, keep=2, before_rename=self.journal.sync)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.published_again = 0
+
+    @staticmethod
+    def problem(index: int) -> EncodedProblem:
+        return EncodedProblem("chain_sum", np.full(3, index % 90, np.int32), f"p{index}", "{}")
+
+    async def reserve(self, groups: int) -> None:
+        self.journal.write({"event": "reserve", "groups": groups})
+        self.journal.sync()
+
+    async def begin(self) -> None:
+        lineage, state = self.start.lineage, self.start.state
+        event = {"event": "start", "incarnation": lineage.incarnation, "version": self.version}
+        self.journal.write({**event, "keep": self.start.journal_bytes})
+        if state is not None:
+            self.books.restore(state.books)
+            self.feeder.state = FeederState(state.next_group)
+            self.intake.restore(state.held, state.position)
+        if self.start.again:
+            left = await look_for_left_behind(self.bus, self.intake.position)
+            self.intake.position = left.position
+            reserved = reserved_groups(self.run_dir / JOURNAL)
+            self.published_again = await self.feeder.adopt(reserved, left, f"i{lineage.incarnation}")
+        self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
+
+    async def settle(self) -> None:
+        """Until feeder and intake have nothing left to do."""
+        end = (await self.bus.sequences_info()).last_position
+        self.feeder.look_again()
+        while self.feeder.allowance > 0 or self.intake.position < end:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def step(self) -> bool:
+        """One optimizer step, if there is a batch for it."""
+        try:
+            async with asyncio.timeout(0.005):
+                batch = await self.intake.take_batch(self.version)
+        except TimeoutError:
+            return False
+        for group in batch:
+            self.books.train(group.sequences, self.version + 1)
+        self.version += 1
+        self.books.end_step(self.version)
+        self.feeder.look_again()
+        return True
+
+    def capture(self) -> RunState:
+        self.journal.flush()
+        return make_run_state(
+            self.version,
+            self.books,
+            starts=self.start.lineage.starts,
+            recipe=self.recipe.model_dump(mode="json"),
+            journal_bytes=self.journal.size,
+            next_group=self.feeder.state.next_group,
+            position=self.intake.position,
+            held=self.intake.held(),
+        )
+
+    async def checkpoint(self) -> None:
+        state = self.capture()
+        written = await asyncio.wrap_future(self.writer.write(FakePending(self.version), state))
+        self.journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
+
+    async def die(self) -> None:
+        """As SIGKILL leaves things: what was written is there, and nothing else is."""
+        self.journal.flush()
+        self.writer.close()
+        for task in self.tasks:
+            task.cancel()
+        for task in self.tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self.stack.close()
+
+
+@asynccontextmanager
+async def life(run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> AsyncIterator[Life]:
+    one = Life(run_dir, bus, recipe)
+    try:
+        await one.begin()
+        yield one
+    finally:
+        await one.die()
+
+
+async def answer_next(
+    one: Life, version: int | None = None, *, samples: int = 2, incarnation: int | None = None
+) -> str:
+    """Takes a group off PROMPTS, publishes `samples` of it, acknowledges a whole one; its id, "" when there is none."""
+    delivery = await one.bus.next_prompt(timeout_s=0.002)
+    if delivery is None:
+        return ""
+    group = decode_group(delivery.payload, expected_run=RUN)
+    missing = [index for index in range(group.num_samples) if index not in group.done_samples]
+    made_by = one.start.lineage.incarnation if incarnation is None else incarnation
+    span = VersionSpan(one.version if version is None else version, 0, 2, made_by)
+    for index in missing[:samples]:
+        await publish(one.bus, group, index, span)
+    if samples >= len(missing):
+        await delivery.ack()
+    else:
+        await delivery.give_back()
+    return group.group_id
+
+
+async def publish(bus: MemoryBus, group: PromptGroup, index: int, span: VersionSpan) -> None:
+    sequence = make_sequence(group, index, reward=float(index), spans=(span,))
+    await bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+
+
+@asynccontextmanager
+async def streams(server: MemoryServer | None = None) -> AsyncIterator[MemoryBus]:
+    async with MemoryBus(RUN, server=server) as bus:
+        await bus.create_streams()
+        yield bus
+
+
+async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+            for _ in range(3):
+                await answer_next(one)
+            await one.settle()
+            assert await one.step()
+            await one.checkpoint()
+            counts = one.books.ledger.counts
+        async with life(tmp_path, bus) as again:
+            assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
+            assert again.books.ledger.counts == counts
+            assert again.intake.num_ready == 1  # the third group, complete and not trained
+            assert again.published_again == 0
+            await again.settle()
+            await answer_next(again)
+            await again.settle()
+            assert await again.step()
+
+
+async def test_sequences_of_undone_versions_are_dropped_and_their_groups_issued_again(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+            await one.checkpoint()
+            for _ in range(2):
+                await answer_next(one)
+            await one.settle()
+            assert await one.step()
+            await answer_next(one, version=1)
+            await answer_next(one, version=0)
+        async with life(tmp_path, bus) as again:
+            # The two groups that were trained into version 1, which is undone, are read again and trained again.
+            await again.settle()
+            assert await again.step()
+            for _ in range(4):
+                await answer_next(again)
+                await again.settle()
+            assert await again.step()
+            assert again.books.ledger.reasons(Outcome.DROPPED_STALE) == {"version undone by a restart": 2}
+            assert again.books.ledger.counts.trained == 8
+            assert again.books.lost_groups == 1
+
+
+async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.checkpoint()  # before anything was issued
+            await one.settle()
+            assert one.books.issued_groups == 6
+            for _ in range(3):
+                await answer_next(one)
+        async with life(tmp_path, bus) as again:
+            assert (again.books.issued_groups, again.published_again) == (6, 0)
+            await again.settle()
+            assert (again.books.issued_groups, again.intake.num_ready) == (6, 3)
+            assert (await bus.prompts_info()).messages == 3
+
+
+async def test_without_a_checkpoint_it_starts_from_version_0_and_loses_nothing(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+            for _ in range(2):
+                await answer_next(one)
+            await one.settle()
+            assert await one.step()
+            await answer_next(one, version=0)
+        async with life(tmp_path, bus) as again:
+            assert again.start.lineage == Lineage((0, 0))
+            await again.settle()
+            assert await again.step()
+            assert again.published_again == 0
+            assert again.books.ledger.counts.trained == 4
+
+
+async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path) -> None:
+    server = MemoryServer()
+    async with streams(server) as bus:
+        async with life(tmp_path, bus) as one:
+            server.set_reachable(False)  # the groups are reserved, and one is in the books
+            while one.books.issued_groups == 0:
+                await asyncio.sleep(0)
+        server.set_reachable(True)
+        async with life(tmp_path, bus) as again:
+            assert (again.books.issued_groups, again.published_again) == (6, 6)
+            assert (await bus.prompts_info()).messages == 6
+
+
+async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_again(tmp_path: Path) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        await answer_next(one)
+        await answer_next(one, samples=1)
+        await one.settle()
+        await one.checkpoint()
+    async with streams() as bus, life(tmp_path, bus) as again:
+        assert again.intake.position == 0
+        assert again.published_again == 5
+        done = {}
+        while (delivery := await bus.next_prompt(timeout_s=0.002)) is not None:
+            group = decode_group(delivery.payload)
+            done[group.group_id] = group.done_samples
+            await delivery.ack()
+        assert sorted(done.values()) == [(), (), (), (), (0,)]
+
+
+async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+            await one.checkpoint()
+            delivery = await bus.next_prompt(timeout_s=1)
+            assert delivery is not None
+            group = decode_group(delivery.payload)
+            await bus.publish_prompt(encode_group(group), f"{group.group_id}/actor-0-x")
+            await delivery.ack()
+        async with life(tmp_path, bus) as again:
+            assert again.published_again == 0
+
+
+async def test_partly_taken_batches_survive(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+            await answer_next(one)
+            await one.settle()
+            assert not await one.step()  # one group of the two that a batch needs is taken
+            state = one.capture()
+            assert (len(state.held.taken), len(state.held.ready)) == (1, 0)
+            await one.checkpoint()
+        async with life(tmp_path, bus) as again:
+            await answer_next(again)
+            await again.settle()
+            assert await again.step()
+
+
+def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
+    one, two, three = make_group(1), make_group(2), make_group(3, num_samples=3)
+    mixed = make_sequence(one, 0, spans=(VersionSpan(3, 0, 1, 1), VersionSpan(4, 1, 2, 2)))
+    taken = TrainingGroup((mixed,), np.array([0.1 + 0.2]))
+    failed = replace(make_sequence(three, 1, completion=(), spans=()), failure="engine: gone", task="")
+    from pipelinerl.algorithms.grouping import CompletedGroup
+
+    ready = CompletedGroup(two.group_id, (make_sequence(two, 0), make_sequence(two, 1)))
+    held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
+    make_run_state(5, Books(), held=held, starts=(0, 3)).save(tmp_path)
+    state = load_run_state(tmp_path)
+    assert (state.policy_version, state.starts) == (5, (0, 3))
+    assert state.held.taken[0].advantages.tolist() == [0.1 + 0.2]
+    assert state.held.taken[0].sequences[0].spans == mixed.spans
+    assert state.held.taken[0].sequences[0].behaviour_logprobs.tolist() == mixed.behaviour_logprobs.tolist()
+    assert [s.sequence_id for s in state.held.ready[0].sequences] == ["g00000002.0", "g00000002.1"]
+    assert [(s.sequence_id, s.failure, s.group_size) for s in state.held.open] == [
+        ("g00000003.0", "", 3),
+        ("g00000003.1", "engine: gone", 3),
+    ]
+
+
+def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "step-5" / "resume"
+    folder.mkdir(parents=True)
+    with pytest.raises(ServiceError, match=r"step-5 cannot be read.*Remove that folder"):
+        load_run_state(folder)
+    make_run_state(5, Books()).save(folder)
+    (folder / "run.json").write_text('{"format": 99}')
+    with pytest.raises(ServiceError, match="another version of pipelinerl"):
+        load_run_state(folder)
+
+
+def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
+    write_lineage(tmp_path, RUN, Lineage((0,)))
+    recipe = make_recipe(checkpoint={"every_steps": 1})
+    state = make_run_state(2, Books(), recipe=recipe.model_dump(mode="json"))
+    with CheckpointWriterIn(tmp_path) as writer:
+        writer.write(FakePending(2), state).result()
+    longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
+    assert find_start(tmp_path, RUN, longer).version == 2
+    with pytest.raises(ChangedRecipe, match=r"sampling\.temperature: 1\.0 → 0\.5"):
+        find_start(tmp_path, RUN, make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5}))
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    write_lineage(tmp_path, "other", Lineage((0, 4)))
+    assert read_lineage(tmp_path, "other") == Lineage((0, 4))
+    with pytest.raises(FieldError, match="is the folder of run 'other'"):
+        find_start(tmp_path, RUN, RECIPE)
+    (tmp_path / "lineage.json").write_text("[]")
+    with pytest.raises(UserError, match="how often the run's trainer started"):
+        find_start(tmp_path, RUN, RECIPE)
+
+
+@dataclass
+class CheckpointWriterIn:
+    run_dir: Path
+
+    def __enter__(self) -> CheckpointWriter:
+        self.writer = CheckpointWriter(self.run_dir, keep=2)
+        return self.writer
+
+    def __exit__(self, *exc: object) -> None:
+        self.writer.close()
+
+
+@dataclass(frozen=True)
+class FailingPending:
+    version: int
+
+    def write(self, folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
+    with CheckpointWriterIn(tmp_path) as writer:
+        writer.write(FakePending(1), make_run_state(1, Books())).result()
+        with pytest.raises(OSError, match="No space"):
+            writer.write(FailingPending(2), make_run_state(2, Books())).result()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+        for version in (3, 4):
+            writer.write(FakePending(version), make_run_state(version, Books())).result()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from services.trainer.books import Books
+from services.trainer.resume.writer import CheckpointWriter
+from tests.unit.trainer_fakes import FakePending, make_run_state
+
+class Deadly(FakePending):
+    def write(self, folder):
+        super().write(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
+writer.write(FakePending(1), make_run_state(1, Books())).result()
+writer.write(Deadly(2), make_run_state(2, Books())).result()
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_tidied_away(tmp_path: Path) -> None:
+    write_lineage(tmp_path, RUN, Lineage((0,)))
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], env=dict(os.environ), timeout=120, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    assert find_start(tmp_path, RUN, make_recipe()).version == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_the_export_of_a_checkpoint_is_linked_without_its_state(tmp_path: Path) -> None:
+    with CheckpointWriterIn(tmp_path) as writer:
+        written = writer.write(FakePending(7), make_run_state(7, Books())).result()
+    folder = link_export(written.folder, tmp_path / "checkpoint")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert json.loads((folder / "config.json").read_text()) == {"version": 7}
+
+
+def test_a_line_that_was_cut_off_does_not_count_and_the_next_one_does(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL
+    with Journal(path) as journal:
+        journal.write({"event": "reserve", "groups": 3})
+        journal.flush()
+        assert journal.size == path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b'{"event":"reserve","grou')
+    assert [event["groups"] for _, event in read_events(path)] == [3]
+    with Journal(path) as journal:
+        assert journal.size > 0
+        journal.write({"event": "reserve", "groups": 5})
+    assert [event["groups"] for _, event in read_events(path)] == [3, 5]
+    assert reserved_groups(path) == 5
+    assert reserved_groups(tmp_path / "none") == 0
+
+
+# --- random histories -------------------------------------------------------------------------------------------------
+
+MOVES = st.sampled_from(["answer", "answer", "half", "late", "step", "step", "checkpoint", "crash", "twice"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves=st.lists(MOVES, max_size=40))
+def test_whatever_happens_no_sequence_is_lost_or_trained_twice_into_the_same_weights(moves: list[str]) -> None:
+    asyncio.run(history(moves))
+
+
+async def history(moves: list[str]) -> None:
+    with TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        async with streams() as bus:
+            one = Life(run_dir, bus)
+            await one.begin()
+            try:
+                for move in moves:
+                    one = await play(move, one)
+                while one.version < RECIPE.trainer.steps:  # whatever state it is in, it comes to its end
+                    await one.settle()
+                    if not await one.step():
+                        assert await answer_next(one), "the trainer waits, and there is nothing on the queue"
+                await one.settle()
+            finally:
+                await one.die()
+        check_books(one)
+        check_journal(run_dir, one)
+
+
+async def play(move: str, one: Life) -> Life:
+    match move:
+        case "answer":
+            await answer_next(one)
+        case "half":
+            await answer_next(one, samples=1)
+        case "late":
+            await answer_next(
+                one, version=max(0, one.version - 1), incarnation=max(1, one.start.lineage.incarnation - 1)
+            )
+        case "step":
+            await one.settle()
+            if one.version < RECIPE.trainer.steps:
+                await one.step()
+        case "checkpoint":
+            await one.checkpoint()
+        case "twice":
+            await repeat_last(one.bus)
+        case "crash":
+            await one.die()
+            one = Life(one.run_dir, one.bus)
+            await one.begin()
+    return one
+
+
+async def repeat_last(bus: MemoryBus) -> None:
+    """The last sequence of the log is stored again, under another message id."""
+    info = await bus.sequences_info()
+    if info.messages:
+        async with bus.read_sequences(info.last_position) as entries:
+            entry = await anext(entries)
+        await bus.publish_sequence(entry.payload, f"again-{info.last_position}")
+
+
+def check_books(one: Life) -> None:
+    ledger = one.books.ledger
+    ledger.check()
+    assert ledger.counts.trained == 2 * 2 * RECIPE.trainer.steps - missing_from_batches(one)
+    assert set(ledger.in_flight()) == {
+        f"{group}.{index}" for group in held_or_open(one) for index in range(2) if ledger.is_open(f"{group}.{index}")
+    }
+
+
+def missing_from_batches(one: Life) -> int:
+    """Samples that a trained group lacked because they were stale."""
+    stale = one.books.ledger.counts.dropped_stale
+    return stale - 2 * one.books.lost_groups if stale > 2 * one.books.lost_groups else 0
+
+
+def held_or_open(one: Life) -> set[str]:
+    held = one.intake.held()
+    groups = {sequence.group_id for group in (*held.taken, *held.ready) for sequence in group.sequences}
+    return groups | set(one.books.groups.open_groups())
+
+
+def check_journal(run_dir: Path, one: Life) -> None:
+    """What counts of the journal, by itself, gives the same books, and trains nothing twice."""
+    kept: list[tuple[int, dict[str, Any]]] = []
+    for offset, event in read_events(run_dir / JOURNAL):
+        if event["event"] == "start":
+            kept = [(before, entry) for before, entry in kept if before < event["keep"]]
+        kept.append((offset, event))
+    events = [event for _, event in kept]
+    issued = Counter(
+        f"{event['group']}.{index}"
+        for event in events
+        if event["event"] == "issue"
+        for index in range(event["samples"])
+    )
+    closed = Counter(name for event in events if event["event"] == "close" for name in event["ids"])
+    assert set(issued.values()) == {1}
+    assert set(closed.values()) <= {1}
+    assert set(closed) <= set(issued)
+    trained = [event for event in events if event.get("outcome") == "trained"]
+    assert sorted({event["version"] for event in trained}) == list(range(1, RECIPE.trainer.steps + 1))
+    counts = one.books.ledger.counts
+    assert (issued.total(), closed.total()) == (counts.issued, counts.issued - counts.in_flight)
