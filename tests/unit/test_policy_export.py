@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
 from services.trainer.checkpoint import VALUE_HEAD
+from services.trainer.export import PolicyExport, StagedExport
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import TorchPolicyTrainer
@@ -130,3 +132,23 @@ def test_an_export_that_fails_leaves_room_for_the_next_checkpoint(source: str, t
     trainer.begin_checkpoint().write(tmp_path / "folder")
     trainer.begin_checkpoint()
     trainer.end()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    class Private:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "chat").mkdir()
+            (folder / "chat" / "template").touch(mode=0o600)
+
+    tokenizer: Any = Private()
+    weights = dict(model_of("llama-tied").named_parameters())
+    before = os.umask(umask)
+    try:
+        export = PolicyExport(model_of("llama-tied"), tokenizer, torch.float32)
+        export.write(StagedExport(weights, {}, None), tmp_path, {})
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "config.json", "template", "pipelinerl.json"} <= modes.keys()
+    assert set(modes.values()) == {oct(mode)}
