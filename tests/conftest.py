@@ -18,6 +18,7 @@ settings.load_profile("any-machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--histories", type=int, default=20, help="random fault histories to play")
     parser.addoption("--first-seed", type=int, default=0, help="of the random fault histories")
+    parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")
 
 
 @pytest.fixture(scope="session")

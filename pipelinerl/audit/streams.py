@@ -38,6 +38,8 @@ class StreamLook:
     """Messages beyond the first of their sequence: an actor's repetition, which the trainer recognises."""
     unreadable: list[int] = field(default_factory=list)
     """Positions."""
+    named: Masks = field(default_factory=dict)
+    """Sequences that an unreadable message was published as: nothing else of them will come."""
     prompts: frozenset[str] = frozenset()
     """Groups on PROMPTS."""
     dead_letters: int = 0
@@ -48,8 +50,15 @@ class StreamLook:
         masks = self.below if position <= self.durable else self.above
         masks[group] = masks.get(group, 0) | 1 << sample
 
+    def add_unreadable(self, position: int, msg_id: str) -> None:
+        self.unreadable.append(position)
+        group, sample = split_id(msg_id)
+        self.named[group] = self.named.get(group, 0) | 1 << sample
+
     def stored(self, group: str, sample: int) -> bool:
-        return bool((self.below.get(group, 0) | self.above.get(group, 0)) >> sample & 1)
+        """Whether a message of the sequence was seen, readable or not."""
+        mask = self.below.get(group, 0) | self.above.get(group, 0) | self.named.get(group, 0)
+        return bool(mask >> sample & 1)
 
 
 async def look(bus: Bus, durable: int) -> StreamLook:
@@ -60,12 +69,11 @@ async def look(bus: Bus, durable: int) -> StreamLook:
     async for entry in _entries(bus, info.last_position):
         seen.messages += 1
         try:
-            name = decode_sequence(entry.payload, expected_run=bus.run).sequence_id
+            sequence_id = decode_sequence(entry.payload, expected_run=bus.run).sequence_id
         except MessageError:
-            seen.unreadable.append(entry.position)
-            name = entry.msg_id  # it was published as that one, and nothing else will be
-        if name:
-            seen.add(entry.position, name)
+            seen.add_unreadable(entry.position, entry.msg_id)
+        else:
+            seen.add(entry.position, sequence_id)
     prompts = {group_id_of(prompt.msg_id) for prompt in (*prompts_before, *await bus.pending_prompts())}
     seen.prompts = frozenset(prompts)
     seen.dead_letters = len(await bus.dead_letters())

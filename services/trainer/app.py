@@ -421,7 +421,7 @@ class TrainingRun:
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
-        self._metrics.bad_messages.set(self._intake.bad_messages)
+        self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)
         self._context.policy_version = self._loop.version
         log.info(

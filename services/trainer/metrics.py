@@ -43,7 +43,11 @@ class TrainerMetrics:
         self.epoch = Gauge(prefix + "epoch", "Number of the group's membership.", registry=registry)
         self.sequences = Gauge(prefix + "sequences", "Ledger, by state.", ["state"], registry=registry)
         self.tokens_trained = Counter(prefix + "tokens_trained", "Completion tokens trained on.", registry=registry)
-        self.bad_messages = Gauge(prefix + "bad_messages", "Messages set aside since start.", registry=registry)
+        self.bad_messages = Gauge(
+            prefix + "bad_messages",
+            "Messages set aside: sequences since the run began, others since this start.",
+            registry=registry,
+        )
         self.evictions = Gauge(prefix + "evictions", "Actors evicted since start.", registry=registry)
         self.checkpoint_version = Gauge(prefix + "checkpoint_version", "Of the newest checkpoint.", registry=registry)
         self.checkpoint_seconds = Histogram(

@@ -78,6 +78,8 @@ class WeightUpdater:
         self._offered = asyncio.Event()
         self.served_version = -1
         self.evictions = 0
+        self.bad_messages = 0
+        """Answers and registrations that could not be read, since the start."""
 
     # --- what the rest of the trainer uses --------------------------------------------------------------------------
 
@@ -175,6 +177,7 @@ class WeightUpdater:
                 try:
                     registration = decode_control(event.payload, Registration)
                 except MessageError as error:
+                    self.bad_messages += 1
                     log.error("registration of %s is set aside: %s", event.actor, error)
                     continue
                 self._register(registration)
@@ -190,6 +193,7 @@ class WeightUpdater:
                 try:
                     decoded: object = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
+                    self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue
                 self._hear(decoded)

@@ -44,13 +44,23 @@ class StagedState:
         Raises `ServiceError`, on all ranks, when one of them cannot write.
         """
         _alone_is_meant()
-        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        writer = _Writer(folder, sync_files=True)
         try:
             dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
         for changed in (folder, folder.parent):
             _sync_names(changed)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Errors are told to the other ranks without what caused them, so they are told by that."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch's, of a stream that it could not write to
+            raise _first_cause(error) from None
 
 
 @torch.no_grad()
@@ -96,7 +106,7 @@ def restore(learner: Learner, folder: Path) -> None:
     try:
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     except CheckpointException as error:
-        raise ServiceError(f"the state in {folder} is damaged: {_causes(error)}") from error
+        raise ServiceError(f"the state in {folder} is damaged: {error.failures[0][0]!r}") from error
     adopt(learner, state)
 
 
@@ -126,11 +136,11 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
 
 
 def _causes(error: CheckpointException) -> str:
-    """By rank, one line each, the innermost cause that is told of."""
-    return "; ".join(f"rank {rank}: {_innermost(failure[0])!r}" for rank, failure in sorted(error.failures.items()))
+    """By rank."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
-def _innermost(error: BaseException) -> BaseException:
+def _first_cause(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error

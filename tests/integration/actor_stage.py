@@ -1,0 +1,175 @@
+"""Light actors as processes around a real nats-server, and a verifier that can be away; see `light_actor`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import urllib.request
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from pipelinerl.bus.jetstream import JetStreamBus, connect
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.codec import decode_sequence, encode_group
+from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.service.address import read_address
+from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.types import PromptGroup, SamplingParams, Sequence
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+
+RUN = "demo"
+ROOT = Path(__file__).parents[2]
+SOON_S = 150.0
+"""Longer than anything here takes; reached only by what waits for ever."""
+PROMPT = (0, 1, 2)
+NAME = "pipelinerl.v1.VerifierService"
+
+
+class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """Every completion is worth 1."""
+
+    async def Verify(
+        self, request: verifier_pb2.VerifyRequest, context: grpc.aio.ServicerContext
+    ) -> verifier_pb2.VerifyResponse:
+        ok = verifier_pb2.VERIFY_STATUS_OK
+        results = [
+            verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
+        ]
+        return verifier_pb2.VerifyResponse(results=results)
+
+
+def make_group(number: int, *, num_samples: int = 4, max_tokens: int = 40, **changes: Any) -> PromptGroup:
+    values: dict[str, Any] = {
+        "run": RUN,
+        "group_id": f"g{number:08d}",
+        "problem_index": number,
+        "task": "chain_sum",
+        "prompt_token_ids": np.array(PROMPT, np.int32),
+        "prompt_text": "1+2",
+        "reference_json": "{}",
+        "num_samples": num_samples,
+        "sampling": SamplingParams(max_tokens=max_tokens),
+        "seed": 0,
+        "issued_version": 0,
+    }
+    return PromptGroup(**(values | changes))
+
+
+@dataclass
+class LightActor:
+    process: Process
+    address_file: Path
+    log: Path
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(SOON_S):
+            return await self.process.wait()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """Of its /metrics; 0 when it is not there."""
+        url = f"http://{read_address(self.address_file).http}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            text = answer.read().decode()
+        found = re.search(rf"^pipelinerl_actor_{name}{re.escape(labels)} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@dataclass
+class ActorStage:
+    folder: Path
+    server: NatsServer
+    bus: JetStreamBus
+    limits: StreamLimits
+    stack: AsyncExitStack
+    recipe: Path
+    verifier_port: int = 0
+    _verifier: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def issue(self, *numbers: int, **changes: Any) -> None:
+        for number in numbers:
+            group = make_group(number, **changes)
+            await self.bus.publish_prompt(encode_group(group), group.group_id)
+
+    async def start(self, name: str, *, model_dir: str = "", **options: Any) -> LightActor:
+        address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
+        settings = {
+            "run": RUN, "recipe": self.recipe, "instance": name, "nats_url": self.server.url, "model_dir": model_dir,
+            "verifier": f"127.0.0.1:{self.verifier_port}", "address_file": address_file,
+        }  # fmt: skip
+        environment = {f"PIPELINERL_{key.upper()}": str(value) for key, value in settings.items()}
+        chosen = json.dumps({"ack_wait_s": self.limits.ack_wait_s, **options})
+        command = guarded([sys.executable, "-m", "tests.integration.light_actor", chosen])
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=output
+            )
+        self.stack.push_async_callback(_end, process)
+        return LightActor(process, address_file, log)
+
+    async def open_verifier(self) -> None:
+        """Starts it, or starts it again at the address it had."""
+        add = lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(), server)  # noqa: E731
+        served = serve_grpc(add, [NAME], "127.0.0.1", self.verifier_port, stop_grace_s=0.1)
+        server = await self._verifier.enter_async_context(served)
+        await server.set_serving(True)
+        self.verifier_port = server.port
+
+    async def close_verifier(self) -> None:
+        await self._verifier.aclose()
+
+    async def stored(self, count: int) -> list[Sequence]:
+        """The first `count` sequences of the log, waiting for them."""
+        found = []
+        async with asyncio.timeout(SOON_S), self.bus.read_sequences(1) as entries:
+            async for entry in entries:
+                found.append(decode_sequence(entry.payload, expected_run=RUN))
+                if len(found) == count:
+                    break
+        return found
+
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not await condition():
+                await asyncio.sleep(0.02)
+
+    async def all_acknowledged(self) -> None:
+        async def none_left() -> bool:
+            return (await self.bus.prompts_info()).messages == 0
+
+        await self.until(none_left)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def actor_stage(
+    folder: Path, recipe: Path, limits: StreamLimits | None = None, **server_options: Any
+) -> AsyncIterator[ActorStage]:
+    limits = limits or StreamLimits()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(NatsServer(folder / "nats", **server_options))
+        bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
+        await bus.create_streams()
+        stage = ActorStage(folder, server, bus, limits, stack, recipe)
+        await stage.open_verifier()
+        stack.push_async_callback(stage.close_verifier)
+        yield stage

@@ -1,0 +1,74 @@
+"""`pipelinerl dead-letters`, on what an actor has given up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.bus.jetstream import connect
+from pipelinerl.cli import main
+from pipelinerl.codec import encode_dead_letter, encode_group
+from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.types import DeadLetter
+from tests.unit.builders import make_group
+
+LETTERS = (
+    DeadLetter(
+        "demo", "g00000007", encode_group(make_group(7, run="demo")), "redelivered_too_often", 6, "actor-1", 1.7e9
+    ),
+    DeadLetter("demo", "g00000008/actor-0-1f", b"\xff\xff", "unreadable_group: no\nwire format", 1, "actor-0", 1e300),
+)
+
+
+async def store(server: NatsServer, *payloads: bytes) -> None:
+    async with connect(server.url, "demo") as bus:
+        await bus.create_streams()
+        for number, payload in enumerate(payloads):
+            await bus.publish_dead_letter(payload, f"m{number}")
+
+
+@pytest.fixture
+async def run_dir(tmp_path: Path) -> Path:
+    """Of a run that has ended."""
+    folder = tmp_path / "demo"
+    async with NatsServer(folder / "nats") as server:
+        await store(server, *map(encode_dead_letter, LETTERS), b"\x0a\x01x")
+    return folder
+
+
+def test_the_table_has_a_line_for_each(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead-letters", str(run_dir)]) == 0
+    shown = capsys.readouterr()
+    heading, first, second = shown.out.splitlines()
+    assert heading.split() == ["TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT"]
+    assert first.split() == ["2023-11-14T22:13:20+00:00", "g00000007", "6", "actor-1", "redelivered_too_often", "1+2"]
+    assert "g00000008" in second
+    assert "unreadable_group: no wire format" in second
+    assert second.endswith("(2 bytes that are no prompt group)")
+    assert "1 messages are no dead letters of this run" in shown.err
+
+
+def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead-letters", str(run_dir), "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["group_id"], first["prompt_token_ids"], first["num_samples"]) == ("g00000007", [1, 2, 3], 2)
+    assert (second["msg_id"], second["prompt_group_base64"]) == ("g00000008/actor-0-1f", "//8=")
+
+
+async def test_none_is_said_so_on_a_server_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    async with NatsServer(tmp_path) as server:
+        await store(server)
+        arguments = ["dead-letters", "--nats", server.url, "--run", "demo"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    assert capsys.readouterr() == ("", "no prompt group was given up\n")
+
+
+def test_a_place_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead-letters"]) == 2
+    assert "give the folder of a run, or --nats URL --run NAME" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""A checkpoint that is written while training goes on holds the policy of when it began, as transformers loads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import RankSettings
+from services.trainer.checkpoint import VALUE_HEAD
+from services.trainer.learn.step import Learner
+from services.trainer.loading import load_learner, sharded_learner
+from services.trainer.policy_trainer import TorchPolicyTrainer
+from services.trainer.ranks.follower import follow
+from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.saving import restore
+from services.trainer.ranks.world import join_ranks, leave_ranks
+from tests.unit.ranks import on_ranks
+from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
+from tests.unit.test_lora import NoTokenizer
+from tests.unit.test_ranks import Job
+
+GROUP = group_of(sequences_of(LENGTHS))
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16, value head": {"model": {"dtype": "bfloat16"}, "algorithm": {"advantage": "value"}},
+    "adapters in bfloat16": {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 2}}},
+}
+
+
+def trainer_of(learner: Learner, recipe: Recipe, run_dir: Path) -> TorchPolicyTrainer:
+    """Nothing is sent."""
+    nothing: Any = None
+    tokenizer: Any = NoTokenizer()
+    return TorchPolicyTrainer(Lead(learner), tokenizer, nothing, nothing, recipe, run_dir)
+
+
+def checkpoint_beside_training(trainer: TorchPolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    """What actors would have loaded when it began. When it is written, all weights are something else."""
+    trainer.train_step(trainer.prepare([GROUP], 6))
+    then = {name: weight.clone() for name, weight in trainer._lead.weights()}
+    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer._lead.value_head().items()}
+    pending = trainer.begin_checkpoint()
+    trainer.train_step(trainer.prepare([GROUP], 7))
+    with torch.no_grad():
+        for weight in trainer._lead.learner.policy.scorer.parameters():
+            weight.fill_(torch.nan)
+    folder.mkdir()
+    pending.write(folder)
+    assert pending.version == 7
+    return then
+
+
+def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
+    """What is in `folder` is `then`."""
+    from safetensors.torch import load_file
+
+    dtype = getattr(torch, recipe.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    named = dict(model.named_parameters())
+    assert {weight.dtype for weight in named.values()} == {dtype}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == recipe.model.dtype
+    heads = {name for name in then if name.startswith("value_head.")}
+    assert named.keys() == then.keys() - heads
+    for name, weight in named.items():
+        assert torch.equal(weight, then[name].to(dtype)), name
+    assert (folder / VALUE_HEAD).is_file() == bool(heads)
+    for name in heads:
+        assert torch.equal(load_file(folder / VALUE_HEAD)[name.removeprefix("value_head.")], then[name])
+    assert (folder / "adapter" / "adapter_config.json").is_file() == (recipe.trainer.lora is not None)
+    assert json.loads((folder / "pipelinerl.json").read_text()) == {"recipe": "unit", "policy_version": 7, "seed": 0}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: str) -> None:
+    recipe = Job(source, **CASES[case]).recipe()
+    learner = load_learner(recipe, source, RankSettings())
+    trainer, folder = trainer_of(learner, recipe, tmp_path), tmp_path / "partial"
+    then = checkpoint_beside_training(trainer, folder)
+    check(folder, then, recipe)
+    again = load_learner(recipe, source, RankSettings(), folder / "resume" / "state")
+    assert again.optimizer.steps_taken == 1
+    for name, weight in again.weights():
+        assert torch.equal(weight, then[name]), name
+    restore(learner, folder / "resume" / "state")  # and its weights are numbers again
+    assert all(torch.equal(weight, then[name]) for name, weight in learner.weights()) == (recipe.trainer.lora is None)
+
+
+def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    join_ranks(torch.device("cpu"))
+    found = {}
+    for case, changes in CASES.items():
+        recipe = Job(source, **changes).recipe()
+        learner = sharded_learner(recipe, source, torch.device("cpu"))
+        if learner.world.is_first:
+            trainer = trainer_of(learner, recipe, folder)
+            found[case] = checkpoint_beside_training(trainer, folder / case)
+            trainer.end()
+        else:
+            follow(learner)
+    leave_ranks()
+    return found
+
+
+def test_so_it_is_of_several_ranks_whose_weights_are_float32_shards(source: str, tmp_path: Path) -> None:
+    found = on_ranks(2, checkpoints_of_ranks, source, tmp_path)[0]
+    for case, then in found.items():
+        check(tmp_path / case, then, Job(source, **CASES[case]).recipe())
+
+
+def test_an_export_that_fails_leaves_room_for_the_next_checkpoint(source: str, tmp_path: Path) -> None:
+    recipe = Job(source).recipe()
+    trainer = trainer_of(load_learner(recipe, source, RankSettings()), recipe, tmp_path)
+    for name in ("full", "folder"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "pipelinerl.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        trainer.begin_checkpoint().write(tmp_path / "full")
+    trainer.begin_checkpoint().write(tmp_path / "folder")
+    trainer.begin_checkpoint()
+    trainer.end()
+
+
+def test_the_last_checkpoint_has_the_export_alone(source: str, tmp_path: Path) -> None:
+    recipe = Job(source).recipe()
+    trainer = trainer_of(load_learner(recipe, source, RankSettings()), recipe, tmp_path)
+    trainer.train_step(trainer.prepare([GROUP], 6))
+    folder, version = trainer.checkpoint(final=True)
+    assert (Path(folder), version) == (tmp_path / "checkpoint", 7)
+    check(tmp_path / "checkpoint", dict(trainer._lead.weights()), recipe)

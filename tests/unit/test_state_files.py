@@ -1,0 +1,245 @@
+"""State on disk: what was staged and nothing later, whole or refused, and a disk that is full ends no training."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, TrainerConfig
+from pipelinerl.errors import FieldError, ServiceError
+from services.trainer.learn.lora import add_adapters
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.state import learner_state, local_part
+from services.trainer.learn.step import Learner
+from services.trainer.loading import sharded_learner
+from services.trainer.ranks.follower import follow
+from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.saving import restore, stage
+from services.trainer.ranks.world import join_ranks, leave_ranks
+from tests.unit.ranks import on_ranks
+from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
+from tests.unit.test_ranks import Job
+
+GROUP = group_of(sequences_of(LENGTHS))
+
+
+def learner(seed: int = 0, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None, **shape: Any) -> Learner:
+    model = model_of("qwen2-tied", seed, **shape).to(dtype)
+    if lora is not None:
+        add_adapters(model, lora)
+    return Learner(wrap_model(model), AlgorithmConfig(), TrainerConfig(learning_rate=1e-2, lora=lora))
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def written(path: Path, trained: Learner | None = None) -> Path:
+    """A state of one step in `path`."""
+    one = trained or learner()
+    one.train_step([GROUP], 0)
+    stage(one).write(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_is_that_of_its_staging_whatever_is_trained_while_it_is_written(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    one = learner(dtype=dtype)
+    one.train_step([GROUP], 0)
+    then, pending = copied(learner_state(one)), Lead(one).stage()
+    one.train_step([GROUP], 1)
+    pending.write(tmp_path / "state")
+    assert not same(then, learner_state(one))
+    other = learner(seed=1, dtype=dtype)
+    restore(other, tmp_path / "state")
+    assert same(then, learner_state(other))
+
+
+def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> None:
+    one, other = learner(), learner(seed=1)
+    stage(one).write(tmp_path / "state")
+    restore(other, tmp_path / "state")
+    fresh = learner()  # whose moments nobody has asked for
+    for stepped in (one, other):
+        assert stepped.train_step([GROUP], 0).metrics == fresh.train_step([GROUP], 0).metrics
+        fresh = learner()
+    assert same(learner_state(one), learner_state(other))
+
+
+def test_what_is_stored_has_its_name_and_is_float32(tmp_path: Path) -> None:
+    staged = stage(learner(dtype=torch.bfloat16, num_hidden_layers=1)).tensors
+    layer = "model.model.layers.0.mlp.up_proj.weight"
+    assert {f"{kind}/{layer}" for kind in ("weight", "exp_avg", "exp_avg_sq", "step")} <= staged.keys()
+    assert {"steps_taken", "rng/cpu/0"} <= staged.keys()
+    assert {tensor.dtype for name, tensor in staged.items() if "/model." in name} == {torch.float32}
+    assert "weight/model.lm_head.weight" not in staged, "tied weights are stored once"
+    adapters = stage(learner(lora=LoraConfig(rank=2))).tensors
+    assert all(".lora_" in name for name in adapters if name.startswith("weight/"))
+
+
+def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
+    lead = Lead(learner())
+    addresses = []
+    for version in range(2):
+        pending = lead.stage()
+        addresses.append({name: local_part(tensor).data_ptr() for name, tensor in pending.staged.tensors.items()})
+        pending.write(tmp_path / str(version))
+        lead.learner.train_step([GROUP], version)
+    assert addresses[0] == addresses[1]
+
+
+def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> None:
+    lead, folder = Lead(learner()), tmp_path / "state"
+    folder.mkdir()
+    os.mkfifo(folder / "__0_0.distcp")  # whoever opens it to write waits for a reader
+    saving = lead.save(folder)
+    with pytest.raises(AssertionError, match="still being written"):
+        lead.save(tmp_path / "other")
+    os.close(os.open(folder / "__0_0.distcp", os.O_RDONLY))
+    with pytest.raises(ServiceError):
+        saving.result()
+    lead.end()
+
+
+# --- folders that are no state ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete state .*\.metadata"):
+            restore(learner(), folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"intermediate_size": 40}, r"weight/model\.model\.layers\.0\.mlp\.\w+\.weight of shape \[48, 32\]"),
+        ({"num_hidden_layers": 3}, r"has no weight/model\.model\.layers\.2\.\S+, which the recipe's model has"),
+        ({"num_hidden_layers": 1}, r"has weight/model\.model\.layers\.1\.\S+, which the recipe's model has not"),
+        ({"lora": LoraConfig(rank=2)}, r"has no weight/\S+lora_A\S+, which"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
+    tmp_path: Path, other: dict[str, Any], told: str
+) -> None:
+    folder = written(tmp_path / "state")
+    with pytest.raises(FieldError, match=told) as raised:
+        restore(learner(**other), folder)
+    assert str(folder)[:40] in str(raised.value)
+
+
+def test_a_damaged_state_is_told_of(tmp_path: Path) -> None:
+    folder = written(tmp_path / "state")
+    for name, keep in ((".metadata", 100), ("__0_0.distcp", 5000), ("__0_0.distcp", 0)):
+        damaged = tmp_path / f"{name}-{keep}"
+        shutil.copytree(folder, damaged)
+        os.truncate(damaged / name, keep)
+        with pytest.raises(ServiceError, match=f"the state in {damaged} is damaged: "):
+            restore(learner(), damaged)
+    shutil.rmtree(damaged)
+    shutil.copytree(folder, damaged)
+    (damaged / "__0_0.distcp").unlink()
+    with pytest.raises(ServiceError, match=r"damaged: .*No such file"):
+        restore(learner(), damaged)
+
+
+def save_until(number: int, folder: str, said: Connection) -> None:
+    """Saves as far as the `number`th file that is brought onto the disk, and no farther."""
+    sync, synced = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(descriptor)
+        if len(synced) == number:
+            said.send(sorted(os.listdir(folder)))
+            threading.Event().wait()
+
+    os.fsync = noted
+    written(Path(folder))
+
+
+@pytest.mark.parametrize(("number", "there"), [(1, ["__0_0.distcp"]), (2, [".metadata.tmp", "__0_0.distcp"])])
+def test_a_trainer_that_is_killed_while_it_writes_leaves_nothing_to_go_on_from(
+    tmp_path: Path, number: int, there: list[str]
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=save_until, args=(number, str(tmp_path / "state"), theirs), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == there
+    process.kill()
+    process.join()
+    with pytest.raises(FieldError, match="has no complete state"):
+        restore(learner(), tmp_path / "state")
+
+
+# --- disks that do not take it ---------------------------------------------------------------------------------------
+
+
+def full_disk(folder: Path, rank: int) -> Path:
+    """A folder that has no space for the rank's file."""
+    folder.mkdir()
+    (folder / f"__{rank}_0.distcp").symlink_to("/dev/full")
+    return folder
+
+
+def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    lead, folder = Lead(learner()), full_disk(tmp_path / "full", 0)
+    failure = lead.save(folder).exception()
+    assert isinstance(failure, ServiceError)
+    assert str(failure) == (
+        f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')"
+    )
+    assert lead.learner.train_step([GROUP], 0).applied
+    lead.save(tmp_path / "state").result()
+    restore(learner(seed=1), tmp_path / "state")
+
+
+def save_on_bad_disks(folder: str, states: str) -> list[str]:
+    """On each of two ranks: a save that fails on rank 1, one on rank 0, one that is never written, one that is good."""
+    join_ranks(torch.device("cpu"))
+    one = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
+    if not one.world.is_first:
+        follow(one)
+        leave_ranks()
+        return []
+    lead, told = Lead(one), []
+    for rank in (1, 0):
+        told.append(str(lead.save(full_disk(Path(states) / f"bad-{rank}", rank)).exception()))
+        lead.train_step(lead.prepare([GROUP], 0))
+    lead.stage()
+    told.append(str(lead.save(Path(states) / "good").exception()))
+    lead.stage()
+    lead.end()
+    leave_ranks()
+    return told
+
+
+def test_a_rank_that_cannot_write_fails_the_save_of_all_and_the_next_is_good(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model_of("qwen2-tied").save_pretrained(folder)
+    told = on_ranks(2, save_on_bad_disks, str(folder), str(tmp_path))[0]
+    for rank, message in zip((1, 0), told[:2], strict=True):
+        assert message.endswith(f"bad-{rank}: rank {rank}: OSError(28, 'No space left on device')")
+    assert told[2] == "None"
+    restored = learner(seed=1)
+    restore(restored, tmp_path / "good")
+    assert restored.optimizer.steps_taken == 2
+    for rank in (1, 0):
+        with pytest.raises(FieldError, match="has no complete state"):
+            restore(restored, tmp_path / f"bad-{rank}")
