@@ -1,0 +1,142 @@
+"""A whole audit: files first, streams then, and a second look where a run that goes on may have moved between the two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.audit.files import FilesAudit, audit_files
+from pipelinerl.audit.findings import Check, CheckResult
+from pipelinerl.audit.streams import Standing, StreamLook, look, nowhere, strangers, trained_below
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.errors import BusError
+from pipelinerl.journal import JOURNAL, reserved_groups
+
+LOOK_AGAIN_S = 2.0
+OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
+
+
+@dataclass
+class Audit:
+    """What was found. `streams` None: they were not looked at."""
+
+    run: str
+    files: FilesAudit
+    standing: Standing
+    streams: StreamLook | None = None
+    waiting: list[str] = field(default_factory=list)
+    """In flight, and published by the next trainer that starts, or just now."""
+
+    @property
+    def checks(self) -> list[CheckResult]:
+        return self.files.findings.results()
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def state(self) -> str:
+        if not self.files.history.starts:
+            return "no trainer has started"
+        return "ended" if self.standing.ended else "goes on" if self.standing.at_work else "stopped before its end"
+
+
+async def audit_run(
+    run: str,
+    run_dir: Path,
+    open_streams: OpenStreams | None,
+    at_work: Callable[[], bool],
+    *,
+    again_s: float = LOOK_AGAIN_S,
+) -> Audit:
+    """`at_work()`: whether a trainer of the run lives. Without `open_streams` the files alone are judged.
+
+    What seems lost in a run that goes on is called so only when a second look finds it neither ended nor anywhere.
+    """
+    audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
+    if lost and audit.standing.at_work:
+        await asyncio.sleep(again_s)
+        before = set(lost)
+        audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
+        lost = [sequence_id for sequence_id in lost if sequence_id in before]
+    for sequence_id in lost:
+        audit.files.findings.add(Check.LOST, sequence_id)
+    return audit
+
+
+async def _audit_once(
+    run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
+) -> tuple[Audit, list[str]]:
+    """The audit, and what is in flight and nowhere."""
+    working = at_work()  # before the files are read: one that ends meanwhile has moved things
+    files = await asyncio.to_thread(audit_files, run_dir)
+    standing = Standing(working and not files.ended, files.ended, not files.stepped)
+    audit = Audit(run, files, standing)
+    if open_streams is None:
+        files.findings.skip("the streams were not looked at", Check.STRANGERS, Check.LOST)
+        return audit, []
+    checkpoint = files.checkpoint
+    try:
+        async with open_streams() as bus:
+            seen = await look(bus, checkpoint.position if checkpoint else 0)
+    except BusError as error:
+        files.findings.add(Check.LOST, f"the streams cannot be read: {error}")
+        return audit, []
+    audit.streams = seen
+    if strangers(seen, files.replay, standing):  # what was reserved since the journal was read may be out there too
+        files.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
+    for sequence_id in strangers(seen, files.replay, standing):
+        files.findings.add(Check.STRANGERS, sequence_id)
+    lost, audit.waiting = nowhere(seen, files.replay, checkpoint.held if checkpoint else (), standing)
+    return audit, lost
+
+
+def trained_per_version(audit: Audit) -> dict[int, int]:
+    """Sequences trained into each version that counts."""
+    trained = audit.files.replay.trained_by_version
+    return {version: trained.get(version, 0) for version in range(1, audit.files.replay.version + 1)}
+
+
+def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
+    """All of it for a program."""
+    replay, trained = audit.files.replay, trained_per_version(audit)
+    seen = audit.streams
+    return {
+        "run": audit.run,
+        "state": audit.state,
+        "ok": audit.ok,
+        "version": replay.version,
+        "sequences": replay.counts.as_dict(),
+        "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
+        "restarts": [vars(restart) for restart in audit.files.restarts],
+        "trained_per_version": {
+            "min": min(trained.values(), default=0),
+            "median": median(trained.values()) if trained else 0,
+            "max": max(trained.values(), default=0),
+            **({"each": {str(version): count for version, count in trained.items()}} if versions else {}),
+        },
+        "streams": None if seen is None else {
+            "messages": seen.messages,
+            "first_position": seen.first_position,
+            "last_position": seen.last_position,
+            "durable_position": seen.durable,
+            "repeated": seen.repeated,
+            "unreadable": seen.unreadable,
+            "trained_and_not_purged": trained_below(seen, replay),
+            "groups_on_prompts": len(seen.prompts),
+            "dead_letters": seen.dead_letters,
+            "waiting_to_be_published": len(audit.waiting),
+        },
+        "checks": [
+            {"check": one.check.value, "ok": one.ok, "problems": one.count, "examples": list(one.examples),
+             "skipped": one.skipped}
+            for one in audit.checks
+        ],
+    }  # fmt: skip

@@ -1,0 +1,189 @@
+"""The ledger once more, from the events of the journal: counts, what is in flight, and every contradiction. Pure.
+
+Memory: a few numbers for each group. Nothing here looks at files or streams, and nothing is taken from the trainer's own
+counts: those are only compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
+from pipelinerl.audit.findings import Check, Findings
+
+Event = Mapping[str, Any]
+_GROUP = re.compile(r"g(\d+)")
+MOST_SAMPLES = 65_536
+"""Of a group; a larger index names no sample."""
+_OUTCOMES = frozenset(Outcome)
+
+
+class Replay:
+    """Stepped by `apply` for every event that counts, and by `reserve` for every reservation there ever was."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._samples: dict[str, int] = {}  # of each group
+        self._open: dict[str, int] = {}  # bit i: sample i is in flight
+        self._trained: dict[str, int] = {}  # bit i: sample i was trained
+        self._issued = 0
+        self._closed = dict.fromkeys(Outcome, 0)
+        self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
+        self.version = 0
+        """Steps taken."""
+        self.trained_by_version: dict[int, int] = {}
+        self.reserved = 0
+        """Groups numbered below this may be on the streams."""
+        self.next_group = 0
+        self.newest_group = ""
+
+    @property
+    def counts(self) -> LedgerCounts:
+        closed = {outcome.value: count for outcome, count in self._closed.items()}
+        return LedgerCounts(issued=self._issued, in_flight=self._issued - sum(self._closed.values()), **closed)
+
+    def is_open(self, group: str, sample: int) -> bool:
+        return bool(self._open.get(group, 0) >> sample & 1)
+
+    def knows(self, group: str) -> bool:
+        return group in self._samples
+
+    def was_issued(self, group: str, sample: int) -> bool:
+        return 0 <= sample < self._samples.get(group, 0)
+
+    def was_trained(self, group: str, sample: int) -> bool:
+        return bool(self._trained.get(group, 0) >> sample & 1)
+
+    def untouched(self, group: str) -> bool:
+        """Whether every sample of the group is in flight."""
+        return self._open.get(group, 0) == (1 << self._samples.get(group, 0)) - 1
+
+    def in_flight(self) -> Iterator[tuple[str, int]]:
+        """(group, sample) in order of issue."""
+        for group, mask in self._open.items():
+            for sample in samples_in(mask):
+                yield group, sample
+
+    def apply(self, offset: int, event: Event) -> None:
+        """One event that counts; `offset` is for what is found. Events of other kinds change nothing."""
+        kind = event["event"]
+        try:
+            if kind == "issue":
+                self._issue(event["group"], event["samples"])
+            elif kind == "close":
+                self._close(event["outcome"], event["ids"], event.get("reason", ""), event.get("version"))
+            elif kind == "step":
+                self._step(event["version"], event["counts"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} without what it needs: {error!r}")
+
+    def reserve(self, event: Event) -> None:
+        """Of any incarnation: what was reserved may be out there for good."""
+        groups = event.get("groups")
+        if isinstance(groups, int):
+            self.reserved = max(self.reserved, groups)
+
+    def start(self, version: int, incarnation: int) -> None:
+        """A trainer goes on here."""
+        if version != self.version:
+            problem = f"incarnation {incarnation} says it goes on from version {version}, and the journal is at {self.version}"
+            self._findings.add(Check.RESTARTS, problem)
+
+    def _issue(self, group: str, samples: int) -> None:
+        if samples < 1:
+            raise ValueError(f"{samples} samples")
+        self._check_number(group)
+        if group in self._samples:
+            self._findings.add(Check.ISSUED_ONCE, f"{group}", times=samples)
+            return
+        self._samples[group] = samples
+        self._open[group] = (1 << samples) - 1
+        self._issued += samples
+        self.newest_group = group
+
+    def _check_number(self, group: str) -> None:
+        number = group_number(group)
+        if number > self.next_group:
+            missing = number - self.next_group
+            self._findings.add(Check.GROUPS, f"{missing} missing before {group}", times=missing)
+        elif number < 0:
+            self._findings.add(Check.GROUPS, f"{group!r} has no number")
+        if number >= self.reserved:
+            self._findings.add(Check.GROUPS, f"{group} was issued without being reserved")
+        self.next_group = max(self.next_group, number + 1)
+
+    def _close(self, name: str, ids: list[str], reason: str, version: int | None) -> None:
+        if name not in _OUTCOMES:
+            raise ValueError(f"outcome {name!r}")
+        outcome, ended = Outcome(name), 0
+        for sequence_id in ids:
+            ended += self._end(sequence_id, outcome)
+        self._closed[outcome] += ended
+        if reason:
+            self.reasons[outcome][reason] += ended
+        if outcome is Outcome.TRAINED:
+            made = self.version + 1 if version is None else version
+            if made != self.version + 1:
+                self._findings.add(Check.VERSIONS, f"version {made} was trained after version {self.version}")
+            self.trained_by_version[made] = self.trained_by_version.get(made, 0) + ended
+
+    def _end(self, sequence_id: str, outcome: Outcome) -> int:
+        """1 when the sequence was in flight; else 0, and a finding."""
+        group, sample = split_id(sequence_id)
+        mask = self._open.get(group, 0)
+        if not mask >> sample & 1:
+            self._not_in_flight(sequence_id, group, sample, outcome)
+            return 0
+        bit = 1 << sample
+        if outcome is Outcome.TRAINED:
+            self._trained[group] = self._trained.get(group, 0) | bit
+        if mask == bit:
+            del self._open[group]
+        else:
+            self._open[group] = mask ^ bit
+        return 1
+
+    def _not_in_flight(self, sequence_id: str, group: str, sample: int, outcome: Outcome) -> None:
+        if not self.was_issued(group, sample):
+            self._findings.add(Check.ISSUED_FIRST, f"{sequence_id} ends as {outcome}")
+        elif outcome is Outcome.TRAINED and self.was_trained(group, sample):
+            self._findings.add(Check.TRAINED_ONCE, f"{sequence_id} into version {self.version + 1}")
+        else:
+            self._findings.add(Check.ENDED_ONCE, f"{sequence_id} ends as {outcome} too")
+
+    def _step(self, version: int, counts: Mapping[str, int]) -> None:
+        if version != self.version + 1:
+            self._findings.add(Check.VERSIONS, f"version {version} follows version {self.version}")
+        self.version = version
+        self.trained_by_version.setdefault(version, 0)
+        ours, told = self.counts.as_dict(), {name: counts.get(name) for name in self.counts.as_dict()}
+        if told != ours:
+            self._findings.add(Check.EQUATION, f"version {version}: {_difference(told, ours)}")
+
+
+def split_id(sequence_id: str) -> tuple[str, int]:
+    """Group and sample index; ("", 0), which is no group, for what names no sample."""
+    group, _, index = sequence_id.rpartition(".")
+    named = index.isdecimal() and len(index) <= 5 and int(index) < MOST_SAMPLES
+    return (group, int(index)) if named else ("", 0)
+
+
+def group_number(group: str) -> int:
+    """-1 for what has none."""
+    match = _GROUP.fullmatch(group)
+    return int(match[1]) if match else -1
+
+
+def samples_in(mask: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _difference(told: Mapping[str, int | None], ours: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {told[name]} told, {ours[name]} derived" for name in ours if told[name] != ours[name])

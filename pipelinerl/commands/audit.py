@@ -1,0 +1,73 @@
+"""`pipelinerl audit RUN_DIR`: derives the run's ledger again and says whether everything adds up."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelinerl.audit.audit import OpenStreams
+
+NAME = "audit"
+HELP = "derive a run's ledger again from its journal, checkpoints and streams"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="folder of a run that goes on, has ended, or crashed"
+    )
+    parser.add_argument("--nats", metavar="URL", default="", help="NATS server of a run elsewhere: nats://host:4222")
+    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--versions", action="store_true", help="tell of every version, not only of unusual ones")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Exit code: 0 all adds up, 1 something does not. Raises `FieldError` for a folder that is not a run's."""
+    import asyncio
+    import json
+
+    from pipelinerl.audit.audit import as_json, audit_run
+    from pipelinerl.audit.text import lines
+
+    run = _run_name(args.run_dir)
+    streams, at_work = _streams(args, run), lambda: bool(args.nats) or _trainer_lives(args.run_dir)
+    audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
+    if args.json:
+        print(json.dumps(as_json(audit, args.versions), indent=2))
+    else:
+        print("\n".join(lines(audit, args.versions)))
+    return 0 if audit.ok else 1
+
+
+def _run_name(run_dir: Path) -> str:
+    from pipelinerl.audit.files import LINEAGE, read_json
+    from pipelinerl.bus.subjects import check_run_name
+    from pipelinerl.errors import FieldError
+
+    for name in ("run.json", LINEAGE):
+        content = read_json(run_dir / name) if run_dir.is_dir() else None
+        if content is not None and "run" in content:
+            return check_run_name(str(content["run"]), "RUN_DIR")
+    what = "has neither run.json nor lineage.json" if run_dir.is_dir() else "is no folder"
+    raise FieldError("RUN_DIR", str(run_dir), f"{what}: give the folder of a run")
+
+
+def _streams(args: argparse.Namespace, run: str) -> OpenStreams | None:
+    """None where the folder says nothing of streams."""
+    from pipelinerl.local.run_streams import RunStreams
+
+    if args.nats:
+        return RunStreams(None, args.nats, run, args.credentials).open
+    return RunStreams(args.run_dir).open if (args.run_dir / "nats" / "jetstream").is_dir() else None
+
+
+def _trainer_lives(run_dir: Path) -> bool:
+    from pipelinerl.local.living import living
+    from pipelinerl.local.run_dir import RunDir
+
+    try:
+        return "trainer" in living(RunDir(run_dir, ""))
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,139 @@
+"""`pipelinerl audit` as a user types it, of a run with a real nats-server: while it goes on, and when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.bus.jetstream import JetStreamBus, connect
+from pipelinerl.codec import decode_group
+from pipelinerl.journal import JOURNAL
+from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.types import VersionSpan
+from tests.unit.builders import RUN, make_group
+from tests.unit.test_trainer_resume import Life, publish
+
+
+@asynccontextmanager
+async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, JetStreamBus, str]]:
+    """One version trained, a checkpoint, sequences in the log and groups on the queue; the journal is on disk."""
+    run = RunDir(folder, RUN)
+    (folder / "addresses").mkdir(parents=True)
+    write_json(run.identity, {"run": RUN, "recipe": "unit", "started": "2026-03-04T05:06:07+00:00"})
+    async with NatsServer(run.nats_store) as server, connect(server.url, RUN) as bus:
+        write_json(run.address("nats"), {"url": server.url})
+        write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
+        await bus.create_streams()
+        one = Life(folder, bus)  # type: ignore[arg-type]
+        try:
+            await one.begin()
+            await one.settle()
+            for _ in range(2):
+                await answer(one, bus)
+            await one.settle()
+            assert await one.step()
+            await one.checkpoint()
+            await answer(one, bus)
+            await one.settle()
+            one.journal.flush()
+            yield one, bus, server.url
+        finally:
+            await one.die()
+
+
+async def answer(one: Life, bus: JetStreamBus) -> None:
+    delivery = await bus.next_prompt(timeout_s=10)
+    assert delivery is not None
+    group = decode_group(delivery.payload)
+    for index in range(group.num_samples):
+        await publish(bus, group, index, VersionSpan(one.version, 0, 2, 1))  # type: ignore[arg-type]
+    await delivery.ack()
+
+
+async def audit(folder: Path, *options: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pipelinerl.cli", "audit", str(folder), *options, env={**os.environ},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    async with asyncio.timeout(60):
+        said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+async def told(folder: Path, *options: str) -> dict[str, Any]:
+    _, said = await audit(folder, "--json", *options)
+    return dict(json.loads(said))
+
+
+async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with run_that_goes_on(folder) as (one, _, url):
+        code, said = await audit(folder)
+        assert code == 0, said
+        assert "unit: goes on, 1 incarnation(s), version 1" in said
+        counts = one.books.ledger.counts
+        assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
+        assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
+        elsewhere = await told(folder, "--nats", url)
+        assert (elsewhere["ok"], elsewhere["streams"]["messages"]) == (True, 6)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    code, said = await audit(folder, "--versions")
+    assert code == 0, said
+    assert "stopped before its end" in said
+    assert "version 1: 4" in said
+    assert "SEQUENCES holds 6 messages" in said
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+async def test_what_does_not_add_up_exits_1(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with run_that_goes_on(folder) as (_, bus, _url):
+        await publish(bus, make_group(77), 0, VersionSpan(1, 0, 2, 1))  # type: ignore[arg-type]
+        code, said = await audit(folder)
+        assert (
+            code,
+            "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said,
+        ) == (
+            1,
+            True,
+        )
+    assert (await told(folder))["ok"] is False
+
+
+async def test_without_streams_the_files_are_judged(tmp_path: Path) -> None:
+    write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
+    events = [{"event": "start", "incarnation": 1, "version": 0, "keep": 0}, {"event": "reserve", "groups": 1}]
+    (tmp_path / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
+    answered = await told(tmp_path)
+    assert (answered["ok"], answered["state"], answered["streams"]) == (True, "stopped before its end", None)
+    assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {
+        "every sequence in flight is somewhere"
+    }
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [(True, "has neither run.json nor lineage.json"), (False, "is no folder: give the folder of a run")],
+)
+async def test_what_is_no_run_exits_2(tmp_path: Path, made: bool, said: str) -> None:
+    folder = tmp_path / "x"
+    if made:
+        folder.mkdir()
+    code, printed = await audit(folder)
+    assert (code, said in printed, "Traceback" in printed) == (2, True, False)
+
+
+async def test_a_nats_server_that_does_not_answer_exits_1(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"run": RUN})
+    code, said = await audit(tmp_path, "--nats", "nats://127.0.0.1:1")
+    assert (code, "the streams cannot be read: cannot connect to NATS" in said) == (1, True)

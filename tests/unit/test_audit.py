@@ -1,0 +1,433 @@
+"""The ledger derived again from a run directory: hand-written journals that add up, and one contradiction of each kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.algorithms.ledger import LedgerCounts
+from pipelinerl.audit.audit import Audit, as_json, audit_run, trained_per_version
+from pipelinerl.audit.files import FilesAudit, audit_files
+from pipelinerl.audit.findings import Check
+from pipelinerl.audit.replay import split_id
+from pipelinerl.audit.text import lines
+from pipelinerl.journal import JOURNAL
+from services.trainer.books import Books
+from tests.unit.builders import make_group
+from tests.unit.trainer_fakes import make_run_state
+
+Event = dict[str, Any]
+
+
+def start(incarnation: int = 1, version: int = 0, keep: int = 0) -> Event:
+    return {"event": "start", "incarnation": incarnation, "version": version, "keep": keep}
+
+
+def reserve(groups: int) -> Event:
+    return {"event": "reserve", "groups": groups}
+
+
+def issue(number: int, samples: int = 2, version: int = 0) -> Event:
+    return {"event": "issue", "group": f"g{number:08d}", "samples": samples, "version": version}
+
+
+def close(outcome: str, *ids: str, **more: Any) -> Event:
+    return {"event": "close", "outcome": outcome, **more, "ids": [f"g0000000{one}" for one in ids]}
+
+
+def step(version: int, **counts: int) -> Event:
+    return {"event": "step", "version": version, "counts": LedgerCounts(**counts).as_dict()}
+
+
+def end(version: int, finished: bool = True) -> Event:
+    return {"event": "end", "version": version, "finished": finished}
+
+
+class Journalist:
+    """Writes events, and knows how long the journal is."""
+
+    def __init__(self, folder: Path, *events: Event) -> None:
+        self.folder, self.file = folder, folder / JOURNAL
+        self.starts: list[int] = []
+        self.file.touch()
+        self.write(*events)
+
+    def write(self, *events: Event) -> int:
+        with self.file.open("ab") as file:
+            for event in events:
+                file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+                if event.get("event") == "start":
+                    self.starts.append(event["version"])
+        (self.folder / "lineage.json").write_text(json.dumps({"run": "unit", "starts": self.starts}))
+        return self.file.stat().st_size
+
+
+def failures(found: FilesAudit) -> dict[Check, tuple[int, str]]:
+    """Failed checks: number of problems and the first one."""
+    return {one.check: (one.count, one.examples[0]) for one in found.findings.results() if not one.ok}
+
+
+def failed(folder: Path, *events: Event) -> dict[Check, tuple[int, str]]:
+    Journalist(folder, *events)
+    return failures(audit_files(folder))
+
+
+OPENING = (start(), reserve(4), issue(0), issue(1), issue(2))
+FIRST_STEP = (
+    close("trained", "0.0", "0.1", "1.1", version=1),
+    step(1, issued=6, trained=3, in_flight=3),
+)
+
+
+def test_a_run_that_adds_up(tmp_path: Path) -> None:
+    written = Journalist(tmp_path, *OPENING, *FIRST_STEP)
+    written.write(
+        close("failed", "1.0", reason="engine"),
+        close("dropped_filtered", "2.0", "2.1", reason="equal rewards"),
+        issue(3, version=1),
+        close("trained", "3.1", version=2),
+        step(2, issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1),
+        end(2),
+    )
+    found = audit_files(tmp_path)
+    assert failures(found) == {}
+    assert found.replay.counts == LedgerCounts(issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1)
+    assert list(found.replay.in_flight()) == [("g00000003", 0)]
+    assert found.replay.trained_by_version == {1: 3, 2: 1}
+    assert {outcome.value: dict(reasons) for outcome, reasons in found.replay.reasons.items()} == {
+        "trained": {}, "dropped_stale": {}, "dropped_filtered": {"equal rewards": 2}, "failed": {"engine": 1},
+    }  # fmt: skip
+    assert found.ended
+
+
+def test_what_a_restart_undid_does_not_count(tmp_path: Path) -> None:
+    written = Journalist(tmp_path)
+    at_version_1 = written.write(*OPENING, *FIRST_STEP)
+    written.write(
+        {"event": "checkpoint", "version": 1, "position": 4},
+        close("failed", "1.0", reason="engine"),
+        close("trained", "2.0", "2.1", version=2),
+        step(2, issued=6, trained=5, failed=1),
+        issue(3, version=2),
+    )
+    written.write(
+        start(2, version=1, keep=at_version_1),
+        issue(3, version=1),
+        close("trained", "2.0", "1.0", version=2),
+        step(2, issued=8, trained=5, in_flight=3),
+    )
+    found = audit_files(tmp_path)
+    assert failures(found) == {}
+    assert found.replay.counts == LedgerCounts(issued=8, trained=5, in_flight=3)
+    (restart,) = found.restarts
+    assert vars(restart) == {
+        "incarnation": 2, "version": 1, "steps": 1, "groups": 1, "trained": 2, "ended_otherwise": 1,
+    }  # fmt: skip
+
+
+def test_restarts_nest(tmp_path: Path) -> None:
+    """Version 1 is kept; 2 is made, undone, made again; then the newest checkpoint is gone and all begins at 1 once more."""
+    written = Journalist(tmp_path)
+    at_1 = written.write(*OPENING, *FIRST_STEP)
+    undone = (close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
+    at_2 = written.write(*undone)
+    written.write(close("trained", "2.1", version=3), step(3, issued=6, trained=5, in_flight=1))
+    at_3 = written.write(start(2, version=2, keep=at_2), close("trained", "1.0", version=3),
+                         step(3, issued=6, trained=5, in_flight=1))  # fmt: skip
+    written.write(start(3, version=3, keep=at_3), close("failed", "2.1", reason="engine"))
+    written.write(start(4, version=1, keep=at_1), *undone)
+    found = audit_files(tmp_path)
+    assert failures(found) == {}
+    assert found.replay.counts == LedgerCounts(issued=6, trained=4, in_flight=2)
+    assert [(one.incarnation, one.steps, one.trained, one.ended_otherwise) for one in found.restarts] == [
+        (2, 1, 1, 0),  # step 3
+        (3, 0, 0, 0),
+        (4, 2, 2, 1),  # step 2, step 3 of the second incarnation, and what the third had ended
+    ]
+
+
+def test_a_start_without_a_checkpoint_undoes_everything(tmp_path: Path) -> None:
+    assert failed(tmp_path, *OPENING, *FIRST_STEP, start(2), issue(0), issue(1)) == {}
+    assert audit_files(tmp_path).replay.counts == LedgerCounts(issued=4, in_flight=4)
+
+
+def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING)
+    whole = audit_files(tmp_path).history.size
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"event":"issue","group":"g0000')
+    found = audit_files(tmp_path)
+    assert (failures(found), found.history.size) == ({}, whole)
+
+
+def test_a_run_whose_trainer_has_not_started(tmp_path: Path) -> None:
+    found = audit_files(tmp_path)
+    assert (failures(found), found.replay.counts) == ({}, LedgerCounts())
+
+
+AGAIN = "g00000000.0"
+
+
+@pytest.mark.parametrize(
+    ("events", "check", "count", "said"),
+    [
+        ([issue(1)], Check.ISSUED_ONCE, 2, "g00000001"),
+        ([close("failed", "0.0", reason="engine")], Check.ENDED_ONCE, 1, f"{AGAIN} ends as failed too"),
+        ([close("trained", "0.0", version=2)], Check.TRAINED_ONCE, 1, f"{AGAIN} into version 2"),
+        ([close("dropped_stale", "7.0", "0.9", reason="x")], Check.ISSUED_FIRST, 2, "g00000007.0 ends as dropped_stale"),
+        ([close("failed", "x", "1.70000", reason="x")], Check.ISSUED_FIRST, 2, " ends as failed"),
+        ([step(3, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 3 follows version 1"),
+        ([step(1, issued=6, trained=3, in_flight=3)], Check.VERSIONS, 1, "version 1 follows version 1"),
+        ([close("trained", "2.0", version=5)], Check.VERSIONS, 1, "version 5 was trained after version 1"),
+        ([step(2, issued=6, trained=4, in_flight=2)], Check.EQUATION, 1, "trained 4 told, 3 derived, in_flight 2 told"),
+        ([{"event": "step", "version": 2, "counts": {}}], Check.EQUATION, 1, "issued None told, 6 derived"),
+        ([reserve(9), issue(5)], Check.GROUPS, 2, "2 missing before g00000005"),
+        ([issue(3), issue(4)], Check.GROUPS, 1, "g00000004 was issued without being reserved"),
+        ([{"event": "issue", "group": "other", "samples": 1}], Check.GROUPS, 1, "'other' has no number"),
+        ([{"event": "issue", "samples": 1}], Check.JOURNAL, 1, "issue without what it needs"),
+        ([{"event": "close", "outcome": "eaten", "ids": []}], Check.JOURNAL, 1, "close without what it needs"),
+        ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start without what it needs"),
+        ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
+        ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
+    ],
+)  # fmt: skip
+def test_each_contradiction_is_found(
+    tmp_path: Path, events: Iterable[Event], check: Check, count: int, said: str
+) -> None:
+    found = failed(tmp_path, *OPENING, *FIRST_STEP, *events)
+    assert check in found, found
+    assert found[check][0] >= count
+    assert said in found[check][1]
+
+
+def test_one_contradiction_is_one_finding(tmp_path: Path) -> None:
+    assert list(failed(tmp_path, *OPENING, *FIRST_STEP, close("failed", "0.0", reason="engine"))) == [Check.ENDED_ONCE]
+
+
+def test_a_line_that_is_no_event(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING)
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b"\x00\xff nothing\n[1]\n")
+    assert failures(audit_files(tmp_path))[Check.JOURNAL][0] == 2
+
+
+def test_such_a_line_in_what_was_undone_is_nobodys_business(tmp_path: Path) -> None:
+    written = Journalist(tmp_path)
+    keep = written.write(*OPENING, *FIRST_STEP)
+    with written.file.open("ab") as file:
+        file.write(b"garbage\n")
+    written.write(start(2, version=1, keep=keep))
+    assert failures(audit_files(tmp_path)) == {}
+
+
+def test_events_before_any_start(tmp_path: Path) -> None:
+    assert failed(tmp_path, issue(0), start())[Check.JOURNAL] == (1, "byte 0: before any start")
+
+
+def test_a_restart_from_another_version_than_the_journal_is_at(tmp_path: Path) -> None:
+    written = Journalist(tmp_path)
+    keep = written.write(*OPENING, *FIRST_STEP)
+    written.write(start(2, version=2, keep=keep))
+    said = "incarnation 2 says it goes on from version 2, and the journal is at 1"
+    assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, said)}
+
+
+def test_a_restart_on_what_a_restart_had_undone(tmp_path: Path) -> None:
+    written = Journalist(tmp_path)
+    at_1 = written.write(*OPENING, *FIRST_STEP)
+    at_2 = written.write(close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
+    written.write(start(2, version=1, keep=at_1))
+    written.write(start(3, version=2, keep=at_2))
+    assert Check.RESTARTS in failures(audit_files(tmp_path))
+
+
+def test_a_lineage_that_says_otherwise(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING)
+    (tmp_path / "lineage.json").write_text('{"run": "unit", "starts": [0, 5]}')
+    assert failures(audit_files(tmp_path)) == {}, "the second trainer died before it wrote to the journal"
+    for content in ('{"starts": [3]}', '{"starts": []}'):
+        (tmp_path / "lineage.json").write_text(content)
+        assert Check.RESTARTS in failures(audit_files(tmp_path))
+    (tmp_path / "lineage.json").unlink()
+    assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, "there is no lineage.json")}
+
+
+def test_positions_do_not_go_back_but_for_an_older_checkpoint(tmp_path: Path) -> None:
+    def durable(version: int, position: int) -> Event:
+        return {"event": "checkpoint", "version": version, "position": position}
+
+    written = Journalist(tmp_path)
+    keep = written.write(*OPENING, *FIRST_STEP)
+    written.write(durable(1, 10), durable(2, 30))
+    written.write(start(2, version=1, keep=keep), durable(2, 12))
+    assert failures(audit_files(tmp_path)) == {}
+    written.write(durable(3, 11))
+    said = "the checkpoint of version 3 is at position 11, after one at 12"
+    assert failures(audit_files(tmp_path)) == {Check.POSITIONS: (1, said)}
+
+
+# Checkpoints: what a trainer's own code writes, beside a journal that its own books wrote.
+
+
+class Trainer:
+    """Books that write a journal, and checkpoints of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.written, self.folder, self.version = Journalist(folder, start(), reserve(100)), folder, 0
+        self.books, self.issued = Books(self.record), 0
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        self.written.write(dict(event))
+
+    def issue(self, groups: int) -> None:
+        for _ in range(groups):
+            self.books.issue(make_group(self.issued))
+            self.issued += 1
+
+    def checkpoint(self, **changes: Any) -> Path:
+        folder = self.folder / "checkpoints" / f"step-{self.version}" / "resume"
+        folder.mkdir(parents=True)
+        state = {"journal_bytes": self.written.file.stat().st_size, "next_group": self.issued, "position": 7, **changes}
+        make_run_state(self.version, self.books, **state).save(folder)
+        return folder
+
+
+def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.issue(2)
+    trainer.checkpoint()
+    trainer.issue(1)
+    found = audit_files(tmp_path)
+    assert failures(found) == {}
+    assert found.checkpoint is not None
+    assert (found.checkpoint.version, found.checkpoint.position, len(found.checkpoint.ledger.in_flight())) == (0, 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"next_group": 3}, "step-0: groups issued 3, the journal 2"),
+        ({"policy_version": 4}, "step-0: version 4, the journal 0"),
+        ({"journal_bytes": 10_000}, "step-0: byte 10000 of the journal, where it was taken, is not there"),
+    ],
+)
+def test_a_checkpoint_that_says_otherwise(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.issue(2)
+    run_state = trainer.checkpoint() / "run.json"
+    run_state.write_text(json.dumps({**json.loads(run_state.read_text()), **change}))
+    assert failures(audit_files(tmp_path)) == {Check.CHECKPOINTS: (1, said)}
+
+
+def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.issue(2)
+    run_state = trainer.checkpoint() / "run.json"
+    content = json.loads(run_state.read_text())
+    content["books"]["ledger"]["in_flight"][0] = "g00000009.0"
+    content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
+    run_state.write_text(json.dumps(content))
+    found = audit_files(tmp_path).findings.examples[Check.CHECKPOINTS]
+    assert "in flight there and not in the journal: g00000009.0; the other way round: g00000000.0" in found[0]
+    assert "holds sequences that are not in flight: g00000008.0" in found[1]
+
+
+def test_a_checkpoint_of_what_was_undone(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.issue(2)
+    trainer.checkpoint()
+    trainer.written.write(start(2))
+    said = failures(audit_files(tmp_path))[Check.CHECKPOINTS][1]
+    assert said.endswith("where it was taken, was undone")
+
+
+def test_a_damaged_checkpoint_is_named_and_one_of_weights_alone_is_not(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    (trainer.checkpoint() / "sequences.pb").write_bytes(b"\xff\xff\xff")
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    found = failures(audit_files(tmp_path))
+    assert found[Check.CHECKPOINTS][1].startswith("step-0 cannot be read")
+
+
+def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
+    told = {
+        "sequences": LedgerCounts(issued=6, trained=3, failed=1, in_flight=2).as_dict(),
+        "sequence_reasons": {"trained": {}, "dropped_stale": {}, "dropped_filtered": {}, "failed": {"engine": 1}},
+        "policy_version": 1,
+    }
+    summary = tmp_path / "summary.json"
+    summary.write_text(json.dumps(told))
+    assert failures(audit_files(tmp_path)) == {}
+    summary.write_text(json.dumps({**told, "policy_version": 2, "sequence_reasons": {}}))
+    assert failures(audit_files(tmp_path))[Check.SUMMARY][0] == 2
+    summary.write_text(json.dumps({**told, "sequences": {}, "sequence_reasons": None}))
+    assert failures(audit_files(tmp_path)) == {}, "the runner's, out of metrics.jsonl"
+
+
+def test_the_summary_of_the_trainer_before_says_nothing_of_this_one(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING, *FIRST_STEP, end(1, finished=False), start(2))
+    (tmp_path / "summary.json").write_text('{"sequences": {}, "sequence_reasons": {}, "policy_version": 7}')
+    assert failures(audit_files(tmp_path)) == {}
+
+
+def test_ids_that_name_no_sample() -> None:
+    assert split_id("g00000012.3") == ("g00000012", 3)
+    assert {split_id(name) for name in ("", "g1", "g1.", "g1.x", "g1.-1", "g1.65536", "g1.123456", "g1.²")} == {("", 0)}
+
+
+# What is said
+
+
+async def audit_of(folder: Path) -> Audit:
+    return await audit_run("unit", folder, None, lambda: False)
+
+
+async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> None:
+    written = Journalist(tmp_path)
+    keep = written.write(*OPENING, *FIRST_STEP)
+    written.write(close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
+    written.write(start(2, version=1, keep=keep), close("dropped_stale", "2.0", "2.1", reason="lag above max_lag"),
+                  close("trained", version=2), step(2, issued=6, trained=3, dropped_stale=2, in_flight=1))  # fmt: skip
+    text = "\n".join(lines(await audit_of(tmp_path)))
+    assert "unit: stopped before its end, 2 incarnation(s), version 2" in text
+    assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
+    assert "dropped stale: lag above max_lag  2" in text
+    assert "incarnation 2 went on from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
+    assert "sequences per version: min 0, median 1.5, max 3" in text
+    assert "ok      no sequence is trained twice into the same weights" in text
+    assert "-       every sequence in flight is somewhere: the streams were not looked at" in text
+    assert text.endswith("everything adds up")
+
+
+async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: Path) -> None:
+    Journalist(tmp_path, *OPENING, *(close("failed", f"9.{n}", reason="x") for n in range(8)))
+    audit = await audit_of(tmp_path)
+    text = "\n".join(lines(audit))
+    assert "FAILED  no sequence ends that was not issued: 8\n            g00000009.0 ends as failed" in text
+    assert "g00000009.4" in text
+    assert "g00000009.5" not in text
+    assert text.endswith("1 of 14 checks FAILED")
+    assert not audit.ok
+
+
+async def test_every_version_on_request(tmp_path: Path) -> None:
+    written = Journalist(tmp_path, start(), reserve(40))
+    for number in range(30):
+        trained = close("trained", f"{number}.0", version=number + 1)
+        trained["ids"] = [f"g{number:08d}.0"] * (number != 7)
+        before = number + (number < 7)
+        counts = {"issued": number + 1, "trained": before, "in_flight": int(number >= 7)}
+        written.write(issue(number, 1), trained, step(number + 1, **counts))
+    audit = await audit_of(tmp_path)
+    assert audit.ok
+    assert trained_per_version(audit) == {version: int(version != 8) for version in range(1, 31)}
+    assert "    version 8: 0" in list(lines(audit))
+    assert "version 30: 1" in "\n".join(lines(audit, versions=True))
+    told = as_json(audit, versions=True)
+    assert (told["ok"], told["trained_per_version"]["each"]["8"]) == (True, 0)
+    assert json.loads(json.dumps(told)) == told

@@ -1,0 +1,351 @@
+"""Audits of trainers that live, die and start again over an in-memory bus: whatever happens adds up, and what is broken by
+hand is found. The trainer is its real books, feeder, intake and checkpoints; weights are a version number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.audit.audit import Audit, as_json, audit_run
+from pipelinerl.audit.findings import Check
+from pipelinerl.audit.text import lines
+from pipelinerl.bus.memory import MemoryBus
+from pipelinerl.codec import decode_group, encode_sequence
+from pipelinerl.errors import BusError
+from pipelinerl.journal import JOURNAL
+from pipelinerl.types import VersionSpan
+from tests.unit.builders import RUN, make_group, make_sequence
+from tests.unit.test_trainer_resume import Life, answer_next, life, publish, streams
+
+
+async def audited(folder: Path, bus: MemoryBus, at_work: bool = False) -> Audit:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[MemoryBus]:
+        yield bus
+
+    return await audit_run(RUN, folder, opened, lambda: at_work, again_s=0.0)
+
+
+def failures(audit: Audit) -> dict[Check, tuple[str, ...]]:
+    return {one.check: one.examples for one in audit.checks if not one.ok}
+
+
+ACTIONS = (
+    "answer",
+    "answer",
+    "answer",
+    "half",
+    "old",
+    "read",
+    "step",
+    "step",
+    "checkpoint",
+    "purge",
+    "audit",
+    "die",
+    "torn",
+)
+
+
+async def act(name: str, one: Life, folder: Path) -> None:
+    if name == "answer":
+        await answer_next(one)
+    elif name == "half":
+        await answer_next(one, samples=1)
+    elif name == "old":
+        await answer_next(one, version=0, incarnation=1)
+    elif name == "read":
+        await one.settle()
+    elif name == "step" and one.version < 6:
+        await one.settle()
+        await one.step()
+    elif name == "checkpoint" and one.version > one.start.version:
+        await one.checkpoint()
+        one.journal.flush()
+    elif name == "purge":
+        info = json.loads((folder / "durable").read_text()) if (folder / "durable").is_file() else 0
+        await one.bus.purge_sequences(info + 1)
+    elif name == "audit":
+        assert failures(await audited(folder, one.bus, at_work=True)) == {}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(ACTIONS), max_size=60))
+def test_every_history_adds_up(actions: list[str]) -> None:
+    async def run(folder: Path) -> None:
+        pending = list(actions)
+        async with streams() as bus:
+            while True:
+                async with life(folder, bus) as one:
+                    await one.settle()
+                    while pending and pending[0] not in ("die", "torn"):
+                        await act(pending.pop(0), one, folder)
+                        note_durable(one, folder)
+                found = failures(await audited(folder, bus))
+                assert found == {}, (found, actions)
+                if not pending:
+                    return
+                if pending.pop(0) == "torn":
+                    tear(folder / JOURNAL)
+                    assert failures(await audited(folder, bus)) == {}
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder)))
+
+
+def note_durable(one: Life, folder: Path) -> None:
+    """Position of the newest checkpoint: what its trainer may purge up to."""
+    written = sorted(folder.glob("checkpoints/step-*/resume/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    if written:
+        (folder / "durable").write_text(str(json.loads(written[-1].read_text())["position"]))
+
+
+def tear(journal: Path) -> None:
+    """The last bytes never reached the disk, but what a checkpoint or a reservation waited for did."""
+    kept = journal.read_bytes()
+    synced = max((kept.rfind(b'{"event":"%s"' % kind) for kind in (b"start", b"reserve", b"checkpoint")), default=0)
+    end = kept.find(b"\n", synced) + 1
+    journal.write_bytes(kept[: end + (len(kept) - end) // 2])
+
+
+@asynccontextmanager
+async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]:
+    """A second incarnation that has trained a version, with sequences in flight in every place where they can be."""
+    async with streams() as bus:
+        async with life(folder, bus) as one:
+            await one.settle()
+            for _ in range(3):
+                await answer_next(one)
+            await one.settle()
+            assert await one.step()
+            await one.checkpoint()
+        async with life(folder, bus) as again:
+            await again.settle()
+            await answer_next(again)
+            await again.settle()
+            assert await again.step()
+            await answer_next(again)
+            await answer_next(again, samples=1)
+            await again.settle()
+            again.journal.flush()
+            yield again, bus
+
+
+async def test_the_report_of_a_run_with_streams(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (again, bus):
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert failures(audit) == {}
+        assert audit.files.replay.counts == again.books.ledger.counts
+        text = "\n".join(lines(audit))
+        assert "unit: goes on, 2 incarnation(s), version 2" in text
+        assert "SEQUENCES holds 11 messages, positions 1 to 11; durable up to 6" in text
+        assert "6 of them may be purged" in text
+        told = as_json(audit)["streams"]
+        assert (told["messages"], told["trained_and_not_purged"], told["groups_on_prompts"]) == (11, 6, 5)
+
+
+async def test_a_sequence_that_was_never_issued(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (_, bus):
+        await publish(bus, make_group(77), 1, VersionSpan(1, 0, 2, 2))
+        await publish(bus, make_group(0, num_samples=9), 8, VersionSpan(1, 0, 2, 2))
+        assert failures(await audited(tmp_path, bus, at_work=True)) == {Check.STRANGERS: ("g00000077.1", "g00000000.8")}
+
+
+async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (again, bus):
+        await again.reserve(80)
+        await publish(bus, make_group(77), 1, VersionSpan(1, 0, 2, 2))
+        assert failures(await audited(tmp_path, bus, at_work=True)) == {}
+        assert failures(await audited(tmp_path, bus)) == {}
+        again.journal.write({"event": "end", "version": 2, "finished": True})
+        again.journal.flush()
+        assert failures(await audited(tmp_path, bus)) == {Check.STRANGERS: ("g00000077.1",)}
+
+
+async def test_a_repeated_sequence_is_counted_and_no_contradiction(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (_, bus):
+        message = encode_sequence(make_sequence(make_group(0), 0))
+        for again_id in ("later-1", "later-2"):
+            await bus.publish_sequence(message, again_id)
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert (failures(audit), audit.streams and audit.streams.repeated) == ({}, 2)
+        assert "2 of them repeat a sequence: recognised, and trained once" in "\n".join(lines(audit))
+
+
+async def test_a_message_that_cannot_be_read_is_counted_with_its_position(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (_, bus):
+        await bus.publish_sequence(b"\xff\xff", "noise")
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert (failures(audit), audit.streams and audit.streams.unreadable) == ({}, [12])
+        assert "1 of them cannot be read: positions 12" in "\n".join(lines(audit))
+
+
+async def test_an_unreadable_message_accounts_for_the_sequence_that_it_was_published_as(tmp_path: Path) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        delivery = await bus.next_prompt(timeout_s=1)
+        assert delivery is not None
+        group = decode_group(delivery.payload)
+        await publish(bus, group, 0, VersionSpan(0, 0, 2, 1))
+        await bus.publish_sequence(b"\xff", group.sequence_id(1))
+        await delivery.ack()
+        one.journal.flush()
+        assert failures(await audited(tmp_path, bus, at_work=True)) == {}
+
+
+async def acknowledge_without_storing(bus: MemoryBus) -> str:
+    """An actor that breaks its word: takes a group and acknowledges it with one of its two sequences stored."""
+    delivery = await bus.next_prompt(timeout_s=1)
+    assert delivery is not None
+    group = decode_group(delivery.payload)
+    await publish(bus, group, 0, VersionSpan(0, 0, 2, 1))
+    await delivery.ack()
+    return group.sequence_id(1)
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+async def test_a_sequence_in_flight_that_is_nowhere(tmp_path: Path, at_work: bool) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        for _ in range(2):
+            await answer_next(one)
+        await one.settle()
+        assert await one.step()
+        lost = await acknowledge_without_storing(bus)
+        await one.settle()
+        one.journal.flush()
+        assert failures(await audited(tmp_path, bus, at_work)) == {Check.LOST: (lost,)}
+
+
+async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_path: Path) -> None:
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.settle()
+        while (delivery := await bus.next_prompt(timeout_s=0.002)) is not None:
+            await delivery.ack()  # as if PROMPTS had been lost with its disk
+        audit = await audited(tmp_path, bus)
+        assert (failures(audit), len(audit.waiting)) == ({}, 12)
+        assert "12 sequences in flight are published by the trainer" in "\n".join(lines(audit))
+        trained_since = await audited(tmp_path, bus, at_work=True)
+        assert failures(trained_since) == {}, "a trainer that has just started may not have come to it yet"
+        async with life(tmp_path, bus) as again:
+            again.journal.write({"event": "end", "version": 0, "finished": False})
+            again.journal.flush()
+            audit = await audited(tmp_path, bus, at_work=True)
+            assert (failures(audit), audit.waiting) == ({}, []), "it has published them"
+
+
+async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        for _ in range(2):
+            await answer_next(one)
+        await one.settle()
+        assert await one.step()
+        await one.settle()
+        number = one.feeder.state.next_group
+        await one.reserve(number + 2)
+        one.books.issue(make_group(number))
+        one.journal.flush()
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert (failures(audit), audit.waiting) == ({}, [f"g{number:08d}.0", f"g{number:08d}.1"])
+        one.books.issue(make_group(number + 1))
+        one.journal.flush()
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert failures(audit) == {Check.LOST: (f"g{number:08d}.0", f"g{number:08d}.1")}
+
+
+async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
+    """What is nowhere at the first look was trained, and purged, by the second."""
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        for _ in range(2):
+            await answer_next(one)
+        await one.settle()
+        assert await one.step()
+        one.journal.flush()
+        for _ in range(2):
+            await answer_next(one)
+        await one.settle()
+        looks = 0
+
+        @asynccontextmanager
+        async def moving() -> AsyncIterator[MemoryBus]:
+            nonlocal looks
+            looks += 1
+            if looks == 1:  # after the journal was read: a step, not yet in the file, and its sequences purged
+                assert await one.step()
+                await bus.purge_sequences(9)
+            yield bus
+            one.journal.flush()
+
+        audit = await audit_run(RUN, tmp_path, moving, lambda: True, again_s=0.0)
+        assert (failures(audit), looks) == ({}, 2)
+
+
+async def test_streams_that_do_not_answer_fail_the_audit(tmp_path: Path) -> None:
+    async with after_a_restart(tmp_path) as (_, bus):
+        bus.server.set_reachable(False)
+        with pytest.raises(BusError):
+            await bus.sequences_info()
+        found = failures(await audited(tmp_path, bus, at_work=True))
+        assert found[Check.LOST][0].startswith("the streams cannot be read: ")
+        bus.server.set_reachable(True)
+
+
+Broken = Callable[[list[dict[str, object]]], None]
+
+
+def train_again(events: list[dict[str, object]]) -> None:
+    events.append({**next(one for one in events if one.get("outcome") == "trained"), "version": 3})
+
+
+def lose_a_close(events: list[dict[str, object]]) -> None:
+    events.remove(next(one for one in events if one["event"] == "close"))
+
+
+def lose_an_issue(events: list[dict[str, object]]) -> None:
+    events.remove(next(one for one in events if one["event"] == "issue"))
+
+
+def repeat_an_issue(events: list[dict[str, object]]) -> None:
+    events.append(next(one for one in events if one["event"] == "issue"))
+
+
+def lose_a_step(events: list[dict[str, object]]) -> None:
+    events.remove([one for one in events if one["event"] == "step"][-2])
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (train_again, Check.TRAINED_ONCE),
+        (lose_a_close, Check.EQUATION),
+        (lose_an_issue, Check.GROUPS),
+        (repeat_an_issue, Check.ISSUED_ONCE),
+        (lose_a_step, Check.VERSIONS),
+    ],
+)
+async def test_a_journal_that_was_tampered_with(tmp_path: Path, broken: Broken, check: Check) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        for _ in range(2):
+            await one.settle()
+            for _ in range(2):
+                await answer_next(one)
+            await one.settle()
+            assert await one.step()
+        one.journal.flush()
+        events = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
+        assert failures(await audited(tmp_path, bus)) == {}
+        broken(events)
+        (tmp_path / JOURNAL).write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in events))
+        assert check in failures(await audited(tmp_path, bus))
