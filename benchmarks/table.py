@@ -18,7 +18,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before")
+_CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before", "every_steps")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "bus": ("payload", "payload_bytes", "ours_per_s", "bare_per_s", "ratio", "goal"),
@@ -50,6 +50,21 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "bare_mfu",
         "peak_gib",
         "bare_peak_gib",
+    ),
+    "checkpoint": (
+        "case",
+        "parameters",
+        "step_s",
+        "blocking_ms",
+        "writing_s",
+        "restore_s",
+        "state_mib",
+        "export_mib",
+        "ratio",
+        "ratio_best",
+        "ratio_cpu_time",
+        "goal",
+        "load_before",
     ),
     "actor_overhead": (
         "case",

@@ -53,7 +53,7 @@ def _sequence(generator: np.random.Generator, index: int, tokens: int, prompt_to
     middle = tokens // 2
     return Sequence(
         run="benchmark",
-        sequence_id=str(index),
+        sequence_id=f"{index // GROUP_SIZE}.{index % GROUP_SIZE}",
         group_id=str(index // GROUP_SIZE),
         sample_index=index % GROUP_SIZE,
         group_size=GROUP_SIZE,

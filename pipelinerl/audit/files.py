@@ -145,7 +145,7 @@ def _check_summary(path: Path, found: FilesAudit) -> None:
     if found.history.end is None or summary is None or summary.get("sequence_reasons") is None:
         findings.skip("no trainer has ended and left one", Check.SUMMARY)
         return
-    reasons = {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome}
+    reasons = {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome if replay.reasons[outcome]}
     for name, told, derived in [
         ("sequences", summary.get("sequences"), replay.counts.as_dict()),
         ("sequence_reasons", summary.get("sequence_reasons"), reasons),

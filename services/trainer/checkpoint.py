@@ -1,60 +1,27 @@
-"""Hugging Face export of the policy: safetensors and tokenizer, loadable by transformers and by `vllm serve`.
+"""Folders of checkpoints: replaced as a whole, or not at all, whatever crashes; and two files in them.
 
-Atomic: a folder is written beside its final name and renamed, so that a crash leaves the previous checkpoint. It holds the
-policy only: neither optimizer state nor ledger, so a run cannot go on from it.
+A folder is written beside its final name and renamed. Not here: what fills it (`export.py`, `resume/`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from services.trainer.learn.scorer import TokenScorer
 
 VALUE_HEAD = Path("value_head") / "model.safetensors"
 """Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
 _PARTIAL, _REPLACED = ".partial-", ".old-"
-
-
-def export_policy(
-    model: PreTrainedModel,
-    weights: Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    info: dict[str, Any],
-    value_head: Mapping[str, Tensor] | None = None,
-    adapter: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Writes `folder` (replacing what is there) with `weights` in the form of `model`, the tokenizer, `info` as
-    pipelinerl.json, and `value_head` where there is one. Tied weights are given once. `adapter`: what of `weights` is in the
-    model's adapters; written into `adapter/` for peft."""
-    partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        model.save_pretrained(partial, state_dict=dict(weights), safe_serialization=True)
-        tokenizer.save_pretrained(partial)
-        if value_head:
-            save_value_head(value_head, partial / VALUE_HEAD)
-        if adapter is not None:
-            save_adapter(model, adapter, partial / "adapter")
-        (partial / "pipelinerl.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-        _same_mode(partial, (partial / "pipelinerl.json").stat().st_mode)
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
@@ -91,13 +58,6 @@ def save_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], folder: 
     peft_config(model).save_pretrained(str(folder))
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _same_mode(folder: Path, mode: int) -> None:
-    """The mode that the umask gives a new file: safetensors are written readable by their owner alone."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            file.chmod(stat.S_IMODE(mode))
 
 
 def partial_folder(folder: Path) -> Path:

@@ -357,7 +357,7 @@ def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> No
     Journalist(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
     told = {
         "sequences": LedgerCounts(issued=6, trained=3, failed=1, in_flight=2).as_dict(),
-        "sequence_reasons": {"trained": {}, "dropped_stale": {}, "dropped_filtered": {}, "failed": {"engine": 1}},
+        "sequence_reasons": {"failed": {"engine": 1}},
         "policy_version": 1,
     }
     summary = tmp_path / "summary.json"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
 from pipelinerl.errors import FieldError
 from pipelinerl_torch.low_rank import add_low_rank
-from services.trainer.checkpoint import export_policy
+from services.trainer.export import PolicyExport
 from services.trainer.learn.flops import frozen_flops, model_flops
 from services.trainer.learn.lora import adapters_off, add_adapters, layer_adapters
 from services.trainer.learn.model import blank_policy, frozen_copy, initial_policy, load_policy, wrap_model
@@ -24,6 +24,7 @@ from services.trainer.learn.policy import Policy, UnadaptedPolicy
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.learn.weights import adapter_weights, served_parameters, served_weights
+from services.trainer.ranks.lead import Lead
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
 from tests.unit.test_learner import (  # one_thread: its fixture
@@ -210,6 +211,15 @@ class NoTokenizer:
         pass
 
 
+def exported(policy: Policy, folder: Path) -> Path:
+    """As a trainer that is alone writes it."""
+    tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
+    export = PolicyExport(policy.model, tokenizer, policy.model.dtype)
+    folder.mkdir()
+    export.write(export.stage(Lead(learner(policy))), folder, {})
+    return folder
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all-linear", "some"])
 def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: str, tmp_path: Path) -> None:
@@ -219,9 +229,7 @@ def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: 
     config = ModelConfig(source="path", name=str(tmp_path / "base"), max_context=64)
     policy = load_policy(str(tmp_path / "base"), config, lora=lora)
     train(policy)
-    tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
-    adapter = dict(adapter_weights(policy.model))
-    folder = export_policy(policy.model, served(policy), tokenizer, tmp_path / "checkpoint", {}, adapter=adapter)
+    folder = exported(policy, tmp_path / "checkpoint")
 
     expected = policy.sequence_logprobs(TOKENS)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -236,10 +244,7 @@ def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: 
 def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     policy = wrap_model(model("llama-tied"))
     assert list(adapter_weights(policy.model)) == []
-    tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
-    assert not (
-        export_policy(policy.model, served(policy), tokenizer, tmp_path / "checkpoint", {}) / "adapter"
-    ).exists()
+    assert not (exported(policy, tmp_path / "checkpoint") / "adapter").exists()
 
 
 def test_a_blank_policy_has_the_same_parameters(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
 from services.trainer.checkpoint import VALUE_HEAD
+from services.trainer.export import PolicyExport, StagedExport
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import TorchPolicyTrainer
@@ -33,11 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_of(learner: Learner, recipe: Recipe, run_dir: Path) -> TorchPolicyTrainer:
+def trainer_of(learner: Learner, recipe: Recipe) -> TorchPolicyTrainer:
     """Nothing is sent."""
     nothing: Any = None
     tokenizer: Any = NoTokenizer()
-    return TorchPolicyTrainer(Lead(learner), tokenizer, nothing, nothing, recipe, run_dir)
+    return TorchPolicyTrainer(Lead(learner), tokenizer, nothing, nothing, recipe, version=6)
 
 
 def checkpoint_beside_training(trainer: TorchPolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
@@ -86,7 +88,7 @@ def source(tmp_path: Path) -> str:
 def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: str) -> None:
     recipe = Job(source, **CASES[case]).recipe()
     learner = load_learner(recipe, source, RankSettings())
-    trainer, folder = trainer_of(learner, recipe, tmp_path), tmp_path / "partial"
+    trainer, folder = trainer_of(learner, recipe), tmp_path / "partial"
     then = checkpoint_beside_training(trainer, folder)
     check(folder, then, recipe)
     again = load_learner(recipe, source, RankSettings(), folder / "resume" / "state")
@@ -104,7 +106,7 @@ def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch
         recipe = Job(source, **changes).recipe()
         learner = sharded_learner(recipe, source, torch.device("cpu"))
         if learner.world.is_first:
-            trainer = trainer_of(learner, recipe, folder)
+            trainer = trainer_of(learner, recipe)
             found[case] = checkpoint_beside_training(trainer, folder / case)
             trainer.end()
         else:
@@ -121,7 +123,7 @@ def test_so_it_is_of_several_ranks_whose_weights_are_float32_shards(source: str,
 
 def test_an_export_that_fails_leaves_room_for_the_next_checkpoint(source: str, tmp_path: Path) -> None:
     recipe = Job(source).recipe()
-    trainer = trainer_of(load_learner(recipe, source, RankSettings()), recipe, tmp_path)
+    trainer = trainer_of(load_learner(recipe, source, RankSettings()), recipe)
     for name in ("full", "folder"):
         (tmp_path / name).mkdir()
     (tmp_path / "full" / "pipelinerl.json").symlink_to("/dev/full")
@@ -132,10 +134,21 @@ def test_an_export_that_fails_leaves_room_for_the_next_checkpoint(source: str, t
     trainer.end()
 
 
-def test_the_last_checkpoint_has_the_export_alone(source: str, tmp_path: Path) -> None:
-    recipe = Job(source).recipe()
-    trainer = trainer_of(load_learner(recipe, source, RankSettings()), recipe, tmp_path)
-    trainer.train_step(trainer.prepare([GROUP], 6))
-    folder, version = trainer.checkpoint(final=True)
-    assert (Path(folder), version) == (tmp_path / "checkpoint", 7)
-    check(tmp_path / "checkpoint", dict(trainer._lead.weights()), recipe)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    class Private:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "chat").mkdir()
+            (folder / "chat" / "template").touch(mode=0o600)
+
+    tokenizer: Any = Private()
+    weights = dict(model_of("llama-tied").named_parameters())
+    before = os.umask(umask)
+    try:
+        export = PolicyExport(model_of("llama-tied"), tokenizer, torch.float32)
+        export.write(StagedExport(weights, {}, None), tmp_path, {})
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "config.json", "template", "pipelinerl.json"} <= modes.keys()
+    assert set(modes.values()) == {oct(mode)}

@@ -8,7 +8,6 @@ know the folder when it stages, and by default stages into new memory each time.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.errors import FieldError, ServiceError
 from services.trainer.learn.state import RNG, adopt, learner_state, local_part
 from services.trainer.learn.step import Learner
+from services.trainer.resume.files import sync_folder
 
 FIELD = "checkpoint"
 
@@ -50,7 +50,7 @@ class StagedState:
         except CheckpointException as error:
             raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
         for changed in (folder, folder.parent):
-            _sync_names(changed)
+            sync_folder(changed)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -144,15 +144,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
-
-
-def _sync_names(folder: Path) -> None:
-    """Of what is in `folder`, onto the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _alone_is_meant() -> None:
