@@ -37,24 +37,9 @@ class RunDir:
         return self.path / "run.json"
 
     @property
-    def lineage(self) -> Path:
-        """`{"run": NAME, "starts": [0, 20]}`: the version that each of the run's trainers began from."""
-        return self.path / "lineage.json"
-
-    @property
-    def journal(self) -> Path:
-        """Every sequence issued and where it ended, one event a line."""
-        return self.path / "ledger.jsonl"
-
-    @property
     def metrics(self) -> Path:
         """One JSON object for each optimizer step."""
         return self.path / "metrics.jsonl"
-
-    @property
-    def metrics_undone(self) -> Path:
-        """The same of steps that a restart undid."""
-        return self.path / "metrics-undone.jsonl"
 
     @property
     def samples(self) -> Path:
