@@ -355,6 +355,7 @@ class TrainingRun:
 
     def _readable_from(self) -> int:
         """Position of SEQUENCES that somebody may still read: this trainer, or one that goes on from a checkpoint."""
+        self._journal.flush()  # an audit must not miss in the log what the journal does not show as ended yet
         config = self._recipe.checkpoint
         return self._kept_position + 1 if config.every_steps or config.every_minutes else self._intake.needed_from
 
@@ -421,6 +422,7 @@ class TrainingRun:
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
+        self._journal.flush()
         self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)
         self._context.policy_version = self._loop.version
