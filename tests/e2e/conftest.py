@@ -131,13 +131,14 @@ class RunningCommand:
 
 @pytest.fixture
 def start_run(recipe: Path, tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
-    """Starts `pipelinerl run` on the tiny recipe, or on that named by `of`; whatever is left at the end is killed."""
+    """Starts `pipelinerl run` on the tiny recipe, on that named by `of`, or on the folder `resume`; what is left is killed."""
     started: list[RunningCommand] = []
 
-    def start(*arguments: str, of: str = str(recipe)) -> RunningCommand:
-        run_dir, output = tmp_path / f"run{len(started)}", tmp_path / f"output{len(started)}.txt"
+    def start(*arguments: str, of: str = str(recipe), resume: Path | None = None) -> RunningCommand:
+        run_dir, output = resume or tmp_path / f"run{len(started)}", tmp_path / f"output{len(started)}.txt"
         program = Path(sys.executable).with_name("pipelinerl")
-        command = [str(program), "run", of, "--run-dir", str(run_dir), *arguments]
+        where = ["--resume", str(run_dir)] if resume else [of, "--run-dir", str(run_dir)]
+        command = [str(program), "run", *where, *arguments]
         with output.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         started.append(RunningCommand(process, run_dir, output))
