@@ -31,27 +31,27 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """The state by name: the learner's own tensors, and copies of what it keeps in another form.
+    """The state by name: the learner's own tensors, which change with the next step; moments in 8 bit as it keeps them.
 
-    Its own change with the next step. Whoever fills all of them with another state of the same names and shapes and calls
-    `adopt` has restored it.
+    Whoever fills all of them with another state of the same names and shapes, puts float32 tensors in the place of those in
+    8 bit, and calls `adopt`, has restored it.
     """
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
         state[f"{WEIGHT}/{name}"] = stepped.detach()
         for moment, value in learner.optimizer.moments(stepped).items():
-            state[f"{moment}/{name}"] = _dequantized(value)
+            state[f"{moment}/{name}"] = value
     state[STEPS_TAKEN] = torch.tensor(learner.optimizer.steps_taken)
     return state | _random_states(learner)
 
 
 @torch.no_grad()
 def adopt(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Takes over from `state`, which is `learner_state`'s with other values, what are not the learner's own tensors."""
+    """Takes over from `state`, which is `learner_state`'s with other values, what is not in the learner's own tensors."""
     for name, stepped in trained_parameters(learner).items():
         for moment, value in learner.optimizer.moments(stepped).items():
-            if _is_quantized(value):
+            if is_quantized(value):
                 local_part(value).copy_(local_part(state[f"{moment}/{name}"]))
     learner.optimizer.publish_masters()
     learner.optimizer.steps_taken = int(state[STEPS_TAKEN])
@@ -63,20 +63,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_quantized(moment: Tensor) -> bool:
+def is_quantized(tensor: Tensor) -> bool:
     """Whether it is of a class of torchao's, which is not imported here."""
-    return type(local_part(moment)) is not Tensor
+    return type(local_part(tensor)) is not Tensor
 
 
-def _dequantized(moment: Tensor) -> Tensor:
-    if not _is_quantized(moment):
-        return moment
-    values = local_part(moment).dequantize()
-    if not isinstance(moment, DTensor):
-        return values
-    return DTensor.from_local(
-        values, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
-    )
+def plain_part(tensor: Tensor) -> Tensor:
+    """`local_part`; of one in 8 bit, a float32 copy."""
+    local = local_part(tensor)
+    return local.dequantize() if is_quantized(tensor) else local
 
 
 def _random_states(learner: Learner) -> dict[str, Tensor]:

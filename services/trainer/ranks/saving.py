@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, ServiceError
-from services.trainer.learn.state import RNG, adopt, learner_state, local_part
+from services.trainer.learn.state import RNG, adopt, is_quantized, learner_state, local_part, plain_part
 from services.trainer.learn.step import Learner
 from services.trainer.resume.files import sync_folder
 
@@ -80,16 +80,21 @@ def stage(learner: Learner, reused: StagedState | None = None) -> StagedState:
 
 
 def _copied(tensor: Tensor, there: Tensor | None, host_mesh: DeviceMesh | None) -> Tensor:
-    local = local_part(tensor)
-    if there is None:
-        there = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        if isinstance(tensor, DTensor):
-            assert host_mesh is not None
-            there = DTensor.from_local(
-                there, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
-    local_part(there).copy_(local, non_blocking=True)
+    there = there if there is not None else _host_memory(tensor, host_mesh)
+    local_part(there).copy_(plain_part(tensor), non_blocking=True)
     return there
+
+
+def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
+    """For the values of `tensor`, sharded as it is."""
+    local = local_part(tensor)
+    memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    if not isinstance(tensor, DTensor):
+        return memory
+    assert host_mesh is not None, "shards are of several ranks"
+    return DTensor.from_local(
+        memory, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def restore(learner: Learner, folder: Path) -> None:
@@ -99,7 +104,11 @@ def restore(learner: Learner, folder: Path) -> None:
     not this model's; `ServiceError` for one that cannot be read.
     """
     _alone_is_meant()
-    state = learner_state(learner)
+    mesh = learner.world.host_mesh
+    state = {
+        name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor
+        for name, tensor in learner_state(learner).items()
+    }
     saved = _saved_shapes(folder)
     wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith(f"{RNG}/")}
     _check_same({name: tuple(tensor.shape) for name, tensor in wanted.items()}, saved, folder)
