@@ -44,8 +44,9 @@ test: $(STAMP)  ## The whole test suite, end to end included (about twenty minut
 HISTORIES ?= 300
 FIRST_SEED ?= 1000
 
-soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=300 FIRST_SEED=1000; about an hour)
-	@$(BIN)/python -m pytest -m soak $(ARGS)
+soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=300 FIRST_SEED=1000; about two hours)
+	@$(BIN)/python -m pytest -m soak --fault-table benchmarks/results/fault_matrix.json $(ARGS)
+	@$(BIN)/python -m benchmarks.table
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only: about four minutes

@@ -1,8 +1,8 @@
-"""The results in benchmarks/README.md, generated from results/*.json so that text and figures cannot differ.
+"""The results in benchmarks/README.md and docs/reliability.md, generated from results/*.json so that text and figures cannot differ.
 
     python -m benchmarks.table
 
-For each benchmark the README has a line `<!-- result: NAME -->` and, after it, `<!-- end -->`; what stands between them is
+For each benchmark one of them has a line `<!-- result: NAME -->` and, after it, `<!-- end -->`; what stands between them is
 replaced. A result file holds its measurements as `rows` (a list of objects) or `cases` (an object of objects); numbers
 and texts in them become columns, `COLUMNS` says which. It measures nothing.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
+DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md")
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "load_average_before", "every_steps")
 
@@ -152,7 +153,8 @@ def conditions(data: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,10 @@ async def survive(faults: list[Fault], folder: Path, model: Path) -> list[Surviv
 
 def keep(path: Path, survived: list[Survived]) -> None:
     """Adds to the table of recovery times, or replaces what it has of the same fault."""
-    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for one in survived:
-        fault = one.fault
-        table.setdefault(fault.service, {}).setdefault(fault.signal, {})[fault.point] = round(one.seconds, 1)
-    path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    fault = survived[0].fault
+    name = {"service": fault.service, "signal": fault.signal}
+    others = [row for row in rows if not name.items() <= row.items()]
+    new = {**name, **{one.fault.point: round(one.seconds, 1) for one in survived}}
+    data = {"benchmark": "fault_matrix", "unit": "s", "cpus": os.cpu_count(), "rows": [*others, new]}
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -98,12 +98,13 @@ def test_every_recipe_is_described() -> None:
 
 
 def test_benchmark_results_are_those_of_the_result_files() -> None:
-    text = table.README.read_text(encoding="utf-8")
-    assert table.filled(text) == text, "run: python -m benchmarks.table"
+    for document in table.DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert table.filled(text) == text, "run: python -m benchmarks.table"
 
 
 def test_every_benchmark_result_has_its_place() -> None:
-    text = table.README.read_text(encoding="utf-8")
+    text = "".join(document.read_text(encoding="utf-8") for document in table.DOCUMENTS)
     results = [path.stem for path in (table.FOLDER / "results").glob("*.json")]
     assert [name for name in results if f"<!-- result: {name} -->" not in text] == []
 
