@@ -1,4 +1,4 @@
-"""The results in benchmarks/README.md and docs/reliability.md, generated from results/*.json so that text and figures cannot differ.
+"""The results in benchmarks/README.md and docs/reliability.md, generated from results/*.json: text and figures cannot differ.
 
     python -m benchmarks.table
 
