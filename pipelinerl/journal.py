@@ -10,6 +10,7 @@ them):
     close       outcome, reason or version, ids    `version`: the one that the step made of those it trained
     step        version, counts               the ledger's own counts after that step
     checkpoint  version, position             on disk; SEQUENCES up to `position` may go
+    position    position                      the streams are new ones, and the log is read from there
     end         version, finished
 
 Knows files, no streams and no ledger. A last line that was cut off does not count.

@@ -17,7 +17,7 @@ from pipelinerl.audit.findings import Check, Findings
 
 Event = dict[str, Any]
 _KIND = re.compile(rb'\{"event": ?"(\w+)"')
-_OF_INTEREST = frozenset((b"start", b"checkpoint", b"end"))
+_OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ def read_history(path: Path, findings: Findings) -> History:
                 history.end = event
             elif event["event"] == "checkpoint":
                 floor = _checkpoint(history, event, floor, findings)
+            elif event["event"] == "position":
+                floor = int(event["position"])
             else:
                 start = Start(offset, int(event["incarnation"]), int(event["version"]), int(event["keep"]))
                 floor = history.positions.get(start.version, 0)

@@ -29,7 +29,11 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
         yield from _check(check)
     yield ""
     failed = sum(not check.ok for check in audit.checks)
-    yield "everything adds up" if audit.ok else f"{failed} of {len(audit.checks)} checks FAILED"
+    skipped = sum(bool(check.skipped) for check in audit.checks)
+    if failed:
+        yield f"{failed} of {len(audit.checks)} checks FAILED"
+    else:
+        yield f"what was looked at adds up; {skipped} checks were not made" if skipped else "everything adds up"
 
 
 def equation(counts: Mapping[str, int]) -> str:

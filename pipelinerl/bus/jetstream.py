@@ -122,7 +122,9 @@ class JetStreamBus:
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
-            await self._link.js.purge_stream(self._subjects.sequences_stream, seq=below_position)
+            # Beyond the end, the server would go on counting from there.
+            end = (await self.sequences_info()).last_position
+            await self._link.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)

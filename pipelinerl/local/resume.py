@@ -21,6 +21,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.living import living
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.summary import is_finished, read_summary
+from pipelinerl.run_folder import missing_from, newest_state
 
 OPTION = "--resume"
 _LOCK = ".running"
@@ -70,6 +71,7 @@ def plan_resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = tuple(check_resumable(old, new))
     check_ended(run_dir)
+    _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir)
     _check_steps(run_dir, new.trainer.steps, version)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
@@ -126,6 +128,20 @@ def held(run_dir: RunDir) -> Iterator[None]:
             fix = "another command runs in it; wait for its end, or stop it"
             raise FieldError(OPTION, str(run_dir.path), fix) from None
         yield
+
+
+def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
+    """Raises `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that is not the checkpoint's."""
+    try:
+        missing, state = missing_from(run_dir.path), newest_state(run_dir.path)
+        if state is not None:
+            check_resumable(state["recipe"], recipe)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FieldError(
+            OPTION, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it"
+        ) from error
+    if missing:
+        raise FieldError(OPTION, str(run_dir.path), missing)
 
 
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:

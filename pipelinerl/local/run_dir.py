@@ -139,7 +139,11 @@ def _make_empty(run: RunDir, option: str) -> None:
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
     if run.recipe.name in held:
-        raise FieldError(option, value, "holds another run; give a new folder or --name, or remove this one")
+        raise FieldError(
+            option,
+            value,
+            "holds another run; go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one",
+        )
     if held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
         raise FieldError(

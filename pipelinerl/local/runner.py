@@ -247,9 +247,12 @@ class LocalRun:
 
     def _on_end(self, name: str, problem: str, delay_s: float) -> None:
         self._state.on_restart(name)
+        where = ""
         if name == TRAINER:
-            self._state.rewind(newest_checkpoint(self.run_dir) or 0)
-        self._note(f"{problem}\n{name} is started again in {delay_s:g} s")
+            version = newest_checkpoint(self.run_dir) or 0
+            self._state.rewind(version)
+            where = f", and goes on from version {version}"
+        self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
         """The trainer has said so: it removes nothing after that, and needs nobody any more."""

@@ -52,7 +52,8 @@ class HandOver:
         group_id = remainder.group.group_id
         try:
             async with asyncio.timeout_at(until), self._at_once:
-                if not remainder.untouched:
+                anew = not remainder.untouched or any(one.num_deliveries > 1 for one in remainder.deliveries)
+                if anew:  # an untouched one too, once: else orderly stops would add up to too many deliveries
                     await self._publish(remainder)
         except (BusError, MessageError, TimeoutError) as error:
             lost = sum(len(partial.completion_token_ids) for partial in remainder.partials)
@@ -62,7 +63,7 @@ class HandOver:
             )  # fmt: skip
             await self._answer(remainder, acknowledge=False)
         else:
-            await self._answer(remainder, acknowledge=not remainder.untouched)
+            await self._answer(remainder, acknowledge=anew)
         self._held.forget(group_id)
 
     async def _publish(self, remainder: Remainder) -> None:

@@ -86,7 +86,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )
         await bus.create_streams(fresh=not start.again)
-        write_lineage(settings.run_dir, settings.run, start.lineage)
+        write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
@@ -170,10 +170,10 @@ class TrainingRun:
             on_loss=self._feeder.look_again,
             lineage=start.lineage,
         )
-        self._kept_position = start.state.position if start.state else 0
-        """Of SEQUENCES: what is up to there is in a checkpoint."""
+        self._kept_positions = dict(start.positions)
+        """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
         self._upkeep = StreamUpkeep(
-            bus, self._books, self._intake, self._readable_from, lambda: self._loop.want_checkpoint()
+            bus, self._books, self._intake, self._readable_from, lambda: self._loop.checkpoint_anew()
         )
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
@@ -262,7 +262,8 @@ class TrainingRun:
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
-        await self._go_on()
+        if not await self._has_gone_on(stop):
+            return False
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
@@ -286,6 +287,18 @@ class TrainingRun:
 
     # --- going on where this run's trainer was ------------------------------------------------------------------------
 
+    async def _has_gone_on(self, stop: asyncio.Event) -> bool:
+        """False when it was told to stop before that was possible: NATS may be away."""
+        going, stopping = asyncio.create_task(self._go_on()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((going, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if going.done():
+                await going
+            return going.done()
+        finally:
+            going.cancel()
+            stopping.cancel()
+
     async def _go_on(self) -> None:
         """Says in the journal that a trainer started, and takes over what the one before left behind."""
         version, incarnation = self._start.version, self._incarnation
@@ -303,12 +316,16 @@ class TrainingRun:
         self._intake.restore(state.held, state.position)
         self._intake.tokens_arrived = state.figures["tokens_arrived"]
         self._intake.bad_messages = state.figures["bad_messages"]
+        self._loop.skipped_in_a_row = state.figures["skipped_in_a_row"]
         self._report.restore(state.figures["report"])
 
     async def _adopt(self) -> None:
         left = await until_taken(
             lambda: look_for_left_behind(self._bus, self._intake.position), "look at what is on the streams"
         )
+        if left.position < self._intake.position:
+            self._journal.write({"event": "position", "position": left.position})
+            self._kept_positions = dict.fromkeys(self._kept_positions, left.position)
         self._intake.position = left.position
         reserved = await asyncio.to_thread(reserved_groups, self._settings.run_dir / JOURNAL)
         published = await self._feeder.adopt(reserved, left, f"i{self._incarnation}")
@@ -331,6 +348,7 @@ class TrainingRun:
         figures = {
             "tokens_arrived": self._intake.tokens_arrived,
             "bad_messages": self._intake.bad_messages,
+            "skipped_in_a_row": self._loop.skipped_in_a_row,
             "report": self._report.to_state(),
         }
         return RunState(
@@ -348,22 +366,25 @@ class TrainingRun:
         )
 
     def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._kept_position = written.position
+        self._kept_positions.pop(written.version, None)
+        self._kept_positions[written.version] = written.position
+        while len(self._kept_positions) > self._recipe.checkpoint.keep:
+            del self._kept_positions[next(iter(self._kept_positions))]
         self._journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
         self._journal.flush()
         self._metrics.checkpoint_written(written)
 
-    def _readable_from(self) -> int:
-        """Position of SEQUENCES that somebody may still read: this trainer, or one that goes on from a checkpoint."""
-        self._journal.flush()  # an audit must not miss in the log what the journal does not show as ended yet
-        config = self._recipe.checkpoint
-        return self._kept_position + 1 if config.every_steps or config.every_minutes else self._intake.needed_from
+    def _readable_from(self, filling: bool) -> int:
+        """Position of SEQUENCES that somebody may still read: a trainer that goes on from any checkpoint that is kept; where
+        the log is `filling` up, from the newest one."""
+        positions = self._kept_positions.values()
+        return (max(positions) if filling else min(positions)) + 1 if positions else 1
 
     def _evaluate_first(self) -> bool:
         """Not what the checkpoint has the result of."""
-        every, version = self._recipe.evaluation.every_steps, self._start.version
+        every, version, last = self._recipe.evaluation.every_steps, self._start.version, self._recipe.trainer.steps
         known = self._start.state.figures["report"]["totals"]["heldout"] if self._start.state else []
-        due = version == 0 or (every > 0 and version % every == 0)
+        due = version in (0, last) or (every > 0 and version % every == 0)
         return due and not any(heldout[0] == version for heldout in known)
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -371,7 +392,7 @@ class TrainingRun:
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
     ) -> None:
-        if self._loop.version < self._recipe.trainer.steps:
+        if self._loop.version < self._recipe.trainer.steps or self._evaluate_first():
             await self._wait_for_actors()
             background.append(tasks.create_task(self._feeder.run()))
             self._phase = trainer_pb2.TRAINER_PHASE_TRAINING

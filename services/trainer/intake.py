@@ -72,7 +72,6 @@ class Intake:
         """What `take_batch` gave last."""
         self.position = 0
         """Of the last message read; the next start reads from the one after."""
-        self._arrived: deque[tuple[int, str]] = deque()  # position and id, until the sequence has its outcome
         self._streak = LossStreak(most_lost_in_a_row(recipe))
         self.tokens_arrived = 0
         self.bad_messages = 0
@@ -80,13 +79,6 @@ class Intake:
     @property
     def num_ready(self) -> int:
         return len(self._ready)
-
-    @property
-    def needed_from(self) -> int:
-        """Lowest position of the log whose sequence has no outcome yet, or the next one to read."""
-        while self._arrived and not self._books.ledger.is_open(self._arrived[0][1]):
-            self._arrived.popleft()
-        return self._arrived[0][0] if self._arrived else self.position + 1
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `UserError` when one group after another is lost."""
@@ -98,7 +90,6 @@ class Intake:
                 self.position = entry.position
                 sequence = self._read(entry)
                 if sequence is not None:
-                    self._arrived.append((entry.position, sequence.sequence_id))
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:

@@ -7,6 +7,7 @@ neither restarts them nor trains anything.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 from typing import Any
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 RANK = (sys.executable, "-m", "services.trainer")
 """What each rank runs: it finds its place in the environment that torchrun gives it."""
+SHUTDOWN_S = 30
+"""Beyond the last checkpoint, for ranks that were told to stop, before they are killed."""
 RENDEZVOUS_TIMEOUT_S = 900
 """How long a node waits for the others: images may have to be pulled."""
 
@@ -100,6 +103,7 @@ def _agent(settings: TrainerSettings) -> dict[str, Any]:
         "max_restarts": 0,
         "monitor_interval": 0.2,
         "local_addr": settings.advertise_host,
+        "shutdown_timeout": math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,
     }
     if settings.nodes == 1:
         return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{settings.advertise_host}:0"}

@@ -142,7 +142,8 @@ class OptimizerLoop:
         """Writes the record of the step that was computed last, unless that is done."""
         self._carried = StepTimer()
         """Of the next step's record: what the end of the last one took."""
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+        """Of the last optimizer steps."""
         self._closed = False
         self.version = version
         self.waiting_for = "actors"
@@ -161,6 +162,7 @@ class OptimizerLoop:
             while self.version < self._recipe.trainer.steps:
                 await self._step()
             self.waiting_for = "the last version to be served"
+            await self._measured()
             await self._updater.all_served()
         finally:
             for task in (self._measuring, self._next):
@@ -192,9 +194,9 @@ class OptimizerLoop:
             raise
         return str(written.folder), written.version
 
-    def want_checkpoint(self) -> None:
-        """Asks for one after the next step, whether or not it is due."""
-        self._checkpoints.want()
+    async def checkpoint_anew(self) -> None:
+        """One of now, or of after the step under way, though there may be one of this version: with what has arrived since."""
+        await self._checkpoints.write(anew=True)
 
     async def last_checkpoint(self) -> WrittenCheckpoint:
         """The same for the run's last one: no step begins any more, and one under way ends first."""
@@ -253,6 +255,7 @@ class OptimizerLoop:
             else:
                 self._books.train(group.sequences, self.version + 1)
         self.version += 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
         self._books.end_step(self.version)
 
     def _capture(self) -> RunState:
@@ -271,10 +274,9 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._trainer.prepare, batch, version)
 
     def _count_skipped(self, reason: str) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
-        if self._skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
+        if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
             raise ServiceError(
-                f"the last {self._skipped_in_a_row} optimizer steps were skipped ({reason}), as many as "
+                f"the last {self.skipped_in_a_row} optimizer steps were skipped ({reason}), as many as "
                 "trainer.max_skipped_steps allows: the policy is broken; try a lower "
                 "trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
             )

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,8 +58,11 @@ class RunFiles:
     def __enter__(self) -> RunFiles:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if self._keep_steps is not None:
-            self.kept = cut(self.run_dir / METRICS, self._keep_steps)
-            cut(self.run_dir / SAMPLES, self._keep_steps)
+            for name in (METRICS, SAMPLES):
+                cut(self.run_dir / name, self._keep_steps)
+            if (self.run_dir / METRICS).is_file():
+                lines = (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
+                self.kept = [json.loads(line) for line in lines]
         self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
         self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8")
         return self
@@ -89,26 +92,28 @@ def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
     file.flush()
 
 
-def cut(path: Path, keep_steps: int) -> list[dict[str, Any]]:
-    """Leaves the lines of steps up to `keep_steps` in `path` and returns them; the others are appended to the file beside it
-    whose name ends with -undone. A line that was cut off is dropped."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    kept: list[dict[str, Any]] = []
-    undone: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        (kept if record["step"] <= keep_steps else undone).append(record)
-    if undone:
-        with path.with_name(f"{path.stem}-undone.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(to_json(record) + "\n" for record in undone)
-    if len(kept) < len(lines):
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text("".join(to_json(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(partial, path)
-    return kept
+def cut(path: Path, keep_steps: int) -> None:
+    """Leaves the lines of steps up to `keep_steps` in `path`; the others are appended to the file beside it whose name ends
+    with -undone. A line that was cut off is dropped."""
+    if not path.is_file():
+        return
+    partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")
+    with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
+        for line in lines:
+            step = _step_of(line)
+            if step is not None and step <= keep_steps:
+                kept.write(line)
+            elif step is not None:
+                with undone.open("a", encoding="utf-8") as file:
+                    file.write(line)
+    os.replace(partial, path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass
@@ -138,8 +143,10 @@ class RunTotals:
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
+        """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        copies = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict)}
+        return {**own, **copies, "throughput": asdict(self.throughput)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:

@@ -1,6 +1,6 @@
 """Keeps the run's streams short and notices what was lost on them.
 
-Every few seconds it purges from SEQUENCES what nobody will read again, asks for a checkpoint where the log fills up before
+Every few seconds it purges from SEQUENCES what nobody will read again, has a checkpoint written where the log fills up before
 one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never came. It waits
 for time and for the bus, and consumes nothing; what it ends goes through `Intake`, so that the feeder issues another group.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from pipelinerl.bus.protocol import Bus, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import group_id_of
-from pipelinerl.errors import BusError
+from pipelinerl.errors import BusError, ServiceError
 from services.trainer.books import Books
 from services.trainer.intake import Intake
 
@@ -35,8 +35,8 @@ class _Gone(NamedTuple):
 
 
 class StreamUpkeep:
-    """See the module. `readable_from()`: lowest position of the log that may be read again; `on_filling` is called when the log
-    is more than half full.
+    """See the module. `checkpoint` writes one; `readable_from(filling)`: lowest position of the log that may be read again, by
+    the newest checkpoint alone where the log is `filling` up.
 
     An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
     a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
@@ -48,14 +48,14 @@ class StreamUpkeep:
         bus: Bus,
         books: Books,
         intake: Intake,
-        readable_from: Callable[[], int],
-        on_filling: Callable[[], None] = lambda: None,
+        readable_from: Callable[[bool], int],
+        checkpoint: Callable[[], Awaitable[None]],
         *,
         every_s: float = LOOK_EVERY_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self._bus, self._books, self._intake = bus, books, intake
-        self._readable_from, self._on_filling = readable_from, on_filling
+        self._readable_from, self._checkpoint = readable_from, checkpoint
         self._every_s, self._lost_after_s = every_s, lost_after_s
         self._purged_below = 1
         self._gone: dict[str, _Gone] = {}
@@ -71,12 +71,16 @@ class StreamUpkeep:
                 log.info("the streams are looked after later: %s", error)
 
     async def _purge(self) -> None:
-        readable_from = self._readable_from()
+        filling = fills_up(await self._bus.sequences_info(), self._bus.limits)
+        if filling:
+            try:
+                await self._checkpoint()
+            except ServiceError as error:
+                log.error("SEQUENCES is more than half full, and stays so: %s", error)
+        readable_from = self._readable_from(filling)
         if readable_from > self._purged_below:
             await self._bus.purge_sequences(readable_from)
             self._purged_below = readable_from
-        if fills_up(await self._bus.sequences_info(), self._bus.limits):
-            self._on_filling()
 
     async def _look_for_lost_groups(self) -> None:
         gone = self._books.gone_from_queue((await self._bus.prompts_info()).first_position)

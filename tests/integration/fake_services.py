@@ -19,6 +19,7 @@ from typing import Any
 import grpc.aio
 
 from pipelinerl.config.load import load_recipe
+from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -118,10 +119,11 @@ async def actor() -> int:
     return 0
 
 
-def write_checkpoint(run_dir: Path, version: int) -> None:
+def write_checkpoint(run_dir: Path, recipe: Recipe, version: int) -> None:
     folder = run_dir / "checkpoints" / f"step-{version}" / "resume"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"policy_version": version}))
+    content = {"policy_version": version, "journal_bytes": 0, "recipe": recipe.model_dump(mode="json")}
+    (folder / "run.json").write_text(json.dumps(content))
 
 
 def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
@@ -137,7 +139,8 @@ def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
 
 async def trainer() -> int:
     settings = TrainerSettings()
-    total = load_recipe(settings.recipe).trainer.steps
+    recipe = load_recipe(settings.recipe)
+    total = recipe.trainer.steps
     records = records_to_go_on_from(settings.run_dir)
     begun = len(records)
     stop, state = stop_event("trainer"), Trainer(total, records)
@@ -153,14 +156,14 @@ async def trainer() -> int:
             print(json.dumps(record), file=metrics, flush=True)
             state.records.append(record)
             if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
-                write_checkpoint(settings.run_dir, step)
+                write_checkpoint(settings.run_dir, recipe, step)
             try:
                 await asyncio.wait_for(stop.wait(), Fake.step_s)
             except TimeoutError:
                 continue
             break
     await server.stop(None)
-    write_checkpoint(settings.run_dir, len(records))
+    write_checkpoint(settings.run_dir, recipe, len(records))
     summary = {
         "steps": len(records), "model_dir": settings.model_dir, "verifier": settings.verifier, "by": "trainer",
         "begun": begun, "interrupted": len(records) < total, "expected_actors": settings.expected_actors,

@@ -28,11 +28,14 @@ def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) ->
     path.mkdir(exist_ok=True)
     run = RunDir(path, "tiny-run")
     data = {"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}, "trainer": trainer}
-    run.recipe.write_text(recipe_yaml(recipe_from_data(data, "tiny")))
+    recipe = recipe_from_data(data, "tiny")
+    run.recipe.write_text(recipe_yaml(recipe))
     write_json(run.identity, {"run": "tiny-run", "recipe": "tiny", "started": "2026-03-04T05:06:07+00:00"})
     for version in checkpoints:
         (run.checkpoints / f"step-{version}" / "resume").mkdir(parents=True)
-        (run.checkpoints / f"step-{version}" / "resume" / "run.json").touch()
+        state = {"policy_version": version, "journal_bytes": 0, "recipe": recipe.model_dump(mode="json")}
+        write_json(run.checkpoints / f"step-{version}" / "resume" / "run.json", state)
+        write_json(path / "lineage.json", {"run": "tiny-run", "starts": [0], "recipe": state["recipe"]})
     return run
 
 
@@ -68,6 +71,21 @@ def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
         "recipe changed: checkpoint.keep: 2 → 4",
         "trainer.schedule = cosine: the decay now ends with the new last step",
     ]
+
+
+def test_a_recipe_file_that_was_edited_is_compared_with_the_checkpoints(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", (5,))
+    edited = run.recipe.read_text().replace("max_lag: null", "max_lag: 3")
+    run.recipe.write_text(edited)
+    with pytest.raises(ChangedRecipe, match=r"algorithm\.max_lag: null → 3"):
+        plan_resume(run)
+
+
+def test_a_folder_that_lacks_something_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", (5,))
+    (run.path / "lineage.json").unlink()
+    with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
+        plan_resume(run)
 
 
 def test_another_recipe_is_compared_with_the_folders(tmp_path: Path) -> None:

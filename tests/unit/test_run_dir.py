@@ -58,7 +58,9 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
 def test_an_empty_folder_is_taken_a_used_one_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     create_run_dir("arithmetic", NOW, path=tmp_path / "empty").recipe.touch()
-    with pytest.raises(FieldError, match="holds another run; give a new folder or --name") as info:
+    with pytest.raises(
+        FieldError, match=r"holds another run; go on with it \(pipelinerl run --resume\), give a new folder or --name"
+    ) as info:
         create_run_dir("arithmetic", NOW, path=tmp_path / "empty")
     assert info.value.field == "--run-dir"
     create_run_dir("arithmetic", NOW, name="mine").recipe.touch()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class Life:
     def __init__(self, run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> None:
         self.run_dir, self.bus, self.recipe = run_dir, bus, recipe
         self.start = find_start(run_dir, RUN, recipe)
-        write_lineage(run_dir, RUN, self.start.lineage)
+        write_lineage(run_dir, RUN, self.start.lineage, recipe)
         self.version = self.start.version
         self.stack = ExitStack()
         self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
@@ -365,7 +366,7 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
 
 
 def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
-    write_lineage(tmp_path, RUN, Lineage((0,)))
+    write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
     recipe = make_recipe(checkpoint={"every_steps": 1})
     state = make_run_state(2, Books(), recipe=recipe.model_dump(mode="json"))
     with CheckpointWriterIn(tmp_path) as writer:
@@ -376,8 +377,33 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
         find_start(tmp_path, RUN, make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5}))
 
 
+@pytest.mark.parametrize("lost", ["lineage.json", "ledger.jsonl", "half of ledger.jsonl", "checkpoints"])
+async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path: Path, lost: str) -> None:
+    async with streams() as bus, life(tmp_path, bus) as one:
+        await one.settle()
+        for _ in range(2):
+            await answer_next(one)
+        await one.settle()
+        assert await one.step()
+        await one.checkpoint()
+    if lost == "checkpoints":
+        shutil.rmtree(tmp_path / lost)
+    elif lost.startswith("half"):
+        os.truncate(tmp_path / JOURNAL, 100)
+    else:
+        (tmp_path / lost).unlink()
+    with pytest.raises(FieldError, match=f"{lost.rpartition(' ')[2]}.* restore it"):
+        find_start(tmp_path, RUN, RECIPE)
+
+
+def test_a_changed_recipe_is_refused_before_the_first_checkpoint_too(tmp_path: Path) -> None:
+    write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
+    with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):
+        find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    write_lineage(tmp_path, "other", Lineage((0, 4)))
+    write_lineage(tmp_path, "other", Lineage((0, 4)), RECIPE)
     assert read_lineage(tmp_path, "other") == Lineage((0, 4))
     with pytest.raises(FieldError, match="is the folder of run 'other'"):
         find_start(tmp_path, RUN, RECIPE)
@@ -437,7 +463,7 @@ writer.write(Deadly(2), make_run_state(2, Books())).result()
 
 
 def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_tidied_away(tmp_path: Path) -> None:
-    write_lineage(tmp_path, RUN, Lineage((0,)))
+    write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
     ended = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], env=dict(os.environ), timeout=120, check=False
     )

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.codec import decode_group
 from services.trainer.upkeep import StreamUpkeep
 from tests.unit.builders import RUN, make_recipe, make_sequence
@@ -17,14 +18,33 @@ EVERY_S, LOST_AFTER_S = 0.01, 0.05
 SOON_S = 5.0
 
 
+class KeptDesk(Desk):
+    """`readable_from`: set by the test."""
+
+    readable_from = newest = 1
+    checkpoints = 0
+
+
 @asynccontextmanager
-async def kept_desk(server: MemoryServer | None = None, *, lost_after_s: float = LOST_AFTER_S) -> AsyncIterator[Desk]:
+async def kept_desk(
+    server: MemoryServer | None = None, *, lost_after_s: float = LOST_AFTER_S, limits: StreamLimits | None = None
+) -> AsyncIterator[KeptDesk]:
     """A desk whose streams are looked after, every few milliseconds."""
-    async with MemoryBus(RUN, server=server) as bus:
+    async with MemoryBus(RUN, server=server, limits=limits) as bus:
         await bus.create_streams()
-        one = Desk(bus, make_recipe())
+        one = KeptDesk(bus, make_recipe())
+
+        async def checkpoint() -> None:
+            one.checkpoints, one.newest = one.checkpoints + 1, one.intake.position + 1
+
         upkeep = StreamUpkeep(
-            bus, one.books, one.intake, lambda: one.intake.needed_from, every_s=EVERY_S, lost_after_s=lost_after_s
+            bus,
+            one.books,
+            one.intake,
+            lambda filling: one.newest if filling else one.readable_from,
+            checkpoint,
+            every_s=EVERY_S,
+            lost_after_s=lost_after_s,
         )
         tasks = [asyncio.create_task(part) for part in (one.feeder.run(), one.intake.run(), upkeep.run())]
         try:
@@ -38,6 +58,10 @@ async def kept_desk(server: MemoryServer | None = None, *, lost_after_s: float =
                     await task
 
 
+async def no_checkpoint() -> None:
+    return
+
+
 async def several_looks() -> None:
     await asyncio.sleep(2 * LOST_AFTER_S + 5 * EVERY_S)
 
@@ -46,31 +70,28 @@ async def first_position(one: Desk) -> int:
     return (await one.bus.sequences_info()).first_position
 
 
-async def test_the_log_is_purged_up_to_the_first_sequence_without_outcome() -> None:
+async def test_the_log_is_purged_up_to_what_may_be_read_again() -> None:
     async with kept_desk(lost_after_s=60.0) as one:
         groups = await one.take_issued()
         await one.answer(groups[0])  # positions 1 and 2
         await one.answer(groups[1])  # 3 and 4
-        await one.publish(make_sequence(groups[2], 0))  # 5: its group is incomplete
         await several_looks()
         assert await first_position(one) == 1
-        for group in await one.intake.take_batch(version=0):
-            one.books.train(group.sequences, 1)
-        while await first_position(one) != 5:
+        one.readable_from = 4
+        while await first_position(one) != 4:
             await asyncio.sleep(EVERY_S)
-        await one.publish(make_sequence(groups[2], 1))
+
+
+async def test_a_log_that_fills_up_gets_a_checkpoint_and_is_purged_up_to_it_though_no_step_is_possible() -> None:
+    limits = StreamLimits(sequences_max_messages=6)
+    async with kept_desk(lost_after_s=60.0, limits=limits) as one:
+        groups = await one.take_issued()
+        for group in groups[:3]:
+            await one.answer(group)
+        while await first_position(one) != 7:
+            await asyncio.sleep(EVERY_S)
         await one.answer(groups[3])
-        for group in await one.intake.take_batch(version=0):
-            one.books.train(group.sequences, 1)
-        while (await one.bus.sequences_info()).messages:
-            await asyncio.sleep(EVERY_S)
-
-
-async def test_what_is_not_ours_is_purged_too() -> None:
-    async with kept_desk() as one:
-        await one.bus.publish_sequence(b"\xff", "stranger")
-        while (await one.bus.sequences_info()).messages:
-            await asyncio.sleep(EVERY_S)
+        assert one.checkpoints > 0
 
 
 async def test_a_group_that_left_the_queue_without_its_sequences_ends_as_failed() -> None:
@@ -102,7 +123,9 @@ async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read() -> None:
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
         one = Desk(bus, make_recipe())
-        upkeep = StreamUpkeep(bus, one.books, one.intake, lambda: 1, every_s=EVERY_S, lost_after_s=0.0)
+        upkeep = StreamUpkeep(
+            bus, one.books, one.intake, lambda filling: 1, no_checkpoint, every_s=EVERY_S, lost_after_s=0.0
+        )
         tasks = [asyncio.create_task(part) for part in (one.feeder.run(), upkeep.run())]
         for group in await one.take_issued():
             await one.answer(group)

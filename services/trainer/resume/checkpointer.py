@@ -26,20 +26,15 @@ class Due:
     def __init__(self, config: CheckpointConfig, version: int, clock_s: Callable[[], float]) -> None:
         self._config, self._clock_s = config, clock_s
         self._last_version, self._last_s = version, clock_s()
-        self._wanted = False
-
-    def want(self) -> None:
-        """The next step's end is as good as due."""
-        self._wanted = True
 
     def now(self, version: int) -> bool:
         steps, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = steps > 0 and version // steps > self._last_version // steps
         by_time = minutes > 0 and self._clock_s() - self._last_s >= 60 * minutes
-        return version > self._last_version and (by_steps or by_time or self._wanted)
+        return version > self._last_version and (by_steps or by_time)
 
     def began(self, version: int) -> None:
-        self._last_version, self._last_s, self._wanted = version, self._clock_s(), False
+        self._last_version, self._last_s = version, self._clock_s()
 
 
 class Checkpointer:
@@ -60,12 +55,8 @@ class Checkpointer:
         self._boundary = asyncio.Lock()
         self._over = False
 
-    def want(self) -> None:
-        """Asks for one after the next step."""
-        self._due.want()
-
     async def if_due(self, version: int) -> None:
-        """Begins one and returns once training may go on. What goes wrong with it is logged, and training goes on."""
+        """Begins one and returns once training may go on. What goes wrong with writing is logged, and training goes on."""
         if not self._writer.busy and self._due.now(version):
             async with self._boundary:
                 await self._start()
@@ -78,22 +69,25 @@ class Checkpointer:
                 await asyncio.Event().wait()  # for the end of the process
             yield
 
-    async def write(self) -> WrittenCheckpoint:
-        """One of now, or of after the step under way; returns when it is on disk. Raises `ServiceError` when it cannot be."""
-        return await self._write(last=False)
+    async def write(self, *, anew: bool = False) -> WrittenCheckpoint:
+        """One of now, or of after the step under way; returns when it is on disk. Raises `ServiceError` when it cannot be.
+
+        `anew`: also of a version that is written already, with what has arrived since.
+        """
+        return await self._write(last=False, anew=anew)
 
     async def write_last(self) -> WrittenCheckpoint:
         """The same, after which no step begins any more."""
         return await self._write(last=True)
 
-    async def _write(self, *, last: bool) -> WrittenCheckpoint:
+    async def _write(self, *, last: bool, anew: bool = False) -> WrittenCheckpoint:
         while True:
             async with self._boundary:
                 self._over = self._over or last
                 if last:
                     await self._idle()
                 if not self._writer.busy:
-                    task = await self._start()
+                    task = await self._start(anew=anew)
                     break
             await self._idle()  # beside training
         return await asyncio.shield(task)
@@ -103,11 +97,11 @@ class Checkpointer:
         while self._newest is not None and not self._newest[1].done():
             await asyncio.wait({self._newest[1]})
 
-    async def _start(self) -> asyncio.Task[WrittenCheckpoint]:
-        """Of the version as it is; that which is written already, or being written, is not written again."""
+    async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
+        """Of the version as it is; that which is written already, or being written, is not written again unless `anew`."""
         state = self._capture()
         version = state.policy_version
-        if self._newest is not None and self._newest[0] == version and not failed(self._newest[1]):
+        if not anew and self._newest is not None and self._newest[0] == version and not failed(self._newest[1]):
             return self._newest[1]
         self._due.began(version)
         pending = await self._begin()

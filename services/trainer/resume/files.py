@@ -21,7 +21,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
-    write_durably(path, json.dumps(value, indent=2).encode() + b"\n")
+    write_durably(path, json.dumps(value).encode() + b"\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 
 from pipelinerl.algorithms.grouping import CompletedGroup
@@ -68,7 +69,7 @@ def load_run_state(folder: Path) -> RunState:
         sequences = {s.sequence_id: s for s in _read_delimited((folder / SEQUENCES).read_bytes())}
         held = _held_from_json(content.pop("held"), sequences, content["run"])
         return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
-    except (OSError, ValueError, KeyError, TypeError, PipelineRLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
             f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to go on from the one before it"
         ) from error

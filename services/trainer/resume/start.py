@@ -6,15 +6,18 @@ Looks into the run directory only; the streams are looked at later (`left_behind
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.algorithms.staleness import FIRST_INCARNATION, Lineage
 from pipelinerl.config.changes import check_resumable
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError
+from pipelinerl.run_folder import missing_from
 from services.trainer.checkpoint import step_folders, tidy
-from services.trainer.resume.lineage_file import read_lineage
+from services.trainer.resume.lineage_file import read_lineage, read_recipe
 from services.trainer.resume.run_state import RUN_STATE, RunState, load_run_state
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ class Start:
     """`…/resume` of the checkpoint to go on from."""
     state: RunState | None = None
     """What is in it."""
+    positions: Mapping[int, int] = field(default_factory=dict)
+    """Of SEQUENCES, by version of each checkpoint there is, oldest first."""
 
     @property
     def version(self) -> int:
@@ -55,22 +60,43 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     """
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
+    _check_complete(run_dir)
     lineage = read_lineage(run_dir, run)
     if lineage is None:
         return Start()
     folder = newest_checkpoint(run_dir)
     if folder is None:
+        _tell_changes(read_recipe(run_dir), recipe)
         log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
         return Start(lineage.restarted(0), again=True)
     state = load_run_state(folder)
     if state.run != run:
         raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
-    for change in check_resumable(state.recipe, recipe):
+    _tell_changes(state.recipe, recipe)
+    positions = {one.policy_version: one.position for one in map(load_run_state, _resumable(run_dir))}
+    return Start(lineage.restarted(state.policy_version), True, folder, state, positions)
+
+
+def _check_complete(run_dir: Path) -> None:
+    try:
+        missing = missing_from(run_dir)
+    except (ValueError, KeyError, OSError):
+        return  # it is read again, and told then
+    if missing:
+        raise FieldError("run_dir", str(run_dir), missing)
+
+
+def _tell_changes(old: Mapping[str, Any], recipe: Recipe) -> None:
+    for change in check_resumable(old, recipe):
         log.info("recipe changed: %s", change)
-    return Start(lineage.restarted(state.policy_version), True, folder, state)
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Its `resume` folder; None when there is none that a run can go on from."""
+    return next(reversed(_resumable(run_dir)), None)
+
+
+def _resumable(run_dir: Path) -> list[Path]:
+    """`resume` folders, by version."""
     folders = [step / RESUME for step in step_folders(run_dir / CHECKPOINTS)]
-    return next((folder for folder in reversed(folders) if (folder / RUN_STATE).is_file()), None)
+    return [folder for folder in folders if (folder / RUN_STATE).is_file()]

@@ -1,0 +1,52 @@
+"""Whether a run's folder holds all that going on with it needs. Something that is missing must not look like a run that is new.
+
+The trainer asks before it starts, and `pipelinerl run --resume` before it starts anything. Reads files, changes none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.journal import JOURNAL, read_events
+
+LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
+RUN_STATE = Path("resume", "run.json")
+"""Within a checkpoint: without it nothing can go on from there."""
+
+
+def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
+    """run.json of the newest checkpoint that a run can go on from. Raises `ValueError` for one that is no JSON."""
+    found = {
+        int(path.parent.parent.name.removeprefix("step-")): path
+        for path in (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
+        if path.parent.parent.name.removeprefix("step-").isdecimal()
+    }
+    if not found:
+        return None
+    content: Mapping[str, Any] = json.loads(found[max(found)].read_text(encoding="utf-8"))
+    return content
+
+
+def missing_from(run_dir: Path) -> str:
+    """What is missing, and what to do about it; empty for a folder that is whole, or new. Raises `ValueError`."""
+    state, journal = newest_state(run_dir), run_dir / JOURNAL
+    size = journal.stat().st_size if journal.is_file() else 0
+    if not (run_dir / LINEAGE).is_file():
+        if state is None and not size:
+            return ""
+        return f"{LINEAGE} is missing: restore it (its starts are those in {JOURNAL}), or give the run another folder"
+    if state is not None and state["journal_bytes"] > size:
+        return (
+            f"{JOURNAL} has {size:,} bytes, and the checkpoint of version {state['policy_version']} was written when it had "
+            f"{state['journal_bytes']:,}: restore it; without it nobody knows which sequences are out"
+        )
+    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+    if state is None and written:
+        return (
+            f"a checkpoint of version {max(written)} was written, and {CHECKPOINTS}/ holds none to go on from: restore it, "
+            "or start a new run from the policy in checkpoint/ (model.source: path)"
+        )
+    return ""
