@@ -9,6 +9,7 @@ if both can be done soon enough; a summary is there before that and after it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from contextlib import AsyncExitStack
@@ -20,15 +21,13 @@ from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.config.changes import recipe_hash
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
-from pipelinerl.journal import JOURNAL, Journal, reserved_groups
-from pipelinerl.retry import until_taken
+from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -42,7 +41,7 @@ from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator
-from services.trainer.feeder import Feeder, FeederState
+from services.trainer.feeder import Feeder
 from services.trainer.intake import Intake
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
@@ -53,10 +52,9 @@ from services.trainer.probe import probe_tokens
 from services.trainer.prompts import heldout_problems, training_problems
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting import RunReport
-from services.trainer.resume.left_behind import look_for_left_behind
+from services.trainer.resume.continuation import Continuation, reserve
 from services.trainer.resume.lineage_file import write_lineage
-from services.trainer.resume.run_state import RunState
-from services.trainer.resume.start import Start, find_start
+from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.updater import WeightUpdater
@@ -159,7 +157,7 @@ class TrainingRun:
             self._books,
             bound,
             lambda: self._loop.feeder_version,
-            self._reserve,
+            functools.partial(reserve, journal),
         )
         self._intake = Intake(
             bus,
@@ -170,10 +168,20 @@ class TrainingRun:
             on_loss=self._feeder.look_again,
             lineage=start.lineage,
         )
-        self._kept_positions = dict(start.positions)
-        """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
+        self._continuation = Continuation(
+            settings.run_dir,
+            recipe,
+            bus,
+            journal,
+            start,
+            self._books,
+            self._feeder,
+            self._intake,
+            self._report,
+            lambda: self._loop,
+        )
         self._upkeep = StreamUpkeep(
-            bus, self._books, self._intake, self._readable_from, lambda: self._loop.checkpoint_anew()
+            bus, self._books, self._intake, self._continuation.readable_from, lambda: self._loop.checkpoint_anew()
         )
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
@@ -197,10 +205,10 @@ class TrainingRun:
             evaluator,
             incarnation=self._incarnation,
             version=start.version,
-            evaluate_first=self._evaluate_first(),
+            evaluate_first=evaluates_first(start, recipe),
             probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
             writer=CheckpointWriter(settings.run_dir, recipe.checkpoint.keep, journal.sync),
-            capture=self._capture,
+            capture=self._continuation.capture,
             on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
             on_heldout=self._report.heldout,
@@ -219,8 +227,7 @@ class TrainingRun:
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._write_summary(finished)
-            self._journal.write({"event": "end", "version": self._loop.version, "finished": finished})
-            self._journal.flush()
+            self._continuation.end(finished=finished)
             self._feed.end()
             try:
                 await self._say_end(finished)
@@ -285,11 +292,9 @@ class TrainingRun:
                 task.cancel()
         return finished
 
-    # --- going on where this run's trainer was ------------------------------------------------------------------------
-
     async def _has_gone_on(self, stop: asyncio.Event) -> bool:
         """False when it was told to stop before that was possible: NATS may be away."""
-        going, stopping = asyncio.create_task(self._go_on()), asyncio.create_task(stop.wait())
+        going, stopping = asyncio.create_task(self._continuation.begin()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((going, stopping), return_when=asyncio.FIRST_COMPLETED)
             if going.done():
@@ -299,100 +304,10 @@ class TrainingRun:
             going.cancel()
             stopping.cancel()
 
-    async def _go_on(self) -> None:
-        """Says in the journal that a trainer started, and takes over what the one before left behind."""
-        version, incarnation = self._start.version, self._incarnation
-        start = {"event": "start", "incarnation": incarnation, "version": version, "keep": self._start.journal_bytes}
-        self._journal.write(start)
-        await asyncio.to_thread(self._journal.sync)
-        if self._start.state is not None:
-            self._restore(self._start.state)
-        if self._start.again:
-            await self._adopt()
-
-    def _restore(self, state: RunState) -> None:
-        self._books.restore(state.books)
-        self._feeder.state = FeederState(state.next_group)
-        self._intake.restore(state.held, state.position)
-        self._intake.tokens_arrived = state.figures["tokens_arrived"]
-        self._intake.bad_messages = state.figures["bad_messages"]
-        self._loop.skipped_in_a_row = state.figures["skipped_in_a_row"]
-        self._report.restore(state.figures["report"])
-
-    async def _adopt(self) -> None:
-        left = await until_taken(
-            lambda: look_for_left_behind(self._bus, self._intake.position), "look at what is on the streams"
-        )
-        if left.position < self._intake.position:
-            self._journal.write({"event": "position", "position": left.position})
-            self._kept_positions = dict.fromkeys(self._kept_positions, left.position)
-        self._intake.position = left.position
-        reserved = await asyncio.to_thread(reserved_groups, self._settings.run_dir / JOURNAL)
-        published = await self._feeder.adopt(reserved, left, f"i{self._incarnation}")
-        log.info(
-            "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
-            self._incarnation,
-            self._start.version,
-            left.position,
-            len(self._books.groups.open_groups()),
-            published,
-        )
-
-    async def _reserve(self, groups: int) -> None:
-        """On disk before any group below that number is published."""
-        self._journal.write({"event": "reserve", "groups": groups})
-        await asyncio.to_thread(self._journal.sync)
-
-    def _capture(self) -> RunState:
-        self._journal.flush()
-        figures = {
-            "tokens_arrived": self._intake.tokens_arrived,
-            "bad_messages": self._intake.bad_messages,
-            "skipped_in_a_row": self._loop.skipped_in_a_row,
-            "report": self._report.to_state(),
-        }
-        return RunState(
-            run=self._settings.run,
-            policy_version=self._loop.version,
-            starts=self._start.lineage.starts,
-            recipe=self._recipe.model_dump(mode="json"),
-            recipe_hash=recipe_hash(self._recipe),
-            journal_bytes=self._journal.size,
-            books=self._books.to_state(),
-            next_group=self._feeder.state.next_group,
-            position=self._intake.position,
-            held=self._intake.held(),
-            figures=figures,
-        )
-
-    def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._kept_positions.pop(written.version, None)
-        self._kept_positions[written.version] = written.position
-        while len(self._kept_positions) > self._recipe.checkpoint.keep:
-            del self._kept_positions[next(iter(self._kept_positions))]
-        self._journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
-        self._journal.flush()
-        self._metrics.checkpoint_written(written)
-
-    def _readable_from(self, filling: bool) -> int:
-        """Position of SEQUENCES that somebody may still read: a trainer that goes on from any checkpoint that is kept; where
-        the log is `filling` up, from the newest one."""
-        positions = self._kept_positions.values()
-        return (max(positions) if filling else min(positions)) + 1 if positions else 1
-
-    def _evaluate_first(self) -> bool:
-        """Not what the checkpoint has the result of."""
-        every, version, last = self._recipe.evaluation.every_steps, self._start.version, self._recipe.trainer.steps
-        known = self._start.state.figures["report"]["totals"]["heldout"] if self._start.state else []
-        due = version in (0, last) or (every > 0 and version % every == 0)
-        return due and not any(heldout[0] == version for heldout in known)
-
-    # --- parts --------------------------------------------------------------------------------------------------------
-
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
     ) -> None:
-        if self._loop.version < self._recipe.trainer.steps or self._evaluate_first():
+        if self._loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             await self._wait_for_actors()
             background.append(tasks.create_task(self._feeder.run()))
             self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
@@ -440,6 +355,10 @@ class TrainingRun:
         self._metrics.epoch.set(self._updater.epoch)
         self._metrics.evictions.set(self._updater.evictions)
         self._feeder.look_again()
+
+    def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._continuation.checkpoint_written(written)
+        self._metrics.checkpoint_written(written)
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)

@@ -91,6 +91,14 @@ def _tell_changes(old: Mapping[str, Any], recipe: Recipe) -> None:
         log.info("recipe changed: %s", change)
 
 
+def evaluates_first(start: Start, recipe: Recipe) -> bool:
+    """Whether the version that a trainer begins with is to be evaluated: not when the checkpoint has the result. Pure."""
+    every, version = recipe.evaluation.every_steps, start.version
+    known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
+    due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)
+    return due and not any(heldout[0] == version for heldout in known)
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Its `resume` folder; None when there is none that a run can go on from."""
     return next(reversed(_resumable(run_dir)), None)
