@@ -89,8 +89,8 @@ def killed(rank: int, number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (
-        f"rank {rank} of the trainer was killed by {name}{why}. A trainer that starts again goes on from the newest checkpoint; "
-        "steps since then are taken again (checkpoint.every_steps)"
+        f"rank {rank} of the trainer was killed by {name}{why}. A trainer that starts again goes on from the newest "
+        "checkpoint; steps since then are taken again (checkpoint.every_steps)"
     )
 
 
