@@ -38,7 +38,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(STAMP)  ## The whole test suite, end to end included (about twenty minutes)
+test: $(STAMP)  ## The whole test suite, end to end included (about half an hour)
 	@$(BIN)/python -m pytest $(ARGS)
 
 HISTORIES ?= 300
