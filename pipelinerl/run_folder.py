@@ -17,13 +17,18 @@ RUN_STATE = Path("resume", "run.json")
 """Within a checkpoint: without it nothing can go on from there."""
 
 
-def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """run.json of the newest checkpoint that a run can go on from. Raises `ValueError` for one that is no JSON."""
-    found = {
-        int(path.parent.parent.name.removeprefix("step-")): path
+def resumable(run_dir: Path) -> dict[int, Path]:
+    """run.json of each checkpoint that a run can go on from, by version, the newest last."""
+    names = {
+        path.parent.parent.name.removeprefix("step-"): path
         for path in (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
-        if path.parent.parent.name.removeprefix("step-").isdecimal()
     }
+    return dict(sorted((int(name), path) for name, path in names.items() if name.isdecimal()))
+
+
+def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
+    """run.json of the newest of them. Raises `ValueError` for one that is no JSON."""
+    found = resumable(run_dir)
     if not found:
         return None
     content: Mapping[str, Any] = json.loads(found[max(found)].read_text(encoding="utf-8"))

@@ -21,12 +21,10 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.living import living
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.summary import is_finished, read_summary
-from pipelinerl.run_folder import missing_from, newest_state
+from pipelinerl.run_folder import missing_from, newest_state, resumable
 
 OPTION = "--resume"
 _LOCK = ".running"
-_STATE = Path("resume", "run.json")
-"""What a checkpoint must hold to be gone on from."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,7 @@ def check_ended(run_dir: RunDir) -> None:
 
 def newest_checkpoint(run_dir: RunDir) -> int | None:
     """Version of the newest checkpoint that a trainer can go on from."""
-    names = [folder.name.removeprefix("step-") for folder in run_dir.checkpoints.glob("step-*")]
-    found = [
-        int(name) for name in names if name.isdecimal() and (run_dir.checkpoints / f"step-{name}" / _STATE).is_file()
-    ]
-    return max(found, default=None)
+    return max(resumable(run_dir.path), default=None)
 
 
 @contextlib.contextmanager

@@ -47,10 +47,9 @@ class Checkpointer:
         begin: Callable[[], Awaitable[PendingCheckpoint]],
         capture: Callable[[], RunState],
         on_written: Callable[[WrittenCheckpoint], None],
-        on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._due, self._writer, self._begin, self._capture = due, writer, begin, capture
-        self._on_written, self._on_failed = on_written, on_failed
+        self._on_written = on_written
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._boundary = asyncio.Lock()
         self._over = False
@@ -122,7 +121,6 @@ class Checkpointer:
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
         if failed(task) and not task.cancelled():
             log.error("%s; the one before is still there", task.exception())
-            self._on_failed()
 
 
 def failed(task: asyncio.Task[WrittenCheckpoint]) -> bool:

@@ -13,9 +13,8 @@ from typing import Any
 from pipelinerl.algorithms.staleness import Lineage
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError, UserError
+from pipelinerl.run_folder import LINEAGE
 from services.trainer.resume.files import write_json_durably
-
-LINEAGE = "lineage.json"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:

@@ -15,14 +15,14 @@ from pipelinerl.algorithms.staleness import FIRST_INCARNATION, Lineage
 from pipelinerl.config.changes import check_resumable
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError
-from pipelinerl.run_folder import missing_from
-from services.trainer.checkpoint import step_folders, tidy
+from pipelinerl.run_folder import CHECKPOINTS, missing_from, resumable
+from services.trainer.checkpoint import tidy
 from services.trainer.resume.lineage_file import read_lineage, read_recipe
-from services.trainer.resume.run_state import RUN_STATE, RunState, load_run_state
+from services.trainer.resume.run_state import RunState, load_run_state
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS, RESUME, STATE = "checkpoints", "resume", "state"
+RESUME, STATE = "resume", "state"
 """`checkpoints/step-<v>/resume/state`: folders in a run directory."""
 
 
@@ -73,15 +73,18 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     if state.run != run:
         raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
     _tell_changes(state.recipe, recipe)
-    positions = {one.policy_version: one.position for one in map(load_run_state, _resumable(run_dir))}
+    positions = {
+        one.policy_version: one.position
+        for one in (load_run_state(path.parent) for path in resumable(run_dir).values())
+    }
     return Start(lineage.restarted(state.policy_version), True, folder, state, positions)
 
 
 def _check_complete(run_dir: Path) -> None:
     try:
         missing = missing_from(run_dir)
-    except (ValueError, KeyError, OSError):
-        return  # it is read again, and told then
+    except (ValueError, KeyError) as error:
+        missing = f"its journal, or its newest checkpoint, cannot be read: {error!r}; restore it"
     if missing:
         raise FieldError("run_dir", str(run_dir), missing)
 
@@ -101,10 +104,4 @@ def evaluates_first(start: Start, recipe: Recipe) -> bool:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Its `resume` folder; None when there is none that a run can go on from."""
-    return next(reversed(_resumable(run_dir)), None)
-
-
-def _resumable(run_dir: Path) -> list[Path]:
-    """`resume` folders, by version."""
-    folders = [step / RESUME for step in step_folders(run_dir / CHECKPOINTS)]
-    return [folder for folder in folders if (folder / RUN_STATE).is_file()]
+    return next((path.parent for path in reversed(resumable(run_dir).values())), None)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipelinerl.run_folder import CHECKPOINTS
 from services.trainer.checkpoint import partial_folder, prune, put_in_place
 from services.trainer.resume.files import sync_folder, sync_tree
 from services.trainer.resume.run_state import RunState
-from services.trainer.resume.start import CHECKPOINTS, RESUME
+from services.trainer.resume.start import RESUME
 
 log = logging.getLogger(__name__)
 
