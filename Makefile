@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KUBE_TOOLS := $(VENV)/kube-tools
 # Where pip finds the CPU build of torch, if not where it looks anyway, e.g. https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # For gpu-check: an interpreter with the CUDA builds of torch and vLLM, and this project's other requirements
@@ -23,13 +24,15 @@ help:  ## Show this list
 
 install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
 
-$(STAMP): requirements/cpu.txt pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one: make PYTHON=..."; exit 1; }
 	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --upgrade "pip>=24"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --progress-bar off \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.txt
+	@$(BIN)/python -m pip download --quiet --quiet --disable-pip-version-check --no-deps --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
+	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(KUBE_TOOLS)/*.whl $(BIN) && rm -rf $(KUBE_TOOLS)
 	@$(BIN)/python -c 'import torch; assert torch.version.cuda is None, "this is the CUDA build of torch; run: make clean && make install TORCH_INDEX=https://download.pytorch.org/whl/cpu"'
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

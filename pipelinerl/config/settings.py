@@ -29,21 +29,42 @@ class ServiceSettings(BaseSettings):
     address_file: Path | None = Field(None, description="Written when serving: JSON {grpc, http, pid}.")
     log_format: Literal["text", "json"] = Field("text", description="json in a cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tls_dir: Path | None = Field(
+        None,
+        description="Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted and both sides show certificates of that "
+        "CA. None = plain text.",
+    )
 
 
 class BusSettings(ServiceSettings):
-    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server of the run.")
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS servers of the run, separated by commas.")
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+    nats_tls_dir: Path | None = Field(
+        None,
+        description="Folder with ca.crt, and tls.crt and tls.key where the server asks for a certificate. None = the "
+        "machine's own CAs, for a tls:// address.",
+    )
 
 
-class ActorSettings(BusSettings):
+class PolicySettings(BusSettings):
+    """What the actor and the trainer need beyond the bus: the initial policy, the verifier, the cluster."""
+
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
-    verifier: str = Field(description="host:port of the verifier.")
+    model_cache: Path | None = Field(
+        None,
+        description="Folder that holds initial policies which the run itself builds; used where model_dir is empty.",
+    )
+    verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
+    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
+    pod_name: str = Field("", description="Name of this pod.")
+    pod_uid: str = Field("", description="Its uid, for the Events it is the subject of.")
 
 
-class TrainerSettings(BusSettings):
-    model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
-    verifier: str = Field(description="host:port of the verifier, for held-out evaluation.")
+class ActorSettings(PolicySettings):
+    trainer: str = Field("", description="host:port of the trainer, for an initial policy that it built.")
+
+
+class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
     expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
     stop_checkpoint_s: float = Field(
@@ -51,6 +72,15 @@ class TrainerSettings(BusSettings):
         gt=0,
         description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most.",
     )
+    linger: bool = Field(
+        False,
+        description="Keep answering, trained or not, after the run's end until told to stop: a StatefulSet starts again "
+        "what exits.",
+    )
+    actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
+    actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
+    stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
+    sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
     transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
 
