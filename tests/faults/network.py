@@ -36,6 +36,7 @@ class PrivateNetwork:
     name: str
     subnet: str
     namespaces: list[str] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(2), repr=False)
 
     @property
     def host(self) -> str:
@@ -43,7 +44,7 @@ class PrivateNetwork:
 
     def add(self) -> Place:
         """A new namespace with an address, connected to the others and to this process."""
-        number = len(self.namespaces) + 2
+        number = next(self._numbers)
         place = Place(f"{self.name}-{number}", f"{self.subnet}.{number}", f"{self.name}v{number}")
         self.namespaces.append(place.namespace)
         _ip("netns", "add", place.namespace)
@@ -53,6 +54,15 @@ class PrivateNetwork:
         for device in ("lo", "eth0"):
             _ip("-n", place.namespace, "link", "set", device, "up")
         return place
+
+    def remove(self, place: Place) -> None:
+        """Its address is not given to another."""
+        self.namespaces.remove(place.namespace)
+        _ip("netns", "del", place.namespace)
+
+    def answer_at(self, address: str) -> None:
+        """This process is reached at one more address of the subnet."""
+        _ip("addr", "add", f"{address}/24", "dev", self.name)
 
 
 @dataclass(frozen=True)
