@@ -22,6 +22,7 @@ from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.control import RunEnd
+from pipelinerl.initial_model import model_source
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -71,7 +72,7 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name, stop))
+        engine = await stack.enter_async_context(start_engine(recipe, model_source(recipe, settings), stop))
         bus = await stack.enter_async_context(
             connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
         )

@@ -27,6 +27,7 @@ from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.grpc_server import serve_grpc
@@ -42,6 +43,7 @@ from services.trainer.actor_client import ActorClient
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator
 from services.trainer.feeder import Feeder
+from services.trainer.initial_files import initial_files
 from services.trainer.intake import Intake
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
@@ -216,7 +218,8 @@ class TrainingRun:
         )
 
     def add_to_server(self, server: aio.Server) -> None:
-        service = TrainerService(self._feed, self._status, self._loop.request_checkpoint)
+        initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
+        service = TrainerService(self._feed, self._status, self._loop.request_checkpoint, initial)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     async def run(self, stop: asyncio.Event) -> None:
