@@ -128,7 +128,7 @@ class PodBuilder:
 
 
 def _below(folder: Path, sub_path: str) -> Path:
-    """A sub path of a volume; made, as a folder, where it is missing."""
+    """A sub path of a volume; made where it is missing, as a folder of the volume's own mode."""
     if not sub_path:
         return folder
     path = Path(os.path.realpath(folder / sub_path))
@@ -136,4 +136,5 @@ def _below(folder: Path, sub_path: str) -> Path:
         raise ClusterError(f"subPath {sub_path!r} leaves its volume")
     if not path.exists():
         path.mkdir(parents=True)
+        path.chmod(folder.stat().st_mode)
     return path

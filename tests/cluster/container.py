@@ -20,6 +20,10 @@ from tests.cluster.objects import ClusterError
 SHIM = Path(__file__).with_name("shim.py")
 
 
+class NotRunning(ClusterError):
+    """The container has no process, or none yet."""
+
+
 def identity(image: Image, pod: dict[str, Any], container: dict[str, Any]) -> dict[str, Any]:
     """Who the process is and what it may: the container's securityContext over the pod's over the image's.
 
@@ -94,11 +98,11 @@ class Process:
         await self._shim.wait()
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Exit code and output of a command inside. Raises `TimeoutError`; `ClusterError` where it is not running."""
+        """Exit code and output of a command inside. Raises `TimeoutError`, `NotRunning`."""
         try:
             spec = self.spec | {"argv": list(command), "pid": self._pid()}
         except (FileNotFoundError, ValueError):
-            raise ClusterError(f"container {self.name} is not running") from None
+            raise NotRunning(f"container {self.name} is not running") from None
         output = self.folder / f"exec-{len(list(self.folder.glob('exec-*.out')))}.out"
         shim = await self._spawn("exec", spec, output)
         try:

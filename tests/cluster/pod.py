@@ -51,18 +51,20 @@ class Container:
         """Until it has ended for good, or `stop` was called."""
         while not self.stopping:
             await self.process.start()
-            probing = asyncio.create_task(self._probe())
-            code = await self.process.wait()
-            probing.cancel()
-            await asyncio.wait([probing])
-            if not probing.cancelled() and probing.exception():
-                raise probing.exception() or AssertionError
-            self.exit_codes.append(code)
+            self.exit_codes.append(await self._exit_code_while_probed())
             self.started = self.ready = False
             self.changed()
-            if self.stopping or not (self.always or (self.on_failure and code != 0)):
+            if self.stopping or not (self.always or (self.on_failure and self.exit_codes[-1] != 0)):
                 return
             await asyncio.sleep(min(5.0, 0.5 * 2.0 ** self.restarts))
+
+    async def _exit_code_while_probed(self) -> int:
+        """Raises what a probe raises that is not only a failed probe."""
+        async with asyncio.TaskGroup() as tasks:
+            probing = tasks.create_task(self._probe())
+            code = await self.process.wait()
+            probing.cancel()
+        return code
 
     async def stop(self, grace_s: float) -> None:
         """preStop, SIGTERM, and SIGKILL at the end of the grace period, which preStop is part of."""
@@ -167,7 +169,7 @@ class Pod:
                 await self._stop_sidecars(self._grace_s)
             self.finished = not self.deleting
         except* ClusterError as group:
-            self.failure = str(group.exceptions[0])
+            self.failure = _first_word(group)
         finally:
             self.changed()
 
@@ -218,6 +220,13 @@ class Pod:
             "containerStatuses": [_status_of(container) for container in self.main],
         }
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.manifest["spec"], "status": status}
+
+
+def _first_word(group: BaseExceptionGroup[ClusterError]) -> str:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
 
 
 def _status_of(container: Container) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.cluster.container import Process
+from tests.cluster.container import NotRunning, Process
 from tests.cluster.objects import ClusterError, Object, container_port
 
 
@@ -37,7 +37,7 @@ class Prober:
     async def passes(self, action: Mapping[str, Any]) -> bool:
         """One try of a probe, or of a lifecycle handler's action."""
         timeout_s = action.get("timeoutSeconds", 1)
-        with suppress(OSError, TimeoutError, aiohttp.ClientError):
+        with suppress(OSError, TimeoutError, NotRunning, aiohttp.ClientError):
             async with asyncio.timeout(timeout_s):
                 if "httpGet" in action:
                     return await self._http(action["httpGet"])

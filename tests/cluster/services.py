@@ -13,7 +13,7 @@ import struct
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from tests.cluster.objects import Object, Objects, container_port, labels_of, matches, name_of
 
@@ -85,11 +85,10 @@ class DnsProtocol(asyncio.DatagramProtocol):
         self._directory = directory
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
         with suppress(IndexError, struct.error, UnicodeDecodeError):  # no question at all
-            assert isinstance(self._transport, asyncio.DatagramTransport)
             self._transport.sendto(answer(data, self._directory.addresses), address)
 
 

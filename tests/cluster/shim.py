@@ -49,10 +49,11 @@ def main(mode: str, spec_file: str) -> int:
         return _execute(spec)
     _enter_namespace(spec["network_namespace"], CLONE_NEWNET)
     _checked(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
-    child = os.fork()
-    if child == 0:
-        _become_container(spec)
-    Path(spec["pid_file"]).write_text(str(child))
+    with open(spec["pid_file"], "w") as pid_file:  # by now: the child's change of root is this process's too
+        child = os.fork()
+        if child == 0:
+            _become_container(spec)
+        pid_file.write(str(child))
     return _wait_for(child)
 
 
@@ -108,7 +109,7 @@ def _wait_for(child: int) -> int:
 
 
 def _make_root(spec: dict[str, Any]) -> None:
-    """Order matters: mount points are made while everything can still be written to, and made read-only at the end."""
+    """Order matters: mount points are made while the root can still be written to, and volumes mounted when it cannot."""
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     scratch = spec["scratch"]
     _mount("tmpfs", scratch, "tmpfs", options="size=64m,mode=755")
@@ -123,10 +124,12 @@ def _make_root(spec: dict[str, Any]) -> None:
         _replace_file(root + path, text)
     _mount_kernel_file_systems(root)
     for mount in spec["mounts"]:
-        _bind(mount["source"], _inside(root, mount["target"]), read_only=mount["read_only"])
+        _make_mount_point(mount["source"], _inside(root, mount["target"]))
     if spec["read_only_root"]:
         for path in (*covered, root):
             _mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+    for mount in spec["mounts"]:
+        _bind(mount["source"], _inside(root, mount["target"]), read_only=mount["read_only"])
     _pivot(root)
 
 
@@ -164,14 +167,18 @@ def _mount_kernel_file_systems(root: str) -> None:
 
 
 def _bind(source: str, target: str, *, read_only: bool) -> None:
+    _make_mount_point(source, target)
+    _mount(source, target, flags=MS_BIND | MS_REC)
+    if read_only:
+        _mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def _make_mount_point(source: str, target: str) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     elif not os.path.exists(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         Path(target).touch()
-    _mount(source, target, flags=MS_BIND | MS_REC)
-    if read_only:
-        _mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
 
 
 def _inside(root: str, path: str) -> str:
