@@ -24,16 +24,16 @@ seccompProfile: {type: RuntimeDefault}
 {{- define "pipelinerl.scheduling" -}}
 {{- $values := index .root.Values .component -}}
 {{- with .root.Values.images.pullSecrets }}
-imagePullSecrets: {{ toYaml . | nindent 2 }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.nodeSelector }}
-nodeSelector: {{ toYaml . | nindent 2 }}
+nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.tolerations }}
-tolerations: {{ toYaml . | nindent 2 }}
+tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.affinity }}
-affinity: {{ toYaml . | nindent 2 }}
+affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if $values.topologySpreadConstraints }}
 {{- $selector := dict "matchLabels" (include "pipelinerl.selectorLabels" . | fromYaml) }}
@@ -83,6 +83,17 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
+{{- end -}}
+
+{{/* dict own (YAML list), extra (list): a container's environment. What the values name replaces the chart's own. */}}
+{{- define "pipelinerl.environment" -}}
+{{- $names := list -}}
+{{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $kept := list -}}
+{{- range .own | fromYamlArray -}}
+{{- if not (has .name $names) -}}{{- $kept = append $kept . -}}{{- end -}}
+{{- end -}}
+{{- concat $kept .extra | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component: environment that every service reads. */}}
