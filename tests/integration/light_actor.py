@@ -84,6 +84,9 @@ class LightEngine:
             if request_id in self._aborted:
                 self._aborted[request_id].set()
 
+    def progress(self) -> dict[str, int]:
+        return {request_id: self.lengths.get(request_id, 0) for request_id in self._aborted}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 

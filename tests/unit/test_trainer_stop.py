@@ -16,8 +16,10 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.memory import MemoryBus
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.journal import JOURNAL, Journal
+from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
 from services.trainer import app
+from services.trainer.events import RunEvents
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
@@ -56,6 +58,7 @@ async def training_run(
                 Start(),
                 CollectorRegistry(),
                 LogContext(RUN, "trainer", "trainer"),
+                RunEvents(RUN, PodRef("", "trainer")),
             )
             try:
                 yield run, policy

@@ -35,31 +35,26 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* dict root, component ("" for objects of no one service). */}}
+{{/* dict root, component ("" for objects of no one service). The chart's own labels win over commonLabels. */}}
 {{- define "pipelinerl.labels" -}}
-{{ include "pipelinerl.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: pipelinerl
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := include "pipelinerl.selectorLabels" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "pipelinerl" -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
+{{- merge $own .root.Values.commonLabels | toYaml -}}
 {{- end -}}
 
-{{/* dict root, component, optional values: metadata of a pod template; podLabels and podAnnotations come from the service's values. */}}
+{{/* dict root, component: labels of the service's pods. */}}
 {{- define "pipelinerl.podLabels" -}}
-{{ include "pipelinerl.labels" . }}
-{{- with (index .root.Values .component).podLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- merge (include "pipelinerl.labels" . | fromYaml) (index .root.Values .component).podLabels | toYaml -}}
 {{- end -}}
 
-{{/* dict root, component, optional variant. A service's own image wins over images.*. */}}
+{{/* dict root, component, optional variant (cuda, cpu). A service's own image wins over images.*; a reference has no variant. */}}
 {{- define "pipelinerl.image" -}}
 {{- $images := .root.Values.images -}}
 {{- $own := (index .root.Values .component).image -}}
-{{- if $own.reference -}}
+{{- if and $own.reference (not .variant) -}}
 {{- $own.reference -}}
 {{- else -}}
 {{- $tag := default (default .root.Chart.AppVersion $images.tag) $own.tag -}}
@@ -99,4 +94,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- include "pipelinerl.fail" (printf "run: %q cannot name a run; use 1-40 lowercase letters, digits and inner dashes (it is the recipe's name unless run is set)" $run) -}}
 {{- end -}}
 {{- $run -}}
+{{- end -}}
+
+{{/* dict field (actor, verifier), values: minReplicas and maxReplicas fit each other. */}}
+{{- define "pipelinerl.checkReplicas" -}}
+{{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
+{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
+{{- end -}}
 {{- end -}}

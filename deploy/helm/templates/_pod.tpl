@@ -23,31 +23,18 @@ seccompProfile: {type: RuntimeDefault}
 {{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own. */}}
 {{- define "pipelinerl.scheduling" -}}
 {{- $values := index .root.Values .component -}}
-{{- with .root.Values.images.pullSecrets }}
-imagePullSecrets: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with $values.nodeSelector }}
-nodeSelector: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with $values.tolerations }}
-tolerations: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with $values.affinity }}
-affinity: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- if $values.topologySpreadConstraints }}
-{{- $selector := dict "matchLabels" (include "pipelinerl.selectorLabels" . | fromYaml) }}
-topologySpreadConstraints:
-{{- range $values.topologySpreadConstraints }}
-  - {{ merge (dict) . (dict "labelSelector" $selector) | toYaml | nindent 4 | trim }}
-{{- end }}
-{{- end }}
-{{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
-{{- end }}
-{{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
+{{- $spec := dict -}}
+{{- with .root.Values.images.pullSecrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" "priorityClassName" -}}
+{{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
+{{- end -}}
+{{- $spread := list -}}
+{{- range $values.topologySpreadConstraints -}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "pipelinerl.selectorLabels" $ | fromYaml)) -}}
+{{- $spread = append $spread (hasKey . "labelSelector" | ternary . (merge $own .)) -}}
+{{- end -}}
+{{- with $spread -}}{{- $_ := set $spec "topologySpreadConstraints" . -}}{{- end -}}
+{{- with $spec -}}{{- toYaml . -}}{{- end -}}
 {{- end -}}
 
 {{/* dict values, gpus, root: requests and limits, with GPUs and RDMA devices added. */}}
@@ -83,6 +70,17 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
+{{- end -}}
+
+{{/* dict own (YAML list), extra (list): a container's environment. What the values name replaces the chart's own. */}}
+{{- define "pipelinerl.environment" -}}
+{{- $names := list -}}
+{{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $kept := list -}}
+{{- range .own | fromYamlArray -}}
+{{- if not (has .name $names) -}}{{- $kept = append $kept . -}}{{- end -}}
+{{- end -}}
+{{- concat $kept .extra | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component: environment that every service reads. */}}
