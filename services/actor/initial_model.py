@@ -33,6 +33,7 @@ from pipelinerl.initial_model import (
 )
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger("services.actor.initial_model")
@@ -112,17 +113,10 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
         return
-    fetching = asyncio.create_task(fetch_built(recipe, settings))
-    stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((fetching, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not fetching.done():
-            raise ServiceError("stopped before the initial model was there")
-        await fetching
-    finally:
-        fetching.cancel()
-        stopping.cancel()
-        await asyncio.wait((fetching, stopping))
+        await unless_stopped(fetch_built(recipe, settings), stop)
+    except StartStopped as error:
+        raise ServiceError("stopped before the initial model was there") from error
 
 
 async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:

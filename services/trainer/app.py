@@ -12,7 +12,8 @@ import asyncio
 import functools
 import logging
 import os
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, suppress
 
 from grpc import aio
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,7 @@ from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
+from pipelinerl.retry import until_taken
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -36,6 +38,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
@@ -72,6 +75,11 @@ DISMISS_S = 1.5
 
 async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
+    with suppress(StartStopped):
+        await _serve(settings, ranks, stop, context)
+
+
+async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     recipe = load_recipe(settings.recipe)
     registry, readiness = CollectorRegistry(), Readiness("the model is loading")
     async with AsyncExitStack() as stack:
@@ -82,10 +90,16 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         )
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
-        bus = await stack.enter_async_context(
-            connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
-        )
-        await bus.create_streams(fresh=not start.again)
+        readiness.set_not_ready("waiting for NATS")
+
+        def connected() -> Awaitable[Bus]:
+            return stack.enter_async_context(
+                connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+            )
+
+        bus = await unless_stopped(until_taken(connected, "connect"), stop)
+        made = until_taken(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
+        await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
@@ -234,9 +248,19 @@ class TrainingRun:
             self._feed.end()
             try:
                 await self._say_end(finished)
+                if finished and self._settings.linger:
+                    await self._linger(stop)
                 await self._loop.dismiss(DISMISS_S)
             finally:
                 self._loop.close()
+
+    async def _linger(self, stop: asyncio.Event) -> None:
+        """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
+        log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._loop.beat())
+            await stop.wait()
+            beating.cancel()
 
     def _write_summary(self, finished: bool) -> None:
         ledger = self._books.ledger
@@ -297,15 +321,11 @@ class TrainingRun:
 
     async def _has_gone_on(self, stop: asyncio.Event) -> bool:
         """False when it was told to stop before that was possible: NATS may be away."""
-        going, stopping = asyncio.create_task(self._continuation.begin()), asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((going, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if going.done():
-                await going
-            return going.done()
-        finally:
-            going.cancel()
-            stopping.cancel()
+            await unless_stopped(self._continuation.begin(), stop)
+        except StartStopped:
+            return False
+        return True
 
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
@@ -318,16 +338,22 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        timeout_s = self._recipe.weights.join_timeout_s
+        """Raises `ServiceError` when too few register in time; a trainer that lingers says so and goes on waiting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._updater.wait_for_members(expected)
-        except TimeoutError as error:
-            raise ServiceError(
-                f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-                f"{timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}. Look at the actors' logs, or raise it"
-            ) from error
+        while True:
+            try:
+                async with asyncio.timeout(self._recipe.weights.join_timeout_s):
+                    return await self._updater.wait_for_members(expected)
+            except TimeoutError as error:
+                if not self._settings.linger:
+                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise it") from error
+            log.warning("%s; still waiting", self._too_few(expected))
+
+    def _too_few(self, expected: int) -> str:
+        return (
+            f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}"
+        )
 
     async def _poll_actors(self) -> None:
         while True:

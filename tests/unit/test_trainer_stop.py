@@ -30,9 +30,9 @@ TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
 
 @asynccontextmanager
 async def training_run(
-    run_dir: Path, stop_checkpoint_s: float = 10.0
+    run_dir: Path, stop_checkpoint_s: float = 10.0, *, linger: bool = False, join_timeout_s: float = 600.0
 ) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
-    """A run at version 1 whose next step is under way until `policy.may_step` is set."""
+    """A run of no actors that has not begun."""
     settings = TrainerSettings(
         run=RUN,
         recipe=run_dir / "recipe.yaml",
@@ -40,6 +40,7 @@ async def training_run(
         verifier="nowhere:1",
         run_dir=run_dir,
         stop_checkpoint_s=stop_checkpoint_s,
+        linger=linger,
     )
     policy, verifier = FakePolicy(run_dir), FakeVerifier()
     async with MemoryBus(RUN) as bus:
@@ -47,7 +48,7 @@ async def training_run(
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             run = app.TrainingRun(
                 settings,
-                make_recipe(task=TASK),
+                make_recipe(task=TASK, weights={"join_timeout_s": join_timeout_s}),
                 policy,  # type: ignore[arg-type]
                 bus,
                 verifier,  # type: ignore[arg-type]
