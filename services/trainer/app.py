@@ -118,7 +118,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
 
 
 def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
-    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy."""
+    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy. Pure."""
     groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
     in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
     return FeederBound(
@@ -164,14 +164,14 @@ class TrainingRun:
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
-            on_joined=self._report.joined,
+            on_joined=self._joined,
         )
         self._feeder = Feeder(
             bus,
             recipe,
             training_problems(recipe, policy.tokenizer),
             self._books,
-            bound,
+            lambda: feeder_bound(recipe, self._updater.num_present),
             lambda: self._loop.feeder_version,
             functools.partial(reserve, journal),
         )
@@ -377,6 +377,10 @@ class TrainingRun:
 
     def _member_addresses(self) -> dict[str, str]:
         return {name: member.grpc_address for name, member in self._updater.members.items()}
+
+    def _joined(self, actor: str, update: UpdateRecord) -> None:
+        self._report.joined(actor, update)
+        self._feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
 
     def _version_served(self, update: UpdateRecord) -> None:
         self._report.update_served(update)

@@ -14,6 +14,7 @@ from services.trainer import app, loop
 from tests.unit.test_trainer_stop import training_run
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
+IMPATIENT = {"join_timeout_s": 0.01}
 LINGERS = "this trainer answers, and does nothing else"
 
 
@@ -89,7 +90,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "0 of 1 actors registered within weights.join_timeout_s"
-    async with training_run(tmp_path, linger=True, join_timeout_s=0.01) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path, linger=True, weights=IMPATIENT) as (run, _), asyncio.timeout(20):
         stop = asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, text, times=2)
@@ -97,7 +98,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
         stop.set()
         await running
     (tmp_path / "without").mkdir()
-    async with training_run(tmp_path / "without", join_timeout_s=0.01) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(20):
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
         assert raised.group_contains(ServiceError, match=text)
