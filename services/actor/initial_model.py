@@ -31,8 +31,10 @@ from pipelinerl.initial_model import (
     is_built,
     is_complete,
 )
+from pipelinerl.service.grpc_channel import explained, open_channel
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger("services.actor.initial_model")
@@ -112,17 +114,10 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
         return
-    fetching = asyncio.create_task(fetch_built(recipe, settings))
-    stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((fetching, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not fetching.done():
-            raise ServiceError("stopped before the initial model was there")
-        await fetching
-    finally:
-        fetching.cancel()
-        stopping.cancel()
-        await asyncio.wait((fetching, stopping))
+        await unless_stopped(fetch_built(recipe, settings), stop)
+    except StartStopped as error:
+        raise ServiceError("stopped before the initial model was there") from error
 
 
 async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
@@ -139,7 +134,7 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
             with filling(folder) as beside:
                 received = await fetch(settings, folder.name, beside)
         except (grpc.aio.AioRpcError, MessageError, TimeoutError) as error:
-            waiting.tell(settings.trainer, _reason(error))
+            waiting.tell(settings.trainer, _reason(error, settings.tls_dir))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, RETRY_MOST_S)
         else:
@@ -150,10 +145,10 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
     """Fills the empty `folder` and returns the number of bytes. A channel of its own looks up the trainer's name anew.
 
-    Raises `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk.
+    Raises `FieldError` on `tls_dir`, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk.
     """
     receiver = Receiver(folder)
-    async with grpc.aio.insecure_channel(settings.trainer) as channel:
+    async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         chunks = stub.GetInitialModel(trainer_pb2.GetInitialModelRequest(name=name))
         async for chunk in _heard(chunks):
@@ -162,9 +157,7 @@ async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
     return receiver.size_bytes
 
 
-async def _heard(
-    chunks: grpc.aio.UnaryStreamCall,
-) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+async def _heard(chunks: grpc.aio.UnaryStreamCall) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
     while True:
         async with asyncio.timeout(SILENT_S):
             chunk = await chunks.read()
@@ -173,9 +166,9 @@ async def _heard(
         yield chunk
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, tls_dir: Path | None) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name} {error.details()}"
+        return explained(error, tls_dir)
     return str(error) or f"nothing came for {SILENT_S:.0f} s"
 
 

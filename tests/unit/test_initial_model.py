@@ -26,10 +26,12 @@ from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
 from services.trainer.initial_files import InitialFiles, initial_files
 from services.trainer.server import StepFeed, TrainerService
+from tests.certificates import Authority
 
 TINY = {
     "name": "tiny",
@@ -81,7 +83,7 @@ def built(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def trainer(initial: InitialFiles, port: int = 0) -> AsyncIterator[str]:
+async def trainer(initial: InitialFiles, port: int = 0, tls_dir: Path | None = None) -> AsyncIterator[str]:
     async def no_checkpoint() -> tuple[str, int]:
         raise AssertionError
 
@@ -90,7 +92,8 @@ async def trainer(initial: InitialFiles, port: int = 0) -> AsyncIterator[str]:
     def register(server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
 
-    async with serve_grpc(register, ["pipelinerl.v1.TrainerService"], "127.0.0.1", port, stop_grace_s=0.1) as server:
+    credentials = server_credentials(tls_dir)
+    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1, credentials=credentials) as server:
         yield f"127.0.0.1:{server.port}"
 
 
@@ -178,6 +181,17 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
         async with trainer(initial_files(recipe_of(), str(built)), port):
             await fetching
     assert caplog.text.count("waiting for") == 1
+
+
+async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
+    authority = Authority()
+    trainers, actors = (authority.issue(tmp_path / name, "127.0.0.1") for name in ("trainer-tls", "actor-tls"))
+    async with trainer(initial_files(recipe_of(), str(built)), tls_dir=trainers) as address:
+        settings = actor_settings(tmp_path / "actor", address)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await fetch(settings, built.name, tmp_path)
+        await fetched(settings.model_copy(update={"tls_dir": actors}))
+    assert contents(built_folder(recipe_of(), settings.model_cache)) == FILES
 
 
 async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, built: Path) -> None:
