@@ -95,8 +95,9 @@ class ApiServer:
 
     @web.middleware
     async def _authorised(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        account = self._accounts.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
-        if account is None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        account = self._accounts.get(token)
+        if scheme.lower() != "bearer" or account is None:
             return _status(401, "Unauthorized", "Unauthorized")
         access = _access(request)
         if access is not None and request.match_info.get("namespace") != self.namespace:

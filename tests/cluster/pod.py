@@ -16,6 +16,7 @@ from tests.cluster.container import Process
 from tests.cluster.objects import ClusterError, Object, name_of
 from tests.cluster.probes import Prober, run_hook
 
+_TICK_S = 0.05
 LEAST_TERM_S = 2.0
 """What SIGTERM gets where preStop has used up the grace period."""
 
@@ -36,7 +37,7 @@ class Container:
     exit_codes: list[int] = field(default_factory=list)
     started: bool = False
     ready: bool = False
-    stopping: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     killed_by_probe: int = 0
 
     @property
@@ -49,14 +50,16 @@ class Container:
 
     async def run(self) -> None:
         """Until it has ended for good, or `stop` was called."""
-        while not self.stopping:
+        while not self.stopping.is_set():
             await self.process.start()
             self.exit_codes.append(await self._exit_code_while_probed())
             self.started = self.ready = False
             self.changed()
-            if self.stopping or not (self.always or (self.on_failure and self.exit_codes[-1] != 0)):
+            if self.stopping.is_set() or not (self.always or (self.on_failure and self.exit_codes[-1] != 0)):
                 return
-            await asyncio.sleep(min(5.0, 0.5 * 2.0 ** self.restarts))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(5.0, 0.5 * 2.0**self.restarts)):
+                    await self.stopping.wait()
 
     async def _exit_code_while_probed(self) -> int:
         """Raises what a probe raises that is not only a failed probe."""
@@ -68,7 +71,7 @@ class Container:
 
     async def stop(self, grace_s: float) -> None:
         """preStop, SIGTERM, and SIGKILL at the end of the grace period, which preStop is part of."""
-        self.stopping = True
+        self.stopping.set()
         deadline = time.monotonic() + grace_s
         hook = (self.spec.get("lifecycle") or {}).get("preStop")
         if hook and self.process.running and grace_s:
@@ -164,8 +167,7 @@ class Pod:
             async with asyncio.TaskGroup() as tasks:
                 for container in self.init:
                     await self._run_init(container, tasks)
-                lives = [tasks.create_task(container.run()) for container in self.main]
-                await asyncio.gather(*lives)
+                await asyncio.gather(*(container.run() for container in self.main))
                 await self._stop_sidecars(self._grace_s)
             self.finished = not self.deleting
         except* ClusterError as group:
@@ -182,7 +184,7 @@ class Pod:
             return
         tasks.create_task(container.run())
         while not container.started and not self.deleting:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_TICK_S)
 
     async def delete(self, grace_s: float | None = None) -> None:
         """Ends all containers as a deletion does. Returns when they are gone; `grace_s` = 0 kills."""
@@ -194,7 +196,6 @@ class Pod:
         await asyncio.gather(*(container.stop(grace_s) for container in (*steps, *self.main)))
         await self._stop_sidecars(max(0.0, grace_s - (time.monotonic() - began)))
         if self._running is not None:
-            self._running.cancel()
             await asyncio.wait([self._running])
 
     async def _stop_sidecars(self, grace_s: float) -> None:

@@ -11,8 +11,8 @@ import itertools
 import random
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from tests.cluster.objects import Object, Objects, container_port, labels_of, matches, name_of
@@ -124,21 +124,19 @@ async def serve_names(directory: Directory, address: str) -> AsyncIterator[None]
 @asynccontextmanager
 async def serve_cluster_ips(directory: Directory) -> AsyncIterator[None]:
     """Listens on every port of every Service that has a cluster IP."""
-    async with AsyncExitStack() as stack:
+    proxies, servers = [], []
+    try:
         for service in directory.objects.of("Service"):
             ip = directory.cluster_ips.get(name_of(service))
             for port in service["spec"].get("ports", []) if ip else []:
-                server = await asyncio.start_server(_Proxy(directory, service, port).connected, ip, port["port"])
-                await stack.enter_async_context(_closing(server))
-        yield
-
-
-@asynccontextmanager
-async def _closing(server: asyncio.Server) -> AsyncIterator[None]:
-    try:
+                proxies.append(_Proxy(directory, service, port))
+                servers.append(await asyncio.start_server(proxies[-1].connected, ip, port["port"]))
         yield
     finally:
-        server.close()
+        for server in servers:
+            server.close()
+        for proxy in proxies:
+            await proxy.close()
 
 
 @dataclass
@@ -146,27 +144,34 @@ class _Proxy:
     directory: Directory
     service: Object
     port: Object
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Any ready endpoint; where there is none the connection is closed at once."""
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._forward(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def close(self) -> None:
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """To any ready endpoint; where there is none the connection is closed at once."""
+        endpoints = self.directory.endpoints(self.service)
         try:
-            endpoints = self.directory.endpoints(self.service)
             if endpoints:
                 pod = random.choice(endpoints)
                 port = container_port(pod.manifest, self.port.get("targetPort", self.port["port"]))
                 with suppress(OSError):
-                    await _join(reader, writer, *await asyncio.open_connection(pod.ip, port))
+                    to_reader, to = await asyncio.open_connection(pod.ip, port)
+                    try:
+                        await asyncio.gather(_pump(reader, to), _pump(to_reader, writer))
+                    finally:
+                        to.close()
         finally:
             writer.close()
-
-
-async def _join(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_reader: asyncio.StreamReader, to: asyncio.StreamWriter
-) -> None:
-    try:
-        await asyncio.gather(_pump(reader, to), _pump(to_reader, writer))
-    finally:
-        to.close()
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -176,7 +181,7 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
             sink.write(data)
             await sink.drain()
     with suppress(OSError):
-        sink.write_eof() if sink.can_write_eof() else sink.close()
+        sink.write_eof()
 
 
 def cluster_ips(objects: Objects, subnet: str) -> dict[str, str]:
