@@ -26,6 +26,8 @@ from pipelinerl.errors import BusError
 
 _MSG_ID = "Nats-Msg-Id"
 _NS = 1_000_000_000
+CONNECT_TIMEOUT_S = 30.0
+"""For a service, which may start before its NATS does."""
 
 
 @contextlib.asynccontextmanager
@@ -36,12 +38,14 @@ async def connect(
     limits: StreamLimits | None = None,
     name: str = "",
     credentials: Path | None = None,
+    tls_dir: Path | None = None,
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[JetStreamBus]:
     """The bus of `run` at `url` (several servers of a cluster: separated by commas).
 
-    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file.
+    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file; `tls_dir` holds
+    ca.crt, and tls.crt and tls.key where the server asks for them. All are read again at each connection.
     Raises `BusError` naming the url when no server answers in time, `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
@@ -49,6 +53,7 @@ async def connect(
         url,
         name=name or run,
         credentials=credentials,
+        tls_dir=tls_dir,
         connect_timeout_s=connect_timeout_s,
         request_timeout_s=request_timeout_s,
     ) as link:
