@@ -13,6 +13,7 @@ import sys
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import UserError
+from pipelinerl.initial_model import model_source
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import LogContext
 from services.trainer.loading import load_learner
@@ -31,7 +32,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
 def _work(settings: TrainerSettings, ranks: RankSettings) -> None:
     recipe = load_recipe(settings.recipe)
     try:
-        learner = load_learner(recipe, settings.model_dir or recipe.model.name, ranks)
+        learner = load_learner(recipe, model_source(recipe, settings), ranks)
     except (
         UserError
     ) as error:  # not printed as rank 0 prints its own: as a rule it is the same, but not for a node's own folder
