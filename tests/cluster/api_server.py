@@ -162,7 +162,8 @@ class ApiServer:
         return web.json_response(self.pods[name])
 
     async def _create_event(self, request: web.Request) -> web.Response:
-        event = await request.json()
+        version = "v1" if request.path.startswith("/api/") else "events.k8s.io/v1"
+        event = {"apiVersion": version, "kind": "Event"} | await request.json()  # as the server completes it
         problem = _event_problem(event, self.namespace)
         if problem:
             return _status(422, "Invalid", problem)

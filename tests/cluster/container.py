@@ -17,6 +17,7 @@ from pipelinerl.local.die_with_parent import guarded
 from tests.cluster.images import Image
 from tests.cluster.objects import ClusterError
 
+_TICK_S = 0.01
 SHIM = Path(__file__).with_name("shim.py")
 
 
@@ -70,11 +71,14 @@ class Process:
         return self._shim is not None and self._shim.returncode is None
 
     async def start(self) -> None:
+        """Returns when the program runs and takes signals, or has ended already."""
         self.starts += 1
         scratch, pid_file = self.folder / f"{self.starts}.root", self.folder / f"{self.starts}.pid"
         scratch.mkdir(parents=True)
         spec = self.spec | {"scratch": str(scratch), "pid_file": str(pid_file)}
         self._shim = await self._spawn("run", spec, self.log)
+        while self._shim.returncode is None and not (pid_file.exists() and pid_file.read_text()):
+            await asyncio.sleep(_TICK_S)
 
     async def wait(self) -> int:
         """Its exit code."""

@@ -52,6 +52,8 @@ class Container:
         """Until it has ended for good, or `stop` was called."""
         while not self.stopping.is_set():
             await self.process.start()
+            if self.stopping.is_set():  # meanwhile, when there was nothing to end yet
+                await self.process.kill()
             self.exit_codes.append(await self._exit_code_while_probed())
             self.started = self.ready = False
             self.changed()

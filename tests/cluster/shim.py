@@ -49,10 +49,15 @@ def main(mode: str, spec_file: str) -> int:
         return _execute(spec)
     _enter_namespace(spec["network_namespace"], CLONE_NEWNET)
     _checked(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
-    with open(spec["pid_file"], "w") as pid_file:  # by now: the child's change of root is this process's too
+    reads, writes = os.pipe()  # its end comes when the program has replaced the last one that could write to it
+    with open(spec["pid_file"], "w") as pid_file:  # opened here: the child's change of root is this process's too
         child = os.fork()
         if child == 0:
-            _become_container(spec)
+            os.close(reads)
+            _become_container(spec, writes)
+        os.close(writes)
+        _forward_signals(child)
+        os.read(reads, 1)
         pid_file.write(str(child))
     return _wait_for(child)
 
@@ -70,14 +75,16 @@ def _execute(spec: dict[str, Any]) -> int:
     return _wait_for(child)
 
 
-def _become_container(spec: dict[str, Any]) -> None:
-    """Never returns. An init process stays between the namespace and the program where the image's entry point is one."""
+def _become_container(spec: dict[str, Any], starting: int) -> None:
+    """Never returns; closes `starting` when the program can take signals. An init process stays between the namespace and the program where the image's entry point is one."""
     _make_root(spec)
     _checked(_libc.sethostname(spec["hostname"].encode(), len(spec["hostname"])), "sethostname")
     _drop_privileges(spec)
     if spec["init"]:
         child = os.fork()
         if child != 0:
+            _forward_signals(child)
+            os.close(starting)
             os._exit(_wait_for(child))
     _replace_by(spec)
 
@@ -91,14 +98,16 @@ def _replace_by(spec: dict[str, Any]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _wait_for(child: int) -> int:
-    """The exit code of `child`, whatever else ends before it; signals go on to it."""
-
+def _forward_signals(child: int) -> None:
     def forward(number: int, frame: FrameType | None) -> None:
         os.kill(child, number)
 
     for number in FORWARDED:
         signal.signal(number, forward)
+
+
+def _wait_for(child: int) -> int:
+    """The exit code of `child`, whatever else ends before it."""
     while True:
         pid, status = os.wait()
         if pid == child:
