@@ -84,9 +84,9 @@ class Place:
 @contextmanager
 def private_network() -> Iterator[PrivateNetwork]:
     """Removes the namespaces and the bridge at the end, and with them their cables."""
-    number = next(_NUMBERS)
-    network = PrivateNetwork(f"prl{os.getpid() % 100000}{number}", f"10.213.{number % 250}")
-    _ip("link", "add", network.name, "type", "bridge")
+    network = PrivateNetwork(f"prl{os.getpid() % 100000}{next(_NUMBERS)}", _free_subnet())
+    # An address of its own: a bridge otherwise takes the least of its cables', and is lost for seconds when that changes.
+    _ip("link", "add", network.name, "address", "02:00:00:00:00:01", "type", "bridge")
     try:
         _ip("addr", "add", f"{network.host}/24", "dev", network.name)
         _ip("link", "set", network.name, "up")
@@ -97,5 +97,12 @@ def private_network() -> Iterator[PrivateNetwork]:
         _ip("link", "del", network.name)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10)
+def _free_subnet() -> str:
+    """One that no network of another process of this machine has."""
+    taken = _ip("-o", "-4", "addr", "show")
+    wanted = (f"10.213.{(os.getpid() + number) % 256}" for number in range(256))
+    return next(subnet for subnet in wanted if f" {subnet}.1/" not in taken)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10).stdout.decode()
