@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -239,10 +239,26 @@ async def open_link(
     refused, `FieldError` when a file cannot be used.
     """
     link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
+    with _no_notice_of_tls_ends():
+        try:
+            await link._open(name, connect_timeout_s)
+            yield link
+        finally:
+            if link.client.options:  # else it has refused the url itself, and there is nothing to close
+                with contextlib.suppress(OSError):  # the server is gone already
+                    await link.client.close()
+
+
+@contextlib.contextmanager
+def _no_notice_of_tls_ends() -> Iterator[None]:
+    """asyncio warns at the end of every TLS connection of nats-py, of something that has no effect."""
+
+    def is_worth_telling(record: logging.LogRecord) -> bool:
+        return "eof_received() has no effect" not in record.getMessage()
+
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.addFilter(is_worth_telling)
     try:
-        await link._open(name, connect_timeout_s)
-        yield link
+        yield
     finally:
-        if link.client.options:  # else it has refused the url itself, and there is nothing to close
-            with contextlib.suppress(OSError):  # the server is gone already
-                await link.client.close()
+        asyncio_log.removeFilter(is_worth_telling)

@@ -114,7 +114,7 @@ async def test_a_cluster_that_never_finds_together_is_an_error_in_the_end(
 ) -> None:
     monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
     async with servers(tmp_path)[0] as alone, connected([alone]) as bus, asyncio.timeout(SOON_S):
-        with pytest.raises(BusError, match="looking at|creating"):
+        with pytest.raises(BusError, match=r"looking at|creating"):
             await bus.create_streams()
 
 
