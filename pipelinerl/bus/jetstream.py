@@ -237,9 +237,24 @@ class JetStreamBus:
     async def _ensure_stream(self, config: StreamConfig) -> None:
         assert config.name is not None
         if await self._has_stream(config.name):
+            await self._tell_difference(config)
             return
         with bus_errors(f"creating {config.name} at {self._link.url}"):
             await self._link.js.add_stream(config)
+
+    async def _tell_difference(self, wanted: StreamConfig) -> None:
+        assert wanted.name is not None
+        with bus_errors(f"looking at {wanted.name} at {self._link.url}"):
+            there = (await self._link.js.stream_info(wanted.name)).config
+        for what, is_so, asked_for in (
+            ("servers that keep it", there.num_replicas, wanted.num_replicas),
+            ("largest number of bytes", there.max_bytes, wanted.max_bytes),
+        ):
+            if (asked_for or -1) != (is_so or -1):
+                _log.warning(
+                    "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it",
+                    *(wanted.name, what, is_so, asked_for, wanted.name),
+                )
 
     async def _has_stream(self, stream: str) -> bool:
         try:
