@@ -22,7 +22,7 @@ from pipelinerl.kube.permissions import ACTOR, TRAINER, Permission
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
 SELECTOR = "app.kubernetes.io/component=actor"
-SOON_S = 60.0
+SOON_S = 20.0
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:

@@ -225,10 +225,13 @@ def trainer_settings(account: Path, **changes: Any) -> TrainerSettings:
 async def test_an_error_that_ends_the_trainer_is_the_runs_failure(
     api: ApiServer, account: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(ServiceError):
+    async def run() -> None:
         async with run_events(trainer_settings(account("trainer-token"))) as events:
             events.started(0, 5, incarnation=1)
             raise ServiceError("the disk is full")
+
+    with pytest.raises(ServiceError):
+        await run()
     assert [(event["reason"], event["message"]) for event in api.events.values()] == [
         ("RunStarted", "run demo starts: 5 optimizer steps to take"),
         ("RunFailed", "run demo failed: the disk is full"),
