@@ -13,6 +13,9 @@ from ast import literal_eval
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+CERTIFICATES = "/run/pip-certificates.crt"
+"""Where the certificates are in the build: not where Debian's own lie, which a package installed there rewrites."""
+
 KEYS = ("index-url", "extra-index-url", "find-links", "cert", "trusted-host", "timeout", "default-timeout")
 
 
@@ -26,11 +29,18 @@ def settings(listing: str) -> dict[str, str]:
 
 
 def config(found: Mapping[str, str]) -> str:
-    lines = (f"{key} = {' '.join(value.split())}" for key, value in found.items())
-    return "[global]\n" + "".join(f"{line}\n" for line in lines)
+    places = dict(found) | ({"cert": CERTIFICATES} if "cert" in found else {})
+    return "[global]\n" + "".join(f"{key} = {' '.join(value.split())}\n" for key, value in places.items())
 
 
-def local_paths(found: Mapping[str, str]) -> Iterator[Path]:
+def volumes(found: Mapping[str, str]) -> list[str]:
+    """`FROM:TO:ro` of every local file and folder that is named."""
+    return sorted(
+        {f"{path}:{CERTIFICATES if path == Path(found.get('cert', '')) else path}:ro" for path in _paths(found)}
+    )
+
+
+def _paths(found: Mapping[str, str]) -> Iterator[Path]:
     for word in " ".join(found.values()).split():
         path = Path(word.removeprefix("file://"))
         if path.is_absolute() and path.exists():
@@ -44,7 +54,7 @@ def main(folder: Path) -> None:
     ).stdout
     found = settings(listing)
     (folder / "pip.conf").write_text(config(found))
-    print(*(f"--volume {path}:{path}:ro" for path in sorted(set(local_paths(found)))))
+    print(*(f"--volume {volume}" for volume in volumes(found)))
 
 
 if __name__ == "__main__":
