@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.cluster.api_server import ApiServer
 from tests.cluster.builder import PodBuilder
-from tests.cluster.images import IMAGES, Image
+from tests.cluster.images import Image
 from tests.cluster.objects import ClusterError, Object, Objects, labels_of, name_of, pod_manifest
 from tests.cluster.pod import Pod
 from tests.cluster.services import Directory, cluster_ips, serve_cluster_ips, serve_names
@@ -242,7 +242,7 @@ class Cluster:
 
 @asynccontextmanager
 async def mini_cluster(
-    folder: Path, objects: Objects, namespace: str, images: Mapping[str, Image] = IMAGES
+    folder: Path, objects: Objects, namespace: str, images: Mapping[str, Image]
 ) -> AsyncIterator[Cluster]:
     """`folder` takes volumes, claims and logs. Nothing runs in it before `start`; nothing is left at the end."""
     async with AsyncExitStack() as stack:

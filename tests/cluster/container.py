@@ -18,6 +18,7 @@ from tests.cluster.images import Image
 from tests.cluster.objects import ClusterError
 
 _TICK_S = 0.01
+_KILL_S = 5.0
 SHIM = Path(__file__).with_name("shim.py")
 
 
@@ -95,8 +96,10 @@ class Process:
         """SIGKILL to all its processes. Returns when they are gone."""
         if self._shim is None or not self.running:
             return
-        with suppress(ProcessLookupError, FileNotFoundError, ValueError):
-            os.kill(self._pid(), signal.SIGKILL)
+        with suppress(ProcessLookupError, FileNotFoundError, ValueError, TimeoutError):
+            os.kill(self._pid(), signal.SIGKILL)  # the shim ends when the kernel has ended all the others with it
+            async with asyncio.timeout(_KILL_S):
+                await self._shim.wait()
         with suppress(ProcessLookupError):
             self._shim.kill()
         await self._shim.wait()

@@ -1,14 +1,16 @@
 """What stands for a container image: this checkout and its environment, read-only, at their own paths.
 
-An image's entry point and user are the Dockerfile's. Of the test's own environment a container sees PATH and PYTHONPATH as they
-are here, and nothing else.
+Entry point, command, user, working folder and variables are those of the Dockerfile; PATH and PYTHONPATH name the checkout and
+its environment instead, and CC, which only the image has, is left out. Nothing else of the test's own environment is seen.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,14 +39,50 @@ class Image:
         return [*self.entrypoint, *(self.arguments if arguments is None else arguments)]
 
 
-SERVICE = Image(init=True, user=USER, group=USER, workdir="/")
 NATS = Image(entrypoint=("nats-server",), arguments=("--config", "nats-server.conf"))
 """The official image's entry point puts `nats-server` before arguments that begin with a dash, and execs."""
+_NOT_HERE = ("PATH", "CC")
 
-IMAGES = {"actor": SERVICE, "trainer": SERVICE, "verifier": SERVICE, "nats": NATS}
+
+def docker_image(dockerfile: Path) -> Image:
+    """Of the last stage. tini, the entry point, is what the shim does where `init` is set."""
+    stage = list(_instructions(dockerfile.read_text()))
+    last = max(number for number, (kind, _) in enumerate(stage) if kind == "FROM")
+    said: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    for kind, rest in stage[last + 1 :]:
+        if kind == "ENV":
+            environment |= dict(word.split("=", 1) for word in shlex.split(rest))
+        else:
+            said[kind] = rest
+    user, _, group = said["USER"].partition(":")
+    entrypoint = json.loads(said["ENTRYPOINT"])
+    if entrypoint != ["tini", "--"]:
+        raise ClusterError(f"{dockerfile}: entry point {entrypoint} is not modelled")
+    return Image(
+        arguments=tuple(json.loads(said["CMD"])),
+        init=True,
+        user=int(user),
+        group=int(group),
+        workdir=said["WORKDIR"],
+        environment={name: value for name, value in environment.items() if name not in _NOT_HERE},
+    )
 
 
-def image_of(reference: str, images: Mapping[str, Image] = IMAGES) -> Image:
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
+        kind, _, rest = instruction.strip().partition(" ")
+        yield kind, rest.strip()
+
+
+def product_images() -> dict[str, Image]:
+    """By service; `nats` too."""
+    names = ("actor", "trainer", "verifier")
+    return {name: docker_image(SOURCE / "services" / name / "Dockerfile") for name in names} | {"nats": NATS}
+
+
+def image_of(reference: str, images: Mapping[str, Image]) -> Image:
     """By the last part of the repository: registry.example/team/pipelinerl-actor:1.2 is `actor`."""
     name = reference.partition("@")[0].rpartition("/")[2].partition(":")[0]
     for known, image in images.items():

@@ -27,19 +27,20 @@ def _why_no_container() -> str:
     import asyncio
 
     from tests.cluster.cluster import mini_cluster
+    from tests.cluster.images import Image
     from tests.cluster.objects import ClusterError
 
     pod = {
         "kind": "Pod",
         "metadata": {"name": "probe"},
-        "spec": {"restartPolicy": "Never", "containers": [{"name": "probe", "image": "actor", "command": ["true"]}]},
+        "spec": {"restartPolicy": "Never", "containers": [{"name": "probe", "image": "tool", "command": ["true"]}]},
     }
 
     async def run_one() -> str:
         from tests.cluster.objects import Objects
 
         with tempfile.TemporaryDirectory() as folder:
-            async with mini_cluster(Path(folder), Objects(), "default") as cluster:
+            async with mini_cluster(Path(folder), Objects(), "default", {"tool": Image()}) as cluster:
                 made = cluster.create(pod)
                 assert made is not None
                 try:

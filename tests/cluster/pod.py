@@ -39,6 +39,7 @@ class Container:
     ready: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     killed_by_probe: int = 0
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def name(self) -> str:
@@ -51,9 +52,10 @@ class Container:
     async def run(self) -> None:
         """Until it has ended for good, or `stop` was called."""
         while not self.stopping.is_set():
-            await self.process.start()
-            if self.stopping.is_set():  # meanwhile, when there was nothing to end yet
-                await self.process.kill()
+            async with self._starting:
+                if self.stopping.is_set():
+                    return
+                await self.process.start()
             self.exit_codes.append(await self._exit_code_while_probed())
             self.started = self.ready = False
             self.changed()
@@ -75,6 +77,8 @@ class Container:
         """preStop, SIGTERM, and SIGKILL at the end of the grace period, which preStop is part of."""
         self.stopping.set()
         deadline = time.monotonic() + grace_s
+        async with self._starting:  # what is half started cannot take a signal yet
+            pass
         hook = (self.spec.get("lifecycle") or {}).get("preStop")
         if hook and self.process.running and grace_s:
             await run_hook(hook, self.prober, grace_s)

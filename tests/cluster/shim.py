@@ -129,6 +129,7 @@ def _make_root(spec: dict[str, Any]) -> None:
     covered = _cover(root)
     for path in spec["image_paths"]:
         _bind(path, root + path, read_only=True)
+    os.makedirs(_inside(root, spec["workdir"]), exist_ok=True)
     for path, text in spec["files"].items():
         _replace_file(root + path, text)
     _mount_kernel_file_systems(root)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import DELETION_COST, Cluster, mini_cluster
-from tests.cluster.images import USER, Image
+from tests.cluster.images import USER, Image, product_images
 from tests.cluster.objects import ClusterError, Object, Objects
 from tests.cluster.pod import Pod
 
@@ -460,3 +460,12 @@ async def test_nothing_is_left_when_a_cluster_ends(cluster_of: Start) -> None:
         folder = str(cluster.folder)
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if folder in line]
     assert not running(b"7654321")
+
+
+def test_images_are_as_their_dockerfiles_say() -> None:
+    image = product_images()["trainer"]
+    assert (image.user, image.group, image.init) == (USER, USER, True)
+    assert image.command(None, None) == ["python", "-m", "services.trainer"]
+    assert image.command(None, ["python", "-m", "x"]) == ["python", "-m", "x"]
+    assert image.environment["PYTHONUNBUFFERED"] == "1"
+    assert "CC" not in image.environment
