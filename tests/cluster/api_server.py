@@ -10,6 +10,7 @@ import asyncio
 import copy
 import json
 import secrets
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import kubernetes_validate
 from aiohttp import web
 
-from tests.cluster.certificates import Authority
+from tests.certificates import Authority
 from tests.cluster.objects import Object, Objects, labels_of, name_of
 from tests.cluster.rbac import Access, allowed, denial
 
@@ -33,7 +34,8 @@ class ApiServer:
 
     objects: Objects
     namespace: str
-    authority: Authority = field(default_factory=lambda: Authority("cluster CA"))
+    ca: bytes = b""
+    """PEM, once it serves."""
     pods: dict[str, Object] = field(default_factory=dict)
     events: list[Object] = field(default_factory=list)
     patches: list[tuple[str, Object]] = field(default_factory=list)
@@ -78,8 +80,10 @@ class ApiServer:
         app.router.add_post("/apis/events.k8s.io/v1/namespaces/{namespace}/events", self._create_event)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", address]
-        context = self.authority.server_context(folder, names)
+        pair = Authority("cluster CA").issue(folder, "kubernetes", "kubernetes.default", "kubernetes.default.svc", address)
+        self.ca = (pair / "ca.crt").read_bytes()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pair / "tls.crt", pair / "tls.key")
         try:
             await web.TCPSite(runner, address, port, ssl_context=context).start()
             yield
@@ -136,6 +140,8 @@ class ApiServer:
                     await news.wait()
         except TimeoutError:
             await response.write_eof()
+        except ConnectionError:  # whoever watched is gone
+            pass
         return response
 
     async def _get_pod(self, request: web.Request) -> web.Response:
@@ -150,6 +156,9 @@ class ApiServer:
         if name not in self.pods:
             return _not_found("pods", name)
         patch = await request.json()
+        metadata = self.pods[name]["metadata"]
+        if (patch.get("metadata") or {}).get("uid", metadata["uid"]) != metadata["uid"]:
+            return _status(409, "Conflict", f"Precondition failed: UID in precondition is not that of {name}")
         errors = [f"annotation {key}: {value!r} is not a string" for key, value in _annotations(patch).items()
                   if not isinstance(value, str | None)]
         if errors:

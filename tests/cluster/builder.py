@@ -66,7 +66,7 @@ class PodBuilder:
             self._check_account(facts.pod)
             token_files = {
                 "token": self.api.token_of(account_of(facts.pod)),
-                "ca.crt": self.api.authority.certificate,
+                "ca.crt": self.api.ca,
                 "namespace": self.namespace.encode(),
             }
         maker = VolumeMaker(self.objects, facts, folder, self.folder / "claims", token_files)

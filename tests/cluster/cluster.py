@@ -24,6 +24,7 @@ from tests.cluster.images import Image
 from tests.cluster.objects import ClusterError, Object, Objects, labels_of, name_of, pod_manifest
 from tests.cluster.pod import Pod
 from tests.cluster.services import Directory, cluster_ips, serve_cluster_ips, serve_names
+from tests.cluster.traffic import Traffic
 from tests.cluster.volumes import make_claim
 from tests.faults.network import PrivateNetwork, private_network
 
@@ -59,6 +60,7 @@ class Cluster:
     network: PrivateNetwork
     api: ApiServer
     builder: PodBuilder
+    directory: Directory
     strict: bool = True
     """A container that ends by itself, or that a probe kills, fails whatever is being waited for."""
     pods: dict[str, Pod] = field(default_factory=dict)
@@ -67,6 +69,9 @@ class Cluster:
     _workloads: dict[str, Workload] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _deletions: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.traffic = Traffic(self.directory, self.network.host)
 
     def start(self) -> None:
         """Creates what the objects say, all at once, as `helm install` does."""
@@ -117,6 +122,7 @@ class Cluster:
             async with asyncio.timeout(within_s):
                 while not condition():
                     self.check()
+                    self.traffic.look()
                     try:
                         async with asyncio.timeout(_TICK_S):
                             await self._changed.wait()
@@ -253,10 +259,11 @@ async def mini_cluster(
         api = ApiServer(objects, namespace)
         (folder / "claims").mkdir(parents=True)
         builder = PodBuilder(objects, namespace, folder, network, api, ips, images)
-        cluster = Cluster(objects, folder, network, api, builder)
-        directory = Directory(objects, namespace, lambda: cluster.pods.values(), ips)
+        pods: dict[str, Pod] = {}
+        directory = Directory(objects, namespace, pods.values, ips)
+        cluster = Cluster(objects, folder, network, api, builder, directory, pods=pods)
         await stack.enter_async_context(serve_names(directory, network.host))
         await stack.enter_async_context(serve_cluster_ips(directory))
-        await stack.enter_async_context(api.serve(ips["kubernetes"], API_PORT, folder))
+        await stack.enter_async_context(api.serve(ips["kubernetes"], API_PORT, folder / "api"))
         stack.push_async_callback(cluster.stop)
         yield cluster
