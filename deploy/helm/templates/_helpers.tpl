@@ -28,8 +28,8 @@
 
 {{/* dict root, component. What selectors use: never changes for a release. */}}
 {{- define "pipelinerl.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "pipelinerl.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "pipelinerl.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
