@@ -43,7 +43,7 @@ def rendered_text(
 ) -> str:
     """All manifests, hooks included. `values` are laid over `files`."""
     given = [part for file in files for part in ("--values", str(file))]
-    text = json.dumps(dict(values or {}))  # JSON is YAML without its surprises: y is no boolean
+    text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
     return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)
 
 

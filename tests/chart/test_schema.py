@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
@@ -131,7 +131,12 @@ def _generated() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=parts)
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=25,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # without shrinking: an example takes half a second
+)
 @given(_generated())
 def test_what_the_schema_allows_renders_or_is_refused_by_name(values: dict[str, Any]) -> None:
     try:
