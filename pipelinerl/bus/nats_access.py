@@ -98,9 +98,9 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     """
     if tls_dir is None:
         return ssl.create_default_context()
-    authorities = read_file(tls_dir / CA, _TLS_DIR)
+    read_file(tls_dir / CA, _TLS_DIR)
     check_ca(tls_dir, _TLS_DIR)
-    context = ssl.create_default_context(cadata=authorities.decode())
+    context = ssl.create_default_context(cafile=tls_dir / CA)
     if (tls_dir / CERTIFICATE).exists():
         check_pair(tls_dir, _TLS_DIR)
         context.load_cert_chain(tls_dir / CERTIFICATE, tls_dir / KEY)

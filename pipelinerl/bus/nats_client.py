@@ -80,6 +80,16 @@ class NatsClient(Client):
             self.options["user"], self.options["password"] = login.user, login.password
         return super()._connect_command()
 
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except OSError:  # TLS errors are of these
+            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
+            raise
+
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
             await self._process_op_err(nats.errors.Error(f"the server ended the connection: {err_msg.strip(chr(39))}"))

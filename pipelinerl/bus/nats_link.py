@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -28,6 +28,7 @@ _RECONNECT_WAIT_S = 0.5
 _PING_INTERVAL_S = 5
 _MAX_OUTSTANDING_PINGS = 2
 _STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
+_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER = 10005, 10008, 10009
 _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
 
 
@@ -95,6 +96,14 @@ def is_stream_missing(error: BusError) -> bool:
     return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
 
 
+def is_cluster_forming(error: BusError) -> bool:
+    """Whether the servers of a cluster are on their way to find each other and choose a leader, or may be."""
+    cause = error.__cause__
+    if isinstance(cause, nats.js.errors.APIError):
+        return cause.err_code in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER)
+    return isinstance(cause, TimeoutError)
+
+
 def is_stream_full(error: BusError) -> bool:
     cause = error.__cause__
     return (
@@ -130,7 +139,7 @@ class NatsLink:
         self.disconnected: set[Callable[[], None]] = set()
         self.reconnected: set[Callable[[], None]] = set()
         self.refused = self.client.refused
-        self._connected = asyncio.Event()
+        self._connected, self._was_connected = asyncio.Event(), False
         self._last_error = ""
 
     @property
@@ -180,7 +189,7 @@ class NatsLink:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self._last_error or _reason(error)
             raise BusError(f"cannot connect to NATS at {self.url} within {timeout_s:g} s: {reason}") from error
-        self._last_error = ""
+        self._last_error, self._was_connected = "", True
         self._connected.set()
 
     async def _on_error(self, error: Exception) -> None:
@@ -188,11 +197,12 @@ class NatsLink:
         if self._last_error != previous:  # not once per attempt to connect
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         self.client.tell_refusal(str(error))
-        if self.is_connected or self.client.is_reconnecting:
+        if self._was_connected:
             return
         # Raised into nats-py's connect loop, which would try what is refused again until the time is over.
         if "authorization" in self._last_error.lower():
-            raise BusError(f"NATS at {self.url} refuses the login: {self._last_error}; check nats_credentials")
+            login = f"the login of user {self.user!r}" if self.user else "the login"
+            raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
         if isinstance(error, ssl.SSLError) and len(self._servers) == 1:
             raise BusError(f"cannot connect to NATS at {self.url}: {self._last_error}")
 
@@ -229,10 +239,26 @@ async def open_link(
     refused, `FieldError` when a file cannot be used.
     """
     link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
+    with _no_notice_of_tls_ends():
+        try:
+            await link._open(name, connect_timeout_s)
+            yield link
+        finally:
+            if link.client.options:  # else it has refused the url itself, and there is nothing to close
+                with contextlib.suppress(OSError):  # the server is gone already
+                    await link.client.close()
+
+
+@contextlib.contextmanager
+def _no_notice_of_tls_ends() -> Iterator[None]:
+    """asyncio warns at the end of every TLS connection of nats-py, of something that has no effect."""
+
+    def is_worth_telling(record: logging.LogRecord) -> bool:
+        return "eof_received() has no effect" not in record.getMessage()
+
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.addFilter(is_worth_telling)
     try:
-        await link._open(name, connect_timeout_s)
-        yield link
+        yield
     finally:
-        if link.client.options:  # else it has refused the url itself, and there is nothing to close
-            with contextlib.suppress(OSError):  # the server is gone already
-                await link.client.close()
+        asyncio_log.removeFilter(is_worth_telling)

@@ -37,7 +37,10 @@ class StreamPublisher:
         self._link.refused.add(refused.append)
         with bus_errors(f"subscribing at {self._link.url}"):
             await self._link.client.subscribe(inbox, cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            await self._link.client.flush()  # a refusal comes before its answer
+            for _ in range(
+                2
+            ):  # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer
+                await self._link.client.flush()
         self._link.refused.discard(refused.append)
         if inbox.lower() in refused:
             raise NotPermitted(self._link.user, inbox, "subscribe")
