@@ -230,9 +230,9 @@ def test_cpu_images_have_a_tag_of_their_own() -> None:
     tags = {pod.component: pod.main["image"].rpartition(":")[2] for pod in rendered.pods}
     assert tags["actor"] == tags["trainer"] == tags["test"] == "0.1.0-cpu"
     assert tags["verifier"] == "0.1.0"
-    assert rendered_case("default").pod("actor").main["image"] == "pipelinerl-actor:0.1.0"
-    assert rendered_case("default").pod("test").main["image"] == "pipelinerl-trainer:0.1.0-cpu"
-    assert rendered_case("everything").pod("actor").main["image"] == "registry.example.com/ml/pipelinerl-actor:1.2.3"
+    assert rendered_case("default").pod("actor").main["image"] == "pipelinerl/actor:0.1.0"
+    assert rendered_case("default").pod("test").main["image"] == "pipelinerl/trainer:0.1.0-cpu"
+    assert rendered_case("everything").pod("actor").main["image"] == "registry.example.com/ml/pipelinerl/actor:1.2.3"
 
 
 def test_a_reference_is_taken_as_it_is() -> None:

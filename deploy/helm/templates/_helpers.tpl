@@ -61,7 +61,7 @@ app.kubernetes.io/component: {{ . }}
 {{- if and (eq (default $images.variant .variant) "cpu") (ne .component "verifier") -}}
 {{- $tag = printf "%s-cpu" $tag -}}
 {{- end -}}
-{{- printf "%s:%s" (list $images.registry (default (printf "pipelinerl-%s" .component) $own.repository) | compact | join "/") $tag -}}
+{{- printf "%s:%s" (list $images.registry (default (printf "pipelinerl/%s" .component) $own.repository) | compact | join "/") $tag -}}
 {{- end -}}
 {{- end -}}
 
