@@ -116,13 +116,12 @@ class KubeClient:
     def _respond(self, permission: Permission, call: Callable[[Any], Any]) -> Any:
         """The response of a call that was accepted. Blocks. With a token that is refused the call is made again, once, with
         what the file has now."""
-        response = _translated(permission, lambda: call(self._configured(fresh=False)))
-        if response.status == 401:
-            response = _translated(permission, lambda: call(self._configured(fresh=True)))
-        if 200 <= response.status < 300:
-            return response
-        body = _translated(permission, lambda: response.data)
-        raise KubeError(permission, response.status, _message(body) or response.reason or "no reason given")
+        try:
+            return _translated(permission, lambda: call(self._configured(fresh=False)))
+        except KubeError as error:
+            if error.status != 401:
+                raise
+        return _translated(permission, lambda: call(self._configured(fresh=True)))
 
     def _configured(self, *, fresh: bool) -> Any:
         """`CoreV1Api`; importing the client takes about a second. Raises `ConfigException` outside a pod."""
@@ -205,7 +204,8 @@ def _translated(permission: Permission, call: Callable[[], _Result]) -> _Result:
     try:
         return call()
     except ApiException as error:
-        raise KubeError(permission, error.status or 0, _short(error.reason or error)) from error
+        detail = _message(error.body) or _short(error.reason or "no reason given")
+        raise KubeError(permission, error.status or 0, detail) from error
     except (HTTPError, OSError, ConfigException, OpenApiException, ValueError) as error:
         raise KubeError(permission, 0, _short(error)) from error
 
@@ -220,10 +220,10 @@ def _parsed(permission: Permission, body: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _message(body: bytes) -> str:
-    """Of a Status object."""
+def _message(body: str | bytes | None) -> str:
+    """Of a Status object; empty for anything else."""
     try:
-        return _short(json.loads(body)["message"])
+        return _short(json.loads(body or "")["message"])
     except (ValueError, TypeError, KeyError):
         return ""
 

@@ -79,22 +79,23 @@ class PodWatch:
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             self._back()
             async for change in changes:
-                self._failures = 0
                 self._resource_version = change.resource_version or self._resource_version
                 self._tell(self._known.changed(change))
-        self._failures = 0
 
     def _tell(self, ends: list[PodEnd]) -> None:
         for end in ends:
             self._on_end(end)
 
     def _away(self, error: KubeError) -> None:
-        """Says it once, and once more when it is for another reason."""
+        """Says it once, and once more when it is for another reason; not of a connection that the next try has again."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
-        log.log(logging.DEBUG if why == self._told else logging.WARNING, "%s; %s", error, self._without)
+        if why == self._told or (self._failures == 1 and not error.denied):
+            log.debug("%s", error)
+            return
+        log.warning("%s; %s", error, self._without)
         self._told = why
 
     def _back(self) -> None:
         if self._told:
             log.info("the pods %s are watched again", self._selector)
-        self._told = ()
+        self._told, self._failures = (), 0

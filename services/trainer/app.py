@@ -43,7 +43,7 @@ from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
-from services.trainer.actor_client import ActorClient
+from services.trainer.actor_client import ActorClient, ActorLoad
 from services.trainer.attendance import MemberChange
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator
@@ -65,6 +65,7 @@ from services.trainer.resume.continuation import Continuation, reserve
 from services.trainer.resume.lineage_file import write_lineage
 from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
+from services.trainer.scaling import ReplicaAdvice
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
@@ -177,6 +178,7 @@ class TrainingRun:
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
         self._metrics = TrainerMetrics(registry)
+        self._replicas = ReplicaAdvice(recipe, registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed(files.kept)
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
@@ -277,6 +279,8 @@ class TrainingRun:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._write_summary(finished)
             self._continuation.end(finished=finished)
+            if finished:
+                self._replicas.finish()
             self._feed.end()
             try:
                 await self._say_end(finished)
@@ -391,12 +395,15 @@ class TrainingRun:
 
     async def _poll_actors(self) -> None:
         while True:
+            loads: dict[str, ActorLoad] = {}
             for name, address in self._member_addresses().items():
                 try:
                     async with self._actor_client(name, address) as client:
-                        self._report.actor_loads({name: await client.load(timeout_s=LOAD_EVERY_S)})
+                        loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)
+            self._report.actor_loads(loads)
+            self._replicas.actors(loads, measuring=self._loop.measuring)
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
@@ -434,6 +441,7 @@ class TrainingRun:
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
+        self._replicas.step(record)
         self._journal.flush()
         self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)

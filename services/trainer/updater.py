@@ -327,7 +327,7 @@ class WeightUpdater:
                 self._note_reason(actor, reason)
                 self._tell(self._attendance.put_out(actor, epoch, self.served_version, reason, left=left))
                 return self._joining.left(actor)
-            case c.SendAbort(version, epoch, reason):
+            case c.SendAbort(epoch, version, reason):
                 self._on_aborted(version, epoch, "", reason)
                 return []
             case c.WaitingForMembers(version):
