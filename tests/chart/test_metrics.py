@@ -7,8 +7,10 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.config.load import load_recipe
 from services.actor.metrics import ActorMetrics
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.scaling import ReplicaAdvice
 from services.verifier.metrics import VerifierMetrics
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import Rendered
@@ -21,6 +23,7 @@ def exported() -> set[str]:
     registry = CollectorRegistry()
     for metrics in (ActorMetrics, TrainerMetrics, VerifierMetrics):
         metrics(registry)
+    ReplicaAdvice(load_recipe("arithmetic"), registry)
     families = list(registry.collect())
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     return {f"{family.name}{suffix}" for family in families for suffix in suffixes[family.type]}
@@ -48,13 +51,11 @@ def test_autoscalers_ask_for_the_replicas_wanted() -> None:
         for item in rendered_case("hpa").of_kind("HorizontalPodAutoscaler")
         if item["metadata"]["name"] == "pipelinerl-actor"
     ]
+    assert WANTED in exported()
     assert _names_in(scaled["spec"]["triggers"][0]["metadata"]["query"]) == {WANTED}
     assert autoscaler["spec"]["metrics"][0]["external"]["metric"]["name"] == WANTED
+    assert scaled["spec"]["triggers"][0]["metadata"]["ignoreNullValues"] == "false"  # else no value would mean 0
     assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (1, 8)
-
-
-def test_the_trainer_exports_the_replicas_wanted() -> None:
-    assert WANTED in exported()
 
 
 @pytest.mark.parametrize("case", ["keda", "hpa"])

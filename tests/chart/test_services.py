@@ -216,6 +216,16 @@ def test_labels_of_a_selector_never_change(rendered: Rendered, case: str) -> Non
         assert set(item["spec"]["selector"]["matchLabels"]) == {f"app.kubernetes.io/{name}" for name in names}
 
 
+def test_labels_of_values_are_added_and_the_charts_own_win() -> None:
+    deployment = rendered_case("everything").one("Deployment", "pipelinerl-actor")
+    assert deployment["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "rl"
+    assert deployment["metadata"]["labels"]["team"] == "rl"  # commonLabels
+    assert deployment["metadata"]["labels"]["app.kubernetes.io/name"] == "pipelinerl"
+    pod = rendered_case("everything").pod("actor")
+    assert pod.labels["team"] == "a"  # podLabels before commonLabels
+    assert "kueue.x-k8s.io/queue-name" not in pod.labels
+
+
 def test_images_are_pinned(rendered: Rendered) -> None:
     for pod in rendered.pods:
         for container in pod.containers:
