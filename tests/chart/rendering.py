@@ -5,6 +5,7 @@ Nothing here is a second opinion of the chart: it runs helm and reads YAML.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +39,14 @@ def helm(*arguments: str | Path, text: str = "") -> str:
 
 
 def rendered_text(
-    values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
+    values: Mapping[str, Any] | None = None,
+    files: Sequence[Path] = (),
+    release: str = RELEASE,
+    extra: Sequence[str] = (),
 ) -> str:
     """All manifests, hooks included. `values` are laid over `files`."""
     given = [part for file in files for part in ("--values", str(file))]
-    text = yaml.safe_dump(dict(values or {}))
+    text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
     return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)
 
 
@@ -111,7 +115,10 @@ def environment(container: Object) -> dict[str, Object]:
 
 
 def render(
-    values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
+    values: Mapping[str, Any] | None = None,
+    files: Sequence[Path] = (),
+    release: str = RELEASE,
+    extra: Sequence[str] = (),
 ) -> Rendered:
     text = rendered_text(values, files, release, extra)
     return Rendered(tuple(item for item in yaml.safe_load_all(text) if item))
