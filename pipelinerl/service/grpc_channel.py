@@ -100,7 +100,7 @@ def _hint(details: str, tls_dir: Path | None) -> str:
         return " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
     if "WRONG_VERSION_NUMBER" in details:
         return " (it speaks no TLS, and tls_dir is set here: set it there too)"
-    if "Hostname Verification" in details:
+    if "Hostname Verification" in details or "does not match SSL server name" in details:
         return " (its certificate is for other names)"
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f" (its certificate is not valid under {tls_dir / CA})"

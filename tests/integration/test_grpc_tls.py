@@ -21,6 +21,7 @@ from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
 from services.trainer.actor_client import ActorClient
 from tests.certificates import Authority, serial_of
+from tests.integration.test_balancing import name_server
 
 HOST = "127.0.0.1"
 SOON = Backoff(0.01, 0.05)
@@ -104,6 +105,21 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
         async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
             with pytest.raises(ServiceError, match=r"actor a at .* other names"):
                 await actor.load(timeout_s=5)
+
+
+@pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
+async def test_a_pods_name_needs_to_stand_in_the_certificate_in_full(
+    files: Callable[..., Path], name: str, reached: bool
+) -> None:
+    """gRPC takes a wildcard over a name without a dot for none."""
+    async with serving(files("server", name)) as server, name_server(HOST) as (_, dns_port):
+        target, client_files = f"dns://{HOST}:{dns_port}/t-0.t:{server.port}", files("client", "caller")
+        if reached:
+            assert await health_of(open_channel(target, client_files)) == 1
+            return
+        with pytest.raises(aio.AioRpcError) as caught:
+            await health_of(open_channel(target, client_files))
+        assert "certificate is for other names" in explained(caught.value, client_files)
 
 
 async def test_refusals_say_why(files: Callable[..., Path]) -> None:
