@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,13 +25,14 @@ from grpc import aio
 
 from pipelinerl.codec import finish_reason_to_proto
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.service.grpc_channel import RenewedChannel, explained
+from pipelinerl.service.grpc_server import MAX_MESSAGE_BYTES
 from pipelinerl.types import FinishReason
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.wire import building
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 256 * 1024**2
 LONGEST_DEADLINE_S = 3600.0
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -45,9 +47,6 @@ _CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A headless Service resolves to every pod; each call goes to the next one.
     ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.keepalive_time_ms", 20_000),  # notices a peer that vanished without closing
@@ -115,15 +114,23 @@ class VerifierClient:
     Used as an async context manager; any number of calls may be under way at once.
     """
 
-    def __init__(self, target: str, *, deadline_s: float = 120.0, backoff: Backoff | None = None) -> None:
-        """`deadline_s`: of one try; after a try that exceeded it the next one of that batch gets twice as long."""
-        self.target = target
+    def __init__(
+        self,
+        target: str,
+        *,
+        deadline_s: float = 120.0,
+        backoff: Backoff | None = None,
+        tls_dir: Path | None = None,
+    ) -> None:
+        """`deadline_s`: of one try; after a try that exceeded it the next one of that batch gets twice as long.
+        `tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text."""
+        self.target, self._tls_dir = target, tls_dir
         self._deadline_s = deadline_s
         self._backoff = backoff or Backoff()
 
     async def __aenter__(self) -> VerifierClient:
-        self._channel = aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
-        self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        """Raises `FieldError` on `tls_dir` when its files cannot be used."""
+        self._channel = RenewedChannel(self.target, self._tls_dir, options=_CHANNEL_OPTIONS)
         return self
 
     async def __aexit__(
@@ -151,15 +158,16 @@ class VerifierClient:
         started_s, tries, doubtful, deadline_s = time.monotonic(), 0, 0, self._deadline_s
         while True:
             try:
-                response = await self._stub.Verify(request, timeout=deadline_s)
+                stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
+                response = await stub.Verify(request, timeout=deadline_s)
             except aio.AioRpcError as error:
                 doubtful += error.code() in _DOUBTFUL
                 if doubtful >= MOST_DOUBTFUL_TRIES or error.code() not in (*_AWAY, *_DOUBTFUL):
-                    raise ServiceError(f"verifier {self.target} refused a batch: {_text(error)}") from error
+                    raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
                 if tries == 0:
-                    log.warning("verifier %s: %s; trying again until it answers", self.target, _text(error))
+                    log.warning("verifier %s: %s; trying again until it answers", self.target, self._text(error))
                 await asyncio.sleep(self._backoff.delay_s(tries))
                 tries += 1
                 continue
@@ -167,9 +175,8 @@ class VerifierClient:
                 log.info("verifier %s answered after %.1f s", self.target, time.monotonic() - started_s)
             return response
 
-
-def _text(error: aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+    def _text(self, error: aio.AioRpcError) -> str:
+        return explained(error, self._tls_dir)
 
 
 def _item_to_proto(item: VerifyItem) -> verifier_pb2.VerifyItem:

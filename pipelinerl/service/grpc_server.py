@@ -20,6 +20,9 @@ from pipelinerl.service.grpc_errors import ErrorBoundary
 
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
+CONNECTION_AGE_S = 300.0
+"""After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
+that were added, and both sides show renewed certificates."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -57,6 +60,7 @@ async def serve_grpc(
     *,
     stop_grace_s: float = STOP_GRACE_S,
     credentials: grpc.ServerCredentials | None = None,
+    connection_age_s: float = CONNECTION_AGE_S,
 ) -> AsyncIterator[GrpcServer]:
     """Serves what `register` adds, on `port` (0 = any free one). Health says NOT_SERVING until told otherwise.
 
@@ -64,7 +68,8 @@ async def serve_grpc(
     `service_names`: full names (`pipelinerl.v1.VerifierService`), for health and reflection.
     Raises `ServiceError` naming the port when it cannot be bound.
     """
-    server = aio.server(interceptors=[ErrorBoundary()], options=_SERVER_OPTIONS)
+    age = ("grpc.max_connection_age_ms", round(connection_age_s * 1000))
+    server = aio.server(interceptors=[ErrorBoundary()], options=[*_SERVER_OPTIONS, age])
     register(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

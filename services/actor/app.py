@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, suppress
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
@@ -29,6 +29,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import actor_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.actor.engine_start import StartStopped
@@ -73,12 +74,25 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
         )
         engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name, stop))
         bus = await stack.enter_async_context(
-            connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+            connect(
+                settings.nats_url,
+                settings.run,
+                name=settings.instance,
+                credentials=settings.nats_credentials,
+                tls_dir=settings.nats_tls_dir,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+            )
         )
-        verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
+        verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         actor = Actor(settings, recipe, engine, bus, verifier, registry, context, stop)
         server = await stack.enter_async_context(
-            serve_grpc(actor.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
+            serve_grpc(
+                actor.add_to_server,
+                [SERVICE],
+                settings.grpc_host,
+                settings.grpc_port,
+                credentials=server_credentials(settings.tls_dir),
+            )
         )
         await server.set_serving(True)
         address = ServiceAddress(

@@ -5,18 +5,18 @@ Training sequences do not pass here. Every call has a deadline; an actor that do
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from pipelinerl.arrays import array_to_bytes, logprobs_from_bytes, token_ids_from_bytes
 from pipelinerl.codec import sampling_to_proto, spans_from_proto
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.service.grpc_channel import explained, open_channel
 from pipelinerl.types import Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +44,19 @@ class ActorLoad:
 class ActorClient:
     """One actor. Use as an async context manager."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
+        """`tls_dir`: certificates (`pipelinerl.service.tls`), None = plain text; `tls_name`: the name in the actor's, which is
+        reached by address."""
         self.name, self.address = name, address
-        options = [
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._stub = actor_pb2_grpc.ActorServiceStub(self._channel)
+        self._tls_dir, self._tls_name = tls_dir, tls_name
 
     async def __aenter__(self) -> ActorClient:
+        """Raises `ServiceError` when the certificates cannot be used."""
+        try:
+            self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
+        except FieldError as error:
+            raise ServiceError(f"actor {self.name} at {self.address} is not called: {error}") from error
+        self._stub = actor_pb2_grpc.ActorServiceStub(self._channel)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -106,5 +109,9 @@ class ActorClient:
 
     def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
         return ServiceError(
-            f"actor {self.name} at {self.address} does not answer {call}: {error.code().name} {error.details()}"
+            f"actor {self.name} at {self.address} does not answer {call}: {explained(error, self._tls_dir)}"
         )
+
+
+ActorClients = Callable[[str, str], ActorClient]
+"""A client for the actor of a name at an address."""

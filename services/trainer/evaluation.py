@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.types import FinishReason, SamplingParams, TokenIds
 from pipelinerl.verify import VerifyItem, VerifyOutcome
-from services.trainer.actor_client import ActorClient, EvaluatedCompletion
+from services.trainer.actor_client import ActorClient, ActorClients, EvaluatedCompletion
 from services.trainer.books import short_reason
 from services.trainer.judge import Verifier, is_right, judge
 
@@ -74,11 +74,12 @@ class HeldoutEvaluator:
         correct_reward: float,
         seed: int,
         timeout_s: float,
+        client: ActorClients = ActorClient,
     ) -> None:
         self._problems = {problem.problem_id: problem for problem in problems}
         self._members, self._verifier = members, verifier
         self._sampling, self._incarnation, self._seed = sampling, incarnation, seed
-        self._correct_reward, self._timeout_s = correct_reward, timeout_s
+        self._correct_reward, self._timeout_s, self._client = correct_reward, timeout_s, client
 
     async def evaluate(self, version: int) -> HeldoutResult:
         """Ends within the timeout; the caller holds commits of later versions meanwhile.
@@ -122,7 +123,7 @@ class HeldoutEvaluator:
     ) -> None:
         prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
         try:
-            async with ActorClient(name, address) as client:
+            async with self._client(name, address) as client:
                 async for completion in client.generate(prompts, self._sampling, self._seed, self._timeout_s):
                     if completion.problem_id in prompts and self._is_of(version, completion):
                         done[completion.problem_id] = completion

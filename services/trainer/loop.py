@@ -24,6 +24,7 @@ from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
+from services.trainer.actor_client import ActorClient, ActorClients
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
 from services.trainer.feeder import Feeder
@@ -122,7 +123,9 @@ class OptimizerLoop:
         on_step: Callable[[StepRecord, list[TrainingGroup]], None],
         on_heldout: Callable[[HeldoutResult], None],
         on_parity: Callable[[Parity], None],
+        actor_client: ActorClients = ActorClient,
     ) -> None:
+        self._actor_client = actor_client
         self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
         self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
         self._incarnation, self._probe = incarnation, probe
@@ -324,7 +327,8 @@ class OptimizerLoop:
 
     async def _compare(self, version: int, trained: Logprobs) -> None:
         members = {name: member.grpc_address for name, member in self._updater.serving.items()}
-        parity = await measure_parity(members, self._probe, trained, PolicyVersion(self._incarnation, version))
+        served = PolicyVersion(self._incarnation, version)
+        parity = await measure_parity(members, self._probe, trained, served, self._actor_client)
         if parity is not None:
             self._on_parity(parity)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
-from services.trainer.actor_client import ActorClient
+from services.trainer.actor_client import ActorClient, ActorClients
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,14 @@ def largest_difference(served: Logprobs, trained: Logprobs) -> float:
 
 
 async def measure_parity(
-    members: Mapping[str, str], tokens: TokenIds, trained: Logprobs, version: PolicyVersion
+    members: Mapping[str, str],
+    tokens: TokenIds,
+    trained: Logprobs,
+    version: PolicyVersion,
+    client: ActorClients = ActorClient,
 ) -> Parity | None:
     """Over all actors that serve `version`; None when none of them could say."""
-    answers = await asyncio.gather(*(_ask(name, address, tokens, version) for name, address in members.items()))
+    answers = await asyncio.gather(*(_ask(client(name, address), tokens, version) for name, address in members.items()))
     served = {name: answer for name, answer in zip(members, answers, strict=True) if answer is not None}
     return compare(served, trained, version) if served else None
 
@@ -72,15 +76,15 @@ def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVe
     return Parity(max(differences, default=None), len(defects))
 
 
-async def _ask(name: str, address: str, tokens: TokenIds, version: PolicyVersion) -> Logprobs | None:
+async def _ask(actor: ActorClient, tokens: TokenIds, version: PolicyVersion) -> Logprobs | None:
     """None when it does not answer, or serves another version."""
     try:
-        async with ActorClient(name, address) as client:
-            served, served_version = await client.score(tokens, SCORE_TIMEOUT_S)
+        async with actor:
+            served, served_version = await actor.score(tokens, SCORE_TIMEOUT_S)
     except (ServiceError, MessageError) as error:
-        log.warning("parity probe goes on without %s: %s", name, error)
+        log.warning("parity probe goes on without %s: %s", actor.name, error)
         return None
     if served_version != version:
-        log.warning("parity probe: %s serves %s, not %s", name, served_version, version)
+        log.warning("parity probe: %s serves %s, not %s", actor.name, served_version, version)
         return None
     return served

@@ -20,6 +20,7 @@ from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.frames import WorkerSetup
 from services.verifier.jobs import QueueFull
@@ -95,7 +96,13 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     async with (
         serve_http(health_app(readiness, registry), settings.http_host, settings.http_port) as http_port,
         run_pool(setup, metrics, workers=settings.workers, max_queue=settings.max_queue, on_workers=on_workers) as pool,
-        serve_grpc(register, [SERVICE_NAME], settings.grpc_host, settings.grpc_port) as grpc_server,
+        serve_grpc(
+            register,
+            [SERVICE_NAME],
+            settings.grpc_host,
+            settings.grpc_port,
+            credentials=server_credentials(settings.tls_dir),
+        ) as grpc_server,
     ):
         await grpc_server.set_serving(True)
         where = {"grpc_port": grpc_server.port, "http_port": http_port, "workers": settings.workers}

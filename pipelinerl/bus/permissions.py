@@ -1,0 +1,160 @@
+"""Who may do what on a run's NATS: the subjects that each service publishes and subscribes to, as lists for nats-server.
+
+Pure, but for the command `python -m pipelinerl.bus.permissions RUN`, which prints the users for people who bring their
+own NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS knows no wildcard: the lists are for one run's name.
+
+NATS looks at the subject that a client publishes to, and not at the one it asks an answer to; docs/security.md says what
+follows. It sets up neither passwords nor accounts, and changes no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.bus.nats_streams import ACTORS
+from pipelinerl.bus.subjects import FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects
+
+TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
+"""The users: one per service, and one with full access for people."""
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+_API = "$JS.API"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subjects that may be published to and subscribed to; everything else is refused. In a fixed order."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def inbox_prefix(user: str) -> str:
+    """Where a user gets its answers: `_INBOX_<user>`, which no other user of a run may read; NATS's own prefix for a
+    name that cannot be part of a subject (and for none)."""
+    return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
+
+
+def permissions(run: str) -> dict[str, Permissions]:
+    """What each user of `run` may do. Raises `FieldError` for a name that no run can have."""
+    subjects = Subjects(run)
+    return {
+        TRAINER: Permissions(_trainer(subjects), (f"{inbox_prefix(TRAINER)}.>",)),
+        ACTOR: Permissions(_actor(subjects), (f"{inbox_prefix(ACTOR)}.>",)),
+        ADMIN: Permissions((">",), (">",)),
+    }
+
+
+def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
+    """The `authorization` block of nats-server's configuration, as data: JSON is valid configuration.
+
+    `passwords`: by user; who has none is left out.
+    """
+    return {
+        "users": [
+            {
+                "user": user,
+                "password": passwords[user],
+                "permissions": {"publish": list(allowed.publish), "subscribe": list(allowed.subscribe)},
+            }
+            for user, allowed in permissions(run).items()
+            if user in passwords
+        ]
+    }
+
+
+def permissions_in(block: Mapping[str, Any]) -> dict[str, Permissions]:
+    """The permissions that a parsed `authorization` block gives, by user; the reverse of `authorization`.
+
+    A side is a list or `{"allow": [...]}`; a user without permissions has full access. Raises `ValueError` for rules that
+    `Permissions` cannot say (`deny`, `allow_responses`).
+    """
+    return {user["user"]: _of_user(user) for user in block["users"]}
+
+
+def _of_user(user: Mapping[str, Any]) -> Permissions:
+    given = user.get("permissions")
+    if given is None:
+        return Permissions((">",), (">",))
+    if extra := sorted(set(given) - {"publish", "subscribe"}):
+        raise ValueError(f"user {user['user']!r}: rules {extra} beside publish and subscribe")
+    return Permissions(_allowed(user["user"], given["publish"]), _allowed(user["user"], given["subscribe"]))
+
+
+def _allowed(user: str, side: Any) -> tuple[str, ...]:
+    if isinstance(side, Mapping):
+        if set(side) != {"allow"}:
+            raise ValueError(f"user {user!r}: rules {sorted(side)} instead of one list of what is allowed")
+        side = side["allow"]
+    return (side,) if isinstance(side, str) else tuple(side)
+
+
+def _trainer(subjects: Subjects) -> tuple[str, ...]:
+    """Makes the run's streams, issues prompts, gives orders, reads everything, purges what it has consumed."""
+    own = (subjects.prompts, *(subjects.control(kind) for kind in FROM_TRAINER))
+    to_one = (subjects.control(kind, "*") for kind in TO_ONE_ACTOR)
+    made = (f"{_API}.STREAM.CREATE.{stream}" for stream in subjects.every_stream)
+    seen = (f"{_API}.STREAM.INFO.{stream}" for stream in subjects.every_stream)
+    queue = f"{subjects.prompts_stream}.{ACTORS}"
+    return (
+        *own,
+        *to_one,
+        f"{_API}.INFO",
+        *made,
+        *seen,
+        f"{_API}.CONSUMER.INFO.{queue}",
+        f"{_API}.CONSUMER.DURABLE.CREATE.{queue}",
+        f"{_API}.STREAM.MSG.GET.{subjects.prompts_stream}",
+        f"{_API}.STREAM.MSG.GET.{subjects.dead_stream}",
+        f"{_API}.STREAM.PURGE.{subjects.sequences_stream}",
+        *_reading(subjects.sequences_stream),
+        *_reading(subjects.control_stream),
+        *_reading(subjects.members_stream),
+    )
+
+
+def _actor(subjects: Subjects) -> tuple[str, ...]:
+    """Takes prompt groups, publishes sequences, answers and what it gives up or hands over, follows the orders."""
+    answers = (subjects.control(kind, "*") for kind in FROM_ACTOR)
+    filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
+    queue = f"{subjects.prompts_stream}.{ACTORS}"
+    return (
+        subjects.sequences,
+        subjects.prompts,
+        subjects.dead,
+        *answers,
+        f"$KV.{subjects.members_bucket}.*",
+        f"{_API}.CONSUMER.MSG.NEXT.{queue}",
+        f"$JS.ACK.{queue}.>",
+        f"$JS.ACK.*.*.{queue}.>",  # as servers with a domain and an account in their acknowledgements name it
+        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # for the text of the error when one is full
+        *_reading(subjects.control_stream),
+    )
+
+
+def _reading(stream: str) -> tuple[str, ...]:
+    """An ephemeral consumer of its own (`nats_reader`)."""
+    return (
+        f"{_API}.CONSUMER.CREATE.{stream}",
+        f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
+        f"{_API}.CONSUMER.DELETE.{stream}.*",
+    )
+
+
+def main() -> int:
+    """Prints an `authorization` block for nats-server, with a placeholder for each password."""
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    run = parser.parse_args().run
+    passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in (TRAINER, ACTOR, ADMIN)}
+    print(json.dumps({"authorization": authorization(run, passwords)}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

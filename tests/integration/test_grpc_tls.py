@@ -1,0 +1,247 @@
+"""Mutual TLS between the services: real servers and clients, renewed certificates, and refusals that say why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pipelinerl.certificates import read_certificates
+from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.service.grpc_channel import RenewedChannel, explained, open_channel
+from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
+from pipelinerl.service.tls import server_credentials
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
+from services.trainer.actor_client import ActorClient
+from tests.certificates import Authority, serial_of
+from tests.integration.test_balancing import name_server
+
+HOST = "127.0.0.1"
+SOON = Backoff(0.01, 0.05)
+ITEM = VerifyItem("s1", "t", "", "", "{}")
+
+
+class Answering(verifier_pb2_grpc.VerifierServiceServicer):
+    """Answers with a reward of 1, and keeps the serial number of each caller's certificate."""
+
+    def __init__(self) -> None:
+        self.callers: list[int] = []
+
+    async def Verify(
+        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+    ) -> verifier_pb2.VerifyResponse:
+        shown = context.auth_context().get("x509_pem_cert", [])
+        self.callers += [serial_of(certificate.decode()) for certificate in shown]
+        ok = verifier_pb2.VERIFY_STATUS_OK
+        results = [
+            verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
+        ]
+        return verifier_pb2.VerifyResponse(results=results)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def files(tmp_path: Path, authority: Authority) -> Callable[..., Path]:
+    """`files("client", "name", days=1)`: a folder with a certificate of the authority."""
+    return lambda folder, *names, days=1, by=authority: by.issue(tmp_path / folder, *names, days=days)
+
+
+@asynccontextmanager
+async def serving(tls_dir: Path | None, servicer: Answering | None = None) -> AsyncIterator[GrpcServer]:
+    def register(server: aio.Server) -> None:
+        if servicer is not None:
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
+
+    credentials = server_credentials(tls_dir)
+    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials) as server:
+        await server.set_serving(True)
+        yield server
+
+
+async def health_of(channel: aio.Channel) -> int:
+    async with channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return int(answer.status)
+
+
+async def refusal(port: int, tls_dir: Path | None, name: str = "") -> str:
+    """What a call says that cannot connect."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await health_of(open_channel(f"{HOST}:{port}", tls_dir, name))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    return explained(caught.value, tls_dir)
+
+
+async def test_both_sides_show_certificates(files: Callable[..., Path]) -> None:
+    server_files, client_files = files("server", HOST), files("client", "caller")
+    servicer = Answering()
+    async with (
+        serving(server_files, servicer) as server,
+        VerifierClient(f"{HOST}:{server.port}", tls_dir=client_files) as client,
+    ):
+        assert [outcome.reward for outcome in await client.verify([ITEM])] == [1.0]
+    assert servicer.callers == [serial_of(client_files / "tls.crt")]
+
+
+async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Callable[..., Path]) -> None:
+    async with serving(files("server", "pipelinerl-actor")) as server:
+        client_files, target = files("client", "caller"), f"{HOST}:{server.port}"
+        assert await health_of(open_channel(target, client_files, "pipelinerl-actor")) == 1
+        assert "certificate is for other names" in await refusal(server.port, client_files)
+        async with ActorClient("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
+            with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
+                await actor.load(timeout_s=5)
+        async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
+            with pytest.raises(ServiceError, match=r"actor a at .* other names"):
+                await actor.load(timeout_s=5)
+
+
+@pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
+async def test_a_pods_name_needs_to_stand_in_the_certificate_in_full(
+    files: Callable[..., Path], name: str, reached: bool
+) -> None:
+    """gRPC takes a wildcard over a name without a dot for none."""
+    async with serving(files("server", name)) as server, name_server(HOST) as (_, dns_port):
+        target, client_files = f"dns://{HOST}:{dns_port}/t-0.t:{server.port}", files("client", "caller")
+        if reached:
+            assert await health_of(open_channel(target, client_files)) == 1
+            return
+        with pytest.raises(aio.AioRpcError) as caught:
+            await health_of(open_channel(target, client_files))
+        assert "certificate is for other names" in explained(caught.value, client_files)
+
+
+async def test_refusals_say_why(files: Callable[..., Path]) -> None:
+    client_files, server_files = files("client", "caller"), files("server", HOST)
+    async with serving(server_files) as server, serving(None) as plain:
+        assert "does it ask for TLS? then set tls_dir" in await refusal(server.port, None)
+        assert "speaks no TLS" in await refusal(plain.port, client_files)
+        foreign = await refusal(server.port, files("foreign", "caller", by=Authority("another")))
+        assert "unable to get local issuer certificate" in foreign
+        assert f"not valid under {client_files.parent / 'foreign' / 'ca.crt'}" in foreign
+        files("server", HOST, days=-1)  # which is not taken: the last good ones are shown
+        assert await health_of(open_channel(f"{HOST}:{server.port}", client_files)) == 1
+
+
+async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path], authority: Authority) -> None:
+    """It trusts the server, which does not trust it. The server closes the connection without a reason."""
+    async with serving(files("server", HOST)) as server:
+        stranger = Authority("another").issue(files("stranger", "x"), "caller")
+        certificates = read_certificates(stranger, "client")
+        root = (files("client", "caller") / "ca.crt").read_bytes()
+        credentials = grpc.ssl_channel_credentials(root, certificates.key, certificates.certificate)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await health_of(aio.secure_channel(f"{HOST}:{server.port}", credentials))
+        assert "it may refuse" in explained(caught.value, stranger)
+        no_certificate = grpc.ssl_channel_credentials(root)
+        with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
+            await health_of(aio.secure_channel(f"{HOST}:{server.port}", no_certificate))
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., Path], role: str) -> None:
+    folder = files("mine", HOST)
+    read_certificates(folder, role)
+    (folder / "tls.key").write_bytes((files("other", HOST) / "tls.key").read_bytes())
+    with pytest.raises(FieldError, match=r"tls_dir = .*tls\.crt.* no pair of certificate and key"):
+        read_certificates(folder, role)
+    with pytest.raises(FieldError, match=r"tls\.crt.* is refused under ca\.crt: certificate has expired"):
+        read_certificates(files("mine", HOST, days=-1), role)
+    Authority("another").write_ca(files("mine", HOST))
+    with pytest.raises(FieldError, match=r"is refused under ca\.crt: .*issuer"):
+        read_certificates(folder, role)
+    (folder / "ca.crt").write_text("no certificate")
+    with pytest.raises(FieldError, match=r"ca\.crt.* holds no certificate"):
+        read_certificates(folder, role)
+    (folder / "tls.key").unlink()
+    with pytest.raises(FieldError, match=r"tls\.key.* cannot be read: No such file"):
+        read_certificates(folder, role)
+
+
+async def test_an_actor_client_with_unusable_files_is_no_users_mistake(tmp_path: Path) -> None:
+    """A trainer that reads half-renewed files leaves this call out, and does not end."""
+    with pytest.raises(ServiceError, match=r"actor a at .*tls\.crt"):
+        async with ActorClient("a", f"{HOST}:1", tls_dir=tmp_path):
+            pass
+
+
+async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_on(
+    files: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole new CA on both sides: the old certificates are of no use to a new connection."""
+    server_files, client_files = files("server", HOST), files("client", "caller")
+    first, servicer, now = serial_of(client_files / "tls.crt"), Answering(), 0.0
+    async with serving(server_files, servicer) as server:
+        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, look_every_s=5.0, clock=lambda: now)
+
+        async def call() -> None:
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel.current())
+            await stub.Verify(verifier_pb2.VerifyRequest(), timeout=5)
+
+        await call()
+        replacing = Authority("the next")
+        replacing.issue(server_files, HOST)
+        (client_files / "tls.key").write_text("half a renewal")
+        now = 5.0
+        await call()  # on the connection that there is
+        assert "cannot be used" in caplog.text
+        replacing.issue(client_files, "caller")
+        await call()  # looks at the files no more often than every 5 s
+        now = 10.0
+        await call()
+        await channel.close()
+    assert servicer.callers == [first, first, first, serial_of(client_files / "tls.crt")]
+
+
+async def test_a_call_under_way_ends_on_the_replaced_channel(files: Callable[..., Path]) -> None:
+    server_files, client_files = files("server", HOST), files("client", "caller")
+    called, answer, now = asyncio.Event(), asyncio.Event(), 0.0
+
+    class Slow(Answering):
+        async def Verify(
+            self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+        ) -> verifier_pb2.VerifyResponse:
+            called.set()
+            await answer.wait()
+            return await super().Verify(request, context)
+
+    async with serving(server_files, Slow()) as server:
+        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, clock=lambda: now)
+        before = channel.current()
+        slow = asyncio.ensure_future(verifier_pb2_grpc.VerifierServiceStub(before).Verify(verifier_pb2.VerifyRequest()))
+        await called.wait()
+        files("client", "caller")
+        now = 60.0
+        assert channel.current() is not before
+        answer.set()
+        await slow
+        await channel.close()
+
+
+async def test_a_verifier_client_waits_for_certificates_that_fit(
+    files: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong is in the log; once the files are right, the call goes through."""
+    monkeypatch.setattr("pipelinerl.service.grpc_channel.LOOK_EVERY_S", 0.0)
+    client_files = files("client", "caller", by=Authority("another"))
+    async with (
+        serving(files("server", HOST), Answering()) as server,
+        VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client,
+    ):
+        asked = asyncio.create_task(client.verify([ITEM]))
+        async with asyncio.timeout(20):
+            while "not valid under" not in caplog.text:
+                await asyncio.sleep(0.01)
+            files("client", "caller")
+            assert (await asked)[0].ok
