@@ -31,7 +31,7 @@ from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.retry import until_taken
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -113,7 +113,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         readiness.set_ready()
         if settings.address_file:
             host = settings.advertise_host
-            address = ServiceAddress(grpc=f"{host}:{server.port}", http=f"{host}:{http_port}", pid=os.getpid())
+            address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await run.run(stop)
 

@@ -26,6 +26,8 @@ RANK = (sys.executable, "-m", "services.trainer")
 """What each rank runs: it finds its place in the environment that torchrun gives it."""
 SHUTDOWN_S = 30
 """Beyond the last checkpoint, for ranks that were told to stop, before they are killed."""
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
 """How long a node waits for the others: images may have to be pulled."""
 
@@ -102,10 +104,10 @@ def _agent(settings: TrainerSettings) -> dict[str, Any]:
         "run_id": settings.run,
         "max_restarts": 0,
         "monitor_interval": 0.2,
-        "local_addr": settings.advertise_host,
         "shutdown_timeout": math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,
     }
     if settings.nodes == 1:
-        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{settings.advertise_host}:0"}
+        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{LOOPBACK}:0", "local_addr": LOOPBACK}
     meeting = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
+    agent["local_addr"] = settings.advertise_host
     return agent | {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous, "rdzv_configs": meeting}
