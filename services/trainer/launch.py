@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.environment import read_settings
 from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
 
@@ -40,6 +42,7 @@ def launch_ranks() -> int | None:
         settings = read_settings(TrainerSettings)
         recipe = load_recipe(settings.recipe)
         several = num_ranks(settings, recipe) > 1
+        keep_to_quota(os.environ, ranks_here(settings, recipe))
         codes.append(run_ranks(settings, ranks_here(settings, recipe), RANK) if several else None)
 
     failed = exit_code(launch)
