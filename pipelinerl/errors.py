@@ -52,6 +52,17 @@ class PayloadTooLarge(BusError):
         super().__init__(f"message of {size_bytes} bytes on {subject} exceeds max_payload of {limit_bytes} bytes")
 
 
+class NotPermitted(BusError):
+    """NATS does not let this user publish or subscribe to a subject."""
+
+    def __init__(self, user: str, subject: str, action: str = "publish") -> None:
+        self.user, self.subject, self.action = user, subject, action
+        super().__init__(
+            f"NATS user {user!r} may not {action} to {subject}; what each user of a run needs: "
+            "python -m pipelinerl.bus.permissions RUN"
+        )
+
+
 class TransferError(PipelineRLError):
     """A weight transfer did not complete: deadline, checksum, manifest mismatch, lost member."""
 

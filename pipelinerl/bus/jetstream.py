@@ -6,7 +6,9 @@ Four streams, one durable consumer and one key-value bucket per run (`nats_strea
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -14,7 +16,14 @@ import nats.js.errors
 from nats.js.api import StreamConfig
 
 from pipelinerl.bus import nats_streams
-from pipelinerl.bus.nats_link import NatsLink, bus_errors, is_stream_full, is_stream_missing, open_link
+from pipelinerl.bus.nats_link import (
+    NatsLink,
+    bus_errors,
+    is_cluster_forming,
+    is_stream_full,
+    is_stream_missing,
+    open_link,
+)
 from pipelinerl.bus.nats_members import MemberWatch
 from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
@@ -24,8 +33,15 @@ from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, Pendi
 from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
 
+_log = logging.getLogger(__name__)
+
 _MSG_ID = "Nats-Msg-Id"
 _NS = 1_000_000_000
+_CREATE_RETRY_S = 0.5
+CREATE_WITHIN_S = 60.0
+"""For the servers of a cluster to find each other and choose a leader."""
+CONNECT_TIMEOUT_S = 30.0
+"""For a service, which may start before its NATS does."""
 
 
 @contextlib.asynccontextmanager
@@ -36,12 +52,14 @@ async def connect(
     limits: StreamLimits | None = None,
     name: str = "",
     credentials: Path | None = None,
+    tls_dir: Path | None = None,
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[JetStreamBus]:
     """The bus of `run` at `url` (several servers of a cluster: separated by commas).
 
-    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file.
+    `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file; `tls_dir` holds
+    ca.crt, and tls.crt and tls.key where the server asks for them. All are read again at each connection.
     Raises `BusError` naming the url when no server answers in time, `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
@@ -49,6 +67,7 @@ async def connect(
         url,
         name=name or run,
         credentials=credentials,
+        tls_dir=tls_dir,
         connect_timeout_s=connect_timeout_s,
         request_timeout_s=request_timeout_s,
     ) as link:
@@ -87,6 +106,22 @@ class JetStreamBus:
         await self._puller.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
+        """As `Bus` says. A cluster of servers that has no leader yet is waited for, `CREATE_WITHIN_S` at most."""
+        loop = asyncio.get_running_loop()
+        deadline, told = loop.time() + CREATE_WITHIN_S, False
+        while True:
+            try:
+                await self._create_streams(fresh)
+                return
+            except BusError as error:
+                if not is_cluster_forming(error) or loop.time() >= deadline:
+                    raise
+                if not told:
+                    _log.warning("%s; trying again for %g s", error, CREATE_WITHIN_S)
+                    told = True
+            await asyncio.sleep(_CREATE_RETRY_S)
+
+    async def _create_streams(self, fresh: bool) -> None:
         if fresh and (used := await self._used_streams()):
             raise used_before(self.run, used)
         await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
@@ -202,9 +237,24 @@ class JetStreamBus:
     async def _ensure_stream(self, config: StreamConfig) -> None:
         assert config.name is not None
         if await self._has_stream(config.name):
+            await self._tell_difference(config)
             return
         with bus_errors(f"creating {config.name} at {self._link.url}"):
             await self._link.js.add_stream(config)
+
+    async def _tell_difference(self, wanted: StreamConfig) -> None:
+        assert wanted.name is not None
+        with bus_errors(f"looking at {wanted.name} at {self._link.url}"):
+            there = (await self._link.js.stream_info(wanted.name)).config
+        for what, is_so, asked_for in (
+            ("servers that keep it", there.num_replicas, wanted.num_replicas),
+            ("largest number of bytes", there.max_bytes, wanted.max_bytes),
+        ):
+            if (asked_for or -1) != (is_so or -1):
+                _log.warning(
+                    "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it",
+                    *(wanted.name, what, is_so, asked_for, wanted.name),
+                )
 
     async def _has_stream(self, stream: str) -> bool:
         try:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import nats.errors
 import nats.js.errors
-from nats.aio.client import Client
 
-from pipelinerl.errors import BusError, FieldError
+from pipelinerl.bus.nats_access import NatsAccess
+from pipelinerl.bus.nats_client import NatsClient
+from pipelinerl.errors import BusError
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ _RECONNECT_WAIT_S = 0.5
 _PING_INTERVAL_S = 5
 _MAX_OUTSTANDING_PINGS = 2
 _STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
+_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER = 10005, 10008, 10009
 _BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
 
 
@@ -94,6 +96,14 @@ def is_stream_missing(error: BusError) -> bool:
     return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
 
 
+def is_cluster_forming(error: BusError) -> bool:
+    """Whether the servers of a cluster are on their way to find each other and choose a leader, or may be."""
+    cause = error.__cause__
+    if isinstance(cause, nats.js.errors.APIError):
+        return cause.err_code in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER)
+    return isinstance(cause, TimeoutError)
+
+
 def is_stream_full(error: BusError) -> bool:
     cause = error.__cause__
     return (
@@ -110,22 +120,32 @@ def _reason(error: Exception) -> str:
         return "JetStream is off: start nats-server with -js"
     if isinstance(error, nats.js.errors.APIError):
         return f"{error.description or type(error).__name__} (JetStream error {error.err_code or error.code})"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
 class NatsLink:
-    """An open connection. `disconnected` and `reconnected` hold functions to call when that happens."""
+    """An open connection. `disconnected` and `reconnected` hold functions to call when that happens, `refused` those to call
+    with a subject, in lower case, that the server does not let this user use."""
 
-    def __init__(self, url: str, request_timeout_s: float) -> None:
+    def __init__(self, url: str, access: NatsAccess, request_timeout_s: float) -> None:
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
-        self.client = Client()
+        self._servers, self._access = url.split(","), access
+        self.client = NatsClient(access)
         self.js = self.client.jetstream(timeout=request_timeout_s)
         self.disconnected: set[Callable[[], None]] = set()
         self.reconnected: set[Callable[[], None]] = set()
-        self._connected = asyncio.Event()
+        self.refused = self.client.refused
+        self._connected, self._was_connected = asyncio.Event(), False
         self._last_error = ""
+
+    @property
+    def user(self) -> str:
+        """Who this connection is logged in as; empty for nobody, or where a .creds file says it."""
+        return self._access.user
 
     @property
     def is_connected(self) -> bool:
@@ -151,11 +171,11 @@ class NatsLink:
         with bus_errors(f"request on {subject}"):
             await self.client.request(subject, payload, timeout=self.request_timeout_s)
 
-    async def _open(self, servers: list[str], name: str, login: dict[str, Any], timeout_s: float) -> None:
+    async def _open(self, name: str, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.client.connect(
-                    servers,
+                    self._servers,
                     name=name,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
@@ -164,22 +184,31 @@ class NatsLink:
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
                     ping_interval=_PING_INTERVAL_S,
                     max_outstanding_pings=_MAX_OUTSTANDING_PINGS,
-                    **login,
+                    **self._access.options(),
                 )
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self._last_error or _reason(error)
             raise BusError(f"cannot connect to NATS at {self.url} within {timeout_s:g} s: {reason}") from error
-        self._last_error = ""
+        self._last_error, self._was_connected = "", True
         self._connected.set()
 
     async def _on_error(self, error: Exception) -> None:
-        previous, self._last_error = self._last_error, _reason(error)
-        if self.is_connected or self.client.is_reconnecting:
-            if self._last_error != previous:  # not once per attempt to reconnect
-                _log.warning("NATS at %s: %s", self.url, self._last_error)
-        elif "authorization" in self._last_error.lower():
-            # Raised into nats-py's connect loop, which would try a refused login again until the time is over.
-            raise BusError(f"NATS at {self.url} refuses the login: {self._last_error}; check nats_credentials")
+        previous, self._last_error = self._last_error, self._named(error)
+        if self._last_error != previous:  # not once per attempt to connect
+            _log.warning("NATS at %s: %s", self.url, self._last_error)
+        self.client.tell_refusal(str(error))
+        if self._was_connected:
+            return
+        # Raised into nats-py's connect loop, which would try what is refused again until the time is over.
+        if "authorization" in self._last_error.lower():
+            login = f"the login of user {self.user!r}" if self.user else "the login"
+            raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
+        if isinstance(error, ssl.SSLError) and len(self._servers) == 1:
+            raise BusError(f"cannot connect to NATS at {self.url}: {self._last_error}")
+
+    def _named(self, error: Exception) -> str:
+        reason = _reason(error)
+        return f"{reason} (trusted: {self._access.ca})" if isinstance(error, ssl.SSLCertVerificationError) else reason
 
     async def _on_disconnect(self) -> None:
         self._connected.clear()
@@ -196,36 +225,40 @@ class NatsLink:
 
 @contextlib.asynccontextmanager
 async def open_link(
-    url: str, *, name: str, credentials: Path | None, connect_timeout_s: float, request_timeout_s: float
+    url: str,
+    *,
+    name: str,
+    credentials: Path | None,
+    tls_dir: Path | None = None,
+    connect_timeout_s: float,
+    request_timeout_s: float,
 ) -> AsyncIterator[NatsLink]:
     """Connects, and reconnects for as long as the context lasts. `url`: one server or several, separated by commas.
 
-    Raises `BusError` naming the url when no server answers within `connect_timeout_s` or the login is refused,
-    `FieldError` when the credentials file cannot be used.
+    Raises `BusError` naming the url when no server answers within `connect_timeout_s`, the login or a certificate is
+    refused, `FieldError` when a file cannot be used.
     """
-    link, login = NatsLink(url, request_timeout_s), read_login(credentials)
+    link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
+    with _no_notice_of_tls_ends():
+        try:
+            await link._open(name, connect_timeout_s)
+            yield link
+        finally:
+            if link.client.options:  # else it has refused the url itself, and there is nothing to close
+                with contextlib.suppress(OSError):  # the server is gone already
+                    await link.client.close()
+
+
+@contextlib.contextmanager
+def _no_notice_of_tls_ends() -> Iterator[None]:
+    """asyncio warns at the end of every TLS connection of nats-py, of something that has no effect."""
+
+    def is_worth_telling(record: logging.LogRecord) -> bool:
+        return "eof_received() has no effect" not in record.getMessage()
+
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.addFilter(is_worth_telling)
     try:
-        await link._open(url.split(","), name, login, connect_timeout_s)
-        yield link
+        yield
     finally:
-        if link.client.options:  # else it has refused the url itself, and there is nothing to close
-            with contextlib.suppress(OSError):  # the server is gone already
-                await link.client.close()
-
-
-def read_login(credentials: Path | None) -> dict[str, Any]:
-    """nats-py's login arguments from a file with `user:password` or from a NATS .creds file."""
-    if credentials is None:
-        return {}
-    try:
-        text = credentials.read_text().strip()
-    except OSError as error:
-        raise FieldError("nats_credentials", str(credentials), f"cannot be read: {error.strerror}") from error
-    if "BEGIN NATS USER JWT" in text:
-        if importlib.util.find_spec("nkeys") is None:
-            raise FieldError("nats_credentials", str(credentials), "a .creds file needs nkeys: pip install nkeys")
-        return {"user_credentials": str(credentials)}
-    user, colon, password = text.partition(":")
-    if not colon or not user:
-        raise FieldError("nats_credentials", str(credentials), "the file must hold user:password or be a .creds file")
-    return {"user": user, "password": password}
+        asyncio_log.removeFilter(is_worth_telling)

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pipelinerl.bus.nats_link import AckSubject, NatsLink, bus_errors
-from pipelinerl.errors import BusError
+from pipelinerl.errors import BusError, NotPermitted
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class PromptPuller:
     """Consumes PROMPTS; waits for a group, which the feeder publishes or the server redelivers."""
 
     def __init__(self, link: NatsLink, stream: str, consumer: str) -> None:
-        self._link, self._stream, self._consumer = link, stream, consumer
+        self._link, self._stream = link, stream
+        self._asking = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._ready: deque[Msg] = deque()
         self._error: BusError | None = None
         self._question = 0  # number of the last one; part of its inbox, so that late answers are told apart
@@ -86,6 +87,7 @@ class PromptPuller:
     async def close(self) -> None:
         """Hands back what was delivered and not yet taken; what cannot be is redelivered after `ack_wait_s`."""
         self._link.reconnected.discard(self._forget_question)
+        self._link.refused.discard(self._on_refusal)
         if self._subscription is None or not self._link.is_connected:
             return
         try:
@@ -105,6 +107,7 @@ class PromptPuller:
                 f"{self._inbox}.*", cb=self._on_message, pending_bytes_limit=0
             )
         self._link.reconnected.add(self._forget_question)
+        self._link.refused.add(self._on_refusal)
 
     async def _ask(self, duration_s: float) -> None:
         self._question += 1
@@ -112,7 +115,7 @@ class PromptPuller:
         question = {"batch": 1, "expires": int(max(duration_s, _SHORTEST_QUESTION_S) * _NS)}
         with bus_errors(f"taking prompt groups at {self._link.url}"):
             await self._link.client.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}",
+                self._asking,
                 json.dumps(question).encode(),
                 reply=f"{self._inbox}.{self._question}",
             )
@@ -121,9 +124,10 @@ class PromptPuller:
         self._answered.clear()
         if self._ready:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._answered.wait()
+        if self._error is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._answered.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -132,6 +136,11 @@ class PromptPuller:
         """The server forgets open questions with the connection."""
         self._question_ends = 0.0
         self._answered.set()
+
+    def _on_refusal(self, lowered: str) -> None:
+        if lowered == self._asking.lower():
+            self._error = NotPermitted(self._link.user, self._asking)
+            self._forget_question()
 
     async def _on_message(self, message: Msg) -> None:
         if not message.subject.startswith(self._inbox):

@@ -21,7 +21,7 @@ from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from pipelinerl.bus.nats_link import AckSubject, NatsLink, bus_errors, is_stream_missing
-from pipelinerl.errors import BusError
+from pipelinerl.errors import BusError, NotPermitted
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class OrderedReader:
     """Async iterator over `Received` (and `SnapshotStart`). Cancelling `anext` loses nothing.
 
     Consumes one stream; waits for messages, which publishers supply; ends by leaving its `async with`.
-    Raises `BusError` when the stream does not exist (any more).
+    Raises `BusError` when the stream does not exist (any more), `NotPermitted` when this user may not read it.
     """
 
     def __init__(self, link: NatsLink, plan: ReadPlan) -> None:
@@ -80,6 +80,7 @@ class OrderedReader:
         self._consumer_position = 0
         self._subscription: Subscription | None = None
         self._lost = False
+        self._refusal: NotPermitted | None = None
         self._wake = asyncio.Event()
 
     async def __aenter__(self) -> OrderedReader:
@@ -89,12 +90,14 @@ class OrderedReader:
             await self._detach()
             raise
         self._link.reconnected.add(self.restart)
+        self._link.refused.add(self._on_refusal)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._link.reconnected.discard(self.restart)
+        self._link.refused.discard(self._on_refusal)
         await self._detach()
 
     def __aiter__(self) -> OrderedReader:
@@ -126,6 +129,8 @@ class OrderedReader:
         self._wake.set()
 
     async def _wait(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         if self._buffer or self._lost:
             return
         self._wake.clear()
@@ -148,7 +153,7 @@ class OrderedReader:
             "expires": int(_PULL_EXPIRES_S * _NS),
             "idle_heartbeat": int(_HEARTBEAT_S * _NS),
         }
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._plan.stream}.{self._consumer}"
+        subject = self._pulling
         self._outstanding += count
         try:
             with bus_errors(f"reading {self._plan.stream}"):
@@ -157,6 +162,15 @@ class OrderedReader:
             if self._link.client.is_closed:
                 raise
             self.restart()
+
+    @property
+    def _pulling(self) -> str:
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self._plan.stream}.{self._consumer}"
+
+    def _on_refusal(self, lowered: str) -> None:
+        if lowered == self._pulling.lower():
+            self._refusal = NotPermitted(self._link.user, self._pulling)
+            self._wake.set()
 
     async def _reattach(self) -> None:
         await self._detach()

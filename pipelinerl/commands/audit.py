@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelinerl.commands.streams_arguments import add_server_arguments, streams_in_environment
+
 if TYPE_CHECKING:
-    from pipelinerl.audit.audit import OpenStreams
+    from pipelinerl.local.run_streams import RunStreams
 
 NAME = "audit"
 HELP = "derive a run's ledger again from its journal, checkpoints and streams"
@@ -17,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", type=Path, help="folder of a run that goes on, has ended, or crashed"
     )
-    parser.add_argument("--nats", metavar="URL", default="", help="NATS server of a run elsewhere: nats://host:4222")
-    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
+    add_server_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--versions", action="store_true", help="tell of every version, not only of unusual ones")
 
@@ -32,8 +33,9 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.audit.text import lines
 
     run = _run_name(args.run_dir)
-    streams, at_work = _streams(args, run), lambda: bool(args.nats) or _trainer_lives(args.run_dir)
-    audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
+    streams = _streams(args, run)
+    at_work = (lambda: True) if streams and streams.nats_url else (lambda: _trainer_lives(args.run_dir))
+    audit = asyncio.run(audit_run(run, args.run_dir, streams.open if streams else None, at_work))
     if args.json:
         print(json.dumps(as_json(audit, args.versions), indent=2))
     else:
@@ -54,13 +56,13 @@ def _run_name(run_dir: Path) -> str:
     raise FieldError("RUN_DIR", str(run_dir), f"{what}: give the folder of a run")
 
 
-def _streams(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """None where the folder says nothing of streams."""
-    from pipelinerl.local.run_streams import RunStreams
+def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:
+    """None where neither the folder nor the environment says anything of streams."""
+    from pipelinerl.local.run_streams import RunStreams, holds_streams
 
     if args.nats:
-        return RunStreams(None, args.nats, run, args.credentials).open
-    return RunStreams(args.run_dir).open if (args.run_dir / "nats" / "jetstream").is_dir() else None
+        return RunStreams(None, args.nats, run, args.credentials, args.tls_dir)
+    return RunStreams(args.run_dir) if holds_streams(args.run_dir) else streams_in_environment(run)
 
 
 def _trainer_lives(run_dir: Path) -> bool:

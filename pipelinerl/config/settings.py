@@ -103,3 +103,14 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
+
+
+class StreamsSettings(BaseSettings):
+    """Where a command finds a run's streams that is not told: in a pod of the run, where its service finds them."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
+
+    run: str = Field("", description="Name of the run.")
+    nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
+    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+    nats_tls_dir: Path | None = Field(None, description="Folder with ca.crt, and tls.crt and tls.key where needed.")

@@ -1,7 +1,7 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
-It listens on loopback unless told otherwise, keeps its streams in the folder it is given and dies with its parent. It sets
-up neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS.
+It listens on loopback unless told otherwise, keeps its streams in the folder it is given and dies with its parent. A run on
+one machine has neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS, and tests pass `extra`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
@@ -52,6 +55,8 @@ class NatsServer:
     """What all streams may reserve; each stream has a bound of its own, and the disk has the last word."""
     start_timeout_s: float = 10.0
     stop_timeout_s: float = 5.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further configuration, in nats-server's words: authorization, tls, cluster."""
     log_file: Path | None = None
     """Default: nats.log in `folder`."""
     binary: str = ""
@@ -77,6 +82,11 @@ class NatsServer:
         self.port = self.port or int(self.url.rpartition(":")[2])
         await asyncio.to_thread(self.stop)
         await self.__aenter__()
+
+    def reload(self) -> None:
+        """Makes the server read `extra` again: users and certificates may change while it runs."""
+        (self.folder / "nats.conf").write_text(self._configuration())
+        os.kill(self.pid, signal.SIGHUP)
 
     def start(self) -> None:
         """Returns when clients can connect to `url`. Call it from a thread that outlives the server."""
@@ -141,6 +151,7 @@ class NatsServer:
                     "max_file_store": self.max_storage_bytes,
                     "max_memory_store": self.max_storage_bytes,
                 },
+                **self.extra,
             },
             indent=2,
         )

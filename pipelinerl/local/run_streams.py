@@ -35,6 +35,7 @@ class RunStreams:
     run: str = ""
     """Name of the run; of a local run's folder it is read."""
     credentials: Path | None = None
+    tls_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if bool(self.run_dir) == bool(self.nats_url):
@@ -46,12 +47,17 @@ class RunStreams:
     async def open(self) -> AsyncIterator[JetStreamBus]:
         """A connected bus. Raises `FieldError` when the folder holds no streams, `BusError` when NATS does not answer."""
         if self.run_dir is None:
-            async with connect(self.nats_url, self.run, credentials=self.credentials) as bus:
+            async with connect(self.nats_url, self.run, credentials=self.credentials, tls_dir=self.tls_dir) as bus:
                 yield bus
             return
         folder = RunDir(self.run_dir, run_name(self.run_dir))
         async with _server_url(folder) as url, connect(url, folder.name) as bus:
             yield bus
+
+
+def holds_streams(run_dir: Path) -> bool:
+    """Whether it is the folder of a run on this machine, which keeps its streams there."""
+    return (run_dir / "nats" / _STORE).is_dir()
 
 
 def run_name(run_dir: Path) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from pipelinerl.certificates import CA, CERTIFICATE, Certificates, RenewedCertificates, read_certificates
 from pipelinerl.service.grpc_server import CHANNEL_OPTIONS
-from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, RenewedCertificates, read_certificates
 
 Options = Sequence[tuple[str, Any]]
 LOOK_EVERY_S = 5.0

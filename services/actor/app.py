@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, suppress
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
@@ -32,6 +32,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import actor_pb2_grpc
 from pipelinerl.verify import VerifierClient
@@ -79,14 +80,27 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
 
         def connected() -> Awaitable[Bus]:
             return stack.enter_async_context(
-                connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+                connect(
+                    settings.nats_url,
+                    settings.run,
+                    name=settings.instance,
+                    credentials=settings.nats_credentials,
+                    tls_dir=settings.nats_tls_dir,
+                    connect_timeout_s=CONNECT_TIMEOUT_S,
+                )
             )
 
         bus = await unless_stopped(until_taken(connected, "connect"), stop)
-        verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
+        verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         actor = Actor(settings, recipe, engine, bus, verifier, registry, context, stop)
         server = await stack.enter_async_context(
-            serve_grpc(actor.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
+            serve_grpc(
+                actor.add_to_server,
+                [SERVICE],
+                settings.grpc_host,
+                settings.grpc_port,
+                credentials=server_credentials(settings.tls_dir),
+            )
         )
         await server.set_serving(True)
         address = ServiceAddress(

@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
 from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
+from pipelinerl.bus.protocol import Bus, StreamLimits
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
@@ -38,6 +38,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
@@ -95,19 +96,33 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
 
         def connected() -> Awaitable[Bus]:
             return stack.enter_async_context(
-                connect(settings.nats_url, settings.run, name=settings.instance, credentials=settings.nats_credentials)
+                connect(
+                    settings.nats_url,
+                    settings.run,
+                    limits=stream_limits(settings),
+                    name=settings.instance,
+                    credentials=settings.nats_credentials,
+                    tls_dir=settings.nats_tls_dir,
+                    connect_timeout_s=CONNECT_TIMEOUT_S,
+                )
             )
 
         bus = await unless_stopped(until_taken(connected, "connect"), stop)
         made = until_taken(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
-        verifier = await stack.enter_async_context(VerifierClient(settings.verifier))
+        verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context)
         server = await stack.enter_async_context(
-            serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port)
+            serve_grpc(
+                run.add_to_server,
+                [SERVICE],
+                settings.grpc_host,
+                settings.grpc_port,
+                credentials=server_credentials(settings.tls_dir),
+            )
         )
         await server.set_serving(True)
         readiness.set_ready()
@@ -116,6 +131,12 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
             address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await run.run(stop)
+
+
+def stream_limits(settings: TrainerSettings) -> StreamLimits:
+    """Of the streams that the trainer makes. Other services need to know nothing of these."""
+    sequences_max_bytes = round(settings.sequences_max_gib * 1024**3)
+    return StreamLimits(sequences_max_bytes=sequences_max_bytes, replicas=settings.stream_replicas)
 
 
 def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
@@ -155,6 +176,7 @@ class TrainingRun:
         self._replicas = ReplicaAdvice(recipe, registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed(files.kept)
+        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._books = Books(journal.write)
@@ -210,6 +232,7 @@ class TrainingRun:
             correct_reward=recipe.reward.correct,
             seed=recipe.seed + 1,
             timeout_s=recipe.evaluation.timeout_s,
+            client=self._actor_client,
         )
         num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
         self._loop = OptimizerLoop(
@@ -231,6 +254,7 @@ class TrainingRun:
             on_step=self._step_done,
             on_heldout=self._report.heldout,
             on_parity=self._report.parity,
+            actor_client=self._actor_client,
         )
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -364,7 +388,7 @@ class TrainingRun:
             loads: dict[str, ActorLoad] = {}
             for name, address in self._member_addresses().items():
                 try:
-                    async with ActorClient(name, address) as client:
+                    async with self._actor_client(name, address) as client:
                         loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)

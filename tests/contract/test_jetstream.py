@@ -134,7 +134,7 @@ async def test_login_by_file_and_its_refusal(tmp_path: Path) -> None:
         async with jetstream.connect(url, "demo", limits=LIMITS, credentials=right) as bus:
             await bus.create_streams()
         began = time.monotonic()
-        with pytest.raises(BusError, match="refuses the login"):
+        with pytest.raises(BusError, match="refuses the login of user 'run'"):
             async with jetstream.connect(url, "demo", credentials=wrong, connect_timeout_s=30):
                 pass
         assert time.monotonic() - began < 10
@@ -181,9 +181,15 @@ async def test_headers_count_towards_max_payload(server: NatsServer) -> None:
         assert bus.is_connected
 
 
-async def test_limits_of_existing_streams_stay(server: NatsServer) -> None:
+async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
     async with connected(server, replace(LIMITS, sequences_max_messages=2)) as bus:
-        async with connected(server, replace(LIMITS, sequences_max_messages=10)) as other:
+        async with connected(server, LIMITS):
+            assert not caplog.text
+        async with connected(server, replace(LIMITS, sequences_max_messages=10, sequences_max_bytes=10**6)) as other:
+            assert caplog.messages == [
+                "SEQUENCES_demo exists, and stays as it is: largest number of bytes: 67108864, not 1000000; "
+                "`nats stream edit SEQUENCES_demo` changes it"
+            ]
             await other.publish_sequence(b"1", "s1")
             await other.publish_sequence(b"2", "s2")
             with pytest.raises(BusError, match="it may hold 2 messages"):

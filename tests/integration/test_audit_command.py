@@ -19,6 +19,8 @@ from pipelinerl.journal import JOURNAL
 from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.types import VersionSpan
+from tests.certificates import Authority
+from tests.contract.roles import guarded
 from tests.unit.builders import RUN, make_group
 from tests.unit.test_trainer_resume import Life, publish
 
@@ -59,9 +61,9 @@ async def answer(one: Life, bus: JetStreamBus) -> None:
     await delivery.ack()
 
 
-async def audit(folder: Path, *options: str) -> tuple[int, str]:
+async def audit(folder: Path, *options: str, **environment: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pipelinerl.cli", "audit", str(folder), *options, env={**os.environ},
+        sys.executable, "-m", "pipelinerl.cli", "audit", str(folder), *options, env=os.environ | environment,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     async with asyncio.timeout(60):
@@ -70,8 +72,8 @@ async def audit(folder: Path, *options: str) -> tuple[int, str]:
     return process.returncode, said.decode()
 
 
-async def told(folder: Path, *options: str) -> dict[str, Any]:
-    _, said = await audit(folder, "--json", *options)
+async def told(folder: Path, *options: str, **environment: str) -> dict[str, Any]:
+    _, said = await audit(folder, "--json", *options, **environment)
     return dict(json.loads(said))
 
 
@@ -119,6 +121,25 @@ async def test_without_streams_the_files_are_judged(tmp_path: Path) -> None:
     assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {
         "every sequence in flight is somewhere"
     }
+
+
+async def test_in_the_trainers_pod_the_environment_says_where_nats_is(tmp_path: Path) -> None:
+    """With the trainer's own user, and TLS."""
+    folder, authority = tmp_path / RUN, Authority()
+    folder.mkdir()
+    write_json(folder / "lineage.json", {"run": RUN, "starts": [0]})
+    (folder / JOURNAL).write_text(json.dumps({"event": "start", "incarnation": 1, "version": 0, "keep": 0}) + "\n")
+    certificates, trusting = authority.issue(tmp_path / "server", "127.0.0.1"), authority.write_ca(tmp_path / "ca")
+    tls = {"cert_file": str(certificates / "tls.crt"), "key_file": str(certificates / "tls.key")}
+    async with guarded(tmp_path, RUN, tls=tls) as server:
+        url = f"tls://127.0.0.1:{server.url.rpartition(':')[2]}"
+        async with connect(url, RUN, credentials=tmp_path / "trainer", tls_dir=trusting) as bus:
+            await bus.create_streams()
+        pod = {"NATS_URL": url, "NATS_CREDENTIALS": tmp_path / "trainer", "NATS_TLS_DIR": trusting, "RUN": RUN}
+        answered = await told(folder, **{f"PIPELINERL_{name}": str(value) for name, value in pod.items()})
+        assert (answered["streams"]["messages"], answered["streams"]["dead_letters"]) == (0, 0)
+        options = ("--nats", url, "--credentials", str(tmp_path / "trainer"), "--tls-dir", str(trusting))
+        assert (await told(folder, *options))["streams"]["messages"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -60,13 +61,30 @@ def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture
 async def test_none_is_said_so_on_a_server_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-
     async with NatsServer(tmp_path) as server:
         await store(server)
         arguments = ["dead-letters", "--nats", server.url, "--run", "demo"]
         assert await asyncio.to_thread(main, arguments) == 0
     assert capsys.readouterr() == ("", "no prompt group was given up\n")
+
+
+async def test_in_a_pod_of_the_run_nothing_need_be_named(
+    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams in a folder that has them come first; the run of another folder is asked for by its name."""
+    async with NatsServer(tmp_path / "nats") as server:
+        await store(server)
+        monkeypatch.setenv("PIPELINERL_NATS_URL", server.url)
+        monkeypatch.setenv("PIPELINERL_RUN", "demo")
+        elsewhere = tmp_path / "runs" / "demo"
+        elsewhere.mkdir(parents=True)
+        for arguments, said in (
+            ([], "no prompt group"),
+            ([str(elsewhere)], "no prompt group"),
+            ([str(run_dir)], "1 mess"),
+        ):
+            assert await asyncio.to_thread(main, ["dead-letters", *arguments]) == 0
+            assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_place_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Mutual TLS between the services: real servers and clients, certificates of the moment, renewals, and refusals that say why."""
+"""Mutual TLS between the services: real servers and clients, renewed certificates, and refusals that say why."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pipelinerl.certificates import read_certificates
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.service.grpc_channel import RenewedChannel, explained, open_channel
 from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
-from pipelinerl.service.tls import read_certificates, server_credentials
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
 from services.trainer.actor_client import ActorClient
@@ -101,7 +102,7 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
             with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
                 await actor.load(timeout_s=5)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
-            with pytest.raises(ServiceError, match="actor a at .* other names"):
+            with pytest.raises(ServiceError, match=r"actor a at .* other names"):
                 await actor.load(timeout_s=5)
 
 
@@ -218,11 +219,13 @@ async def test_a_verifier_client_waits_for_certificates_that_fit(
     """What is wrong is in the log; once the files are right, the call goes through."""
     monkeypatch.setattr("pipelinerl.service.grpc_channel.LOOK_EVERY_S", 0.0)
     client_files = files("client", "caller", by=Authority("another"))
-    async with serving(files("server", HOST), Answering()) as server:
-        async with VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client:
-            asked = asyncio.create_task(client.verify([ITEM]))
-            async with asyncio.timeout(20):
-                while "not valid under" not in caplog.text:
-                    await asyncio.sleep(0.01)
-                files("client", "caller")
-                assert (await asked)[0].ok
+    async with (
+        serving(files("server", HOST), Answering()) as server,
+        VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client,
+    ):
+        asked = asyncio.create_task(client.verify([ITEM]))
+        async with asyncio.timeout(20):
+            while "not valid under" not in caplog.text:
+                await asyncio.sleep(0.01)
+            files("client", "caller")
+            assert (await asked)[0].ok

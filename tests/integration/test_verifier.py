@@ -31,6 +31,7 @@ from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.verify import Backoff, VerifierClient, VerifyItem, VerifyOutcome, VerifyStatus
 from services.verifier.process_tree import children
+from tests.certificates import Authority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
@@ -604,3 +605,22 @@ async def test_calls_go_round_all_addresses_of_a_name() -> None:
                 await client.verify(items(["a"]))
     assert first.calls + second.calls == 20
     assert min(first.calls, second.calls) >= 5
+
+
+async def test_a_verifier_with_certificates_answers_only_those_who_show_one(tmp_path: Path) -> None:
+    authority = Authority()
+    own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
+    with verifier(tmp_path / "run", recipe(), tls_dir=own) as running:
+        target = running.wait_until_serving().address.grpc
+        async with VerifierClient(target, backoff=SOON, tls_dir=callers) as client:
+            assert len(await client.verify(items(["1"]))) == 1
+        async with VerifierClient(target, backoff=SOON) as stranger:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stranger.verify(items(["1"])), 0.5)
+
+
+def test_a_verifier_whose_certificate_has_expired_does_not_start(tmp_path: Path) -> None:
+    expired = Authority().issue(tmp_path / "own", "127.0.0.1", days=-1)
+    with verifier(tmp_path / "run", recipe(), tls_dir=expired) as running:
+        assert running.process.wait(START_S) == 2
+        assert f"error: tls_dir = '{expired}/tls.crt': is refused under ca.crt: certificate has expired" in running.log

@@ -1,0 +1,156 @@
+"""The verifier under one name and several addresses: calls are spread, go on when one dies, and reach one that was added.
+
+Names are resolved by gRPC's own resolver, from a DNS server of this test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from grpc import aio
+
+from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
+
+SOON = Backoff(0.01, 0.05)
+ITEM = VerifyItem("s1", "t", "", "", "{}")
+FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+
+
+class Counting(verifier_pb2_grpc.VerifierServiceServicer):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Verify(
+        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+    ) -> verifier_pb2.VerifyResponse:
+        self.calls += 1
+        ok = verifier_pb2.VERIFY_STATUS_OK
+        return verifier_pb2.VerifyResponse(
+            results=[verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok) for item in request.items]
+        )
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers every question with `addresses`, as a headless Service's DNS does with the ready pods."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+        self.asked = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def datagram_received(self, question: bytes, sender: tuple[str, int]) -> None:
+        end = question.index(b"\0", 12) + 5  # of the name, and of the type and class after it
+        (kind,) = struct.unpack("!H", question[end - 4 : end - 2])
+        known = self.addresses if kind == 1 else ()  # A records only
+        self.asked += kind == 1
+        header = question[:2] + struct.pack("!HHHHH", 0x8180, 1, len(known), 0, 0)
+        records = [struct.pack("!HHHIH", 0xC00C, 1, 1, 1, 4) + socket.inet_aton(address) for address in known]
+        self._transport.sendto(header + question[12:end] + b"".join(records), sender)
+
+
+@asynccontextmanager
+async def name_server(*addresses: str) -> AsyncIterator[tuple[NameServer, int]]:
+    loop = asyncio.get_running_loop()
+    transport, server = await loop.create_datagram_endpoint(lambda: NameServer(*addresses), ("127.0.0.1", 0))
+    try:
+        yield server, transport.get_extra_info("sockname")[1]
+    finally:
+        transport.close()
+
+
+@asynccontextmanager
+async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) -> AsyncIterator[Counting]:
+    servicer = Counting()
+
+    def register(server: aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
+
+    serving = serve_grpc(register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s)
+    async with serving as running:
+        assert isinstance(running, GrpcServer)
+        yield servicer
+
+
+def free_port() -> int:
+    with socket.create_server(("0.0.0.0", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+async def calls_until_all_answer(client: VerifierClient, *verifiers: Counting) -> None:
+    before = [one.calls for one in verifiers]
+    async with asyncio.timeout(30):
+        while any(one.calls == calls for one, calls in zip(verifiers, before, strict=True)):
+            await client.verify([ITEM])
+
+
+async def test_calls_go_on_when_one_of_two_dies_and_return_to_it() -> None:
+    port = free_port()
+    target = f"ipv4:{FIRST}:{port},{SECOND}:{port}"
+    async with AsyncExitStack() as stack, VerifierClient(target, backoff=SOON) as client:
+        lasting = await stack.enter_async_context(verifier(FIRST, port))
+        async with verifier(SECOND, port) as dying:
+            await calls_until_all_answer(client, lasting, dying)
+        async with asyncio.timeout(30):
+            for _ in range(20):
+                await client.verify([ITEM])
+        again = await stack.enter_async_context(verifier(SECOND, port))
+        await calls_until_all_answer(client, lasting, again)
+
+
+async def test_an_address_that_was_added_to_the_name_gets_calls_while_the_others_live() -> None:
+    """As with `kubectl scale deployment/pipelinerl-verifier`: nothing fails, so only a connection's age makes gRPC look."""
+    port = free_port()
+    async with (
+        name_server(FIRST, SECOND) as (names, dns_port),
+        verifier(FIRST, port, connection_age_s=1.0) as first,
+        verifier(SECOND, port, connection_age_s=1.0) as second,
+        verifier(THIRD, port) as third,
+        VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
+    ):
+        await calls_until_all_answer(client, first, second)
+        assert third.calls == 0
+        names.addresses = (FIRST, SECOND, THIRD)
+        await calls_until_all_answer(client, third)
+        await calls_until_all_answer(client, first, second, third)
+
+
+async def test_a_name_whose_only_address_changes_is_followed() -> None:
+    """A verifier's pod that was replaced: the address is another one."""
+    port = free_port()
+    async with (
+        name_server(FIRST) as (names, dns_port),
+        VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
+    ):
+        async with verifier(FIRST, port) as first:
+            await calls_until_all_answer(client, first)
+        names.addresses = (SECOND,)
+        async with verifier(SECOND, port) as second:
+            await calls_until_all_answer(client, second)
+
+
+@pytest.mark.parametrize("verifiers", [1, 2])
+async def test_no_call_is_lost_when_connections_age(verifiers: int) -> None:
+    """Servers end each connection after 0.2 s here; not one call fails or is doubled."""
+    port = free_port()
+    addresses = (FIRST, SECOND)[:verifiers]
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(verifier(address, port, connection_age_s=0.2)) for address in addresses
+        ]
+        target = "ipv4:" + ",".join(f"{address}:{port}" for address in addresses)
+        client = await stack.enter_async_context(VerifierClient(target, backoff=SOON))
+        began = asyncio.get_running_loop().time()
+        asked = 0
+        while asyncio.get_running_loop().time() - began < 1.5:
+            await client.verify([ITEM])
+            asked += 1
+        assert sum(server.calls for server in servers) == asked

@@ -1,0 +1,175 @@
+"""A cluster of three real nats-servers that keeps every stream three times: servers are killed, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import nats
+import pytest
+
+from pipelinerl.bus import jetstream
+from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.protocol import LogEntry
+from pipelinerl.bus.subjects import Subjects
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.errors import BusError
+from pipelinerl.local.nats_server import NatsServer
+from services.trainer.app import stream_limits
+from tests.contract.conftest import LIMITS
+
+T = TypeVar("T")
+RUN, HOST, SIZE = "demo", "127.0.0.1", 3
+REPLICATED = replace(LIMITS, replicas=SIZE, ack_wait_s=5.0, member_ttl_s=30.0)
+SOON_S = 60.0
+NUM_BEFORE, NUM_AFTER = 30, 30
+
+
+def servers(folder: Path) -> list[NatsServer]:
+    """Configured, not started."""
+    with FreePorts(SIZE) as ports:
+        routes = [f"nats://{HOST}:{port}" for port in ports]
+    return [
+        NatsServer(
+            folder / f"nats-{number}",
+            extra={
+                "server_name": f"nats-{number}",
+                "cluster": {"name": "pipelinerl", "listen": f"{HOST}:{port}", "routes": routes},
+            },
+        )
+        for number, port in enumerate(ports)
+    ]
+
+
+class FreePorts:
+    """Free ports, held until the block is left."""
+
+    def __init__(self, count: int) -> None:
+        self._sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+
+    def __enter__(self) -> list[int]:
+        return [int(held.getsockname()[1]) for held in self._sockets]
+
+    def __exit__(self, *exc: object) -> None:
+        for held in self._sockets:
+            held.close()
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[list[NatsServer]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(server) for server in servers(folder)]
+
+
+def connected(members: list[NatsServer]) -> object:
+    url = ",".join(server.url for server in members)
+    return jetstream.connect(url, RUN, limits=REPLICATED, request_timeout_s=2.0)
+
+
+async def persistently(call: Callable[[], Awaitable[T]]) -> T:
+    """What a service does: the same again until it is done."""
+    while True:
+        try:
+            return await call()
+        except BusError:
+            await asyncio.sleep(0.05)
+
+
+async def leader_of(url: str, stream: str) -> str:
+    async with await nats.connect(url) as client:
+        info = await client.jetstream().stream_info(stream)
+    assert info.cluster is not None
+    return str(info.cluster.leader)
+
+
+async def read(entries: AsyncIterator[LogEntry], count: int) -> list[bytes]:
+    return [(await anext(entries)).payload for _ in range(count)]
+
+
+async def test_streams_are_made_once_the_cluster_has_found_together(tmp_path: Path) -> None:
+    """A trainer starts while only one of three servers is up: no leader yet."""
+    first, *others = servers(tmp_path)
+    async with AsyncExitStack() as stack, asyncio.timeout(SOON_S):
+        await stack.enter_async_context(first)
+        bus = await stack.enter_async_context(connected([first]))
+        making = asyncio.create_task(bus.create_streams(fresh=True))
+        await asyncio.wait([making], timeout=1.0)
+        assert not making.done()
+        for server in others:
+            await stack.enter_async_context(server)
+        await making
+        for stream in Subjects(RUN).every_stream:
+            assert (await bus._link.js.stream_info(stream)).config.num_replicas == SIZE
+
+
+async def test_a_cluster_that_never_finds_together_is_an_error_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
+    async with servers(tmp_path)[0] as alone, connected([alone]) as bus, asyncio.timeout(SOON_S):
+        with pytest.raises(BusError, match=r"looking at|creating"):
+            await bus.create_streams()
+
+
+async def test_nothing_is_lost_when_servers_are_killed(tmp_path: Path) -> None:
+    """First the leader of SEQUENCES, and, when that one is back, the leader of PROMPTS and the server of the client."""
+    async with cluster(tmp_path) as members, connected(members) as bus, asyncio.timeout(SOON_S):
+        await bus.create_streams()
+        by_name = {f"nats-{number}": server for number, server in enumerate(members)}
+        async with bus.read_sequences(1) as entries:
+            for number in range(NUM_BEFORE):
+                await bus.publish_sequence(b"%d" % number, f"s{number}")
+                await bus.publish_prompt(b"%d" % number, f"g{number}")
+            assert await read(entries, NUM_BEFORE) == [b"%d" % number for number in range(NUM_BEFORE)]
+
+            dead = by_name[await leader_of(bus._link.client.connected_url.geturl(), "SEQUENCES_demo")]
+            os.kill(dead.pid, signal.SIGKILL)
+            await _publish_on(bus, NUM_BEFORE)
+            after = range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER)
+            assert await read(entries, NUM_AFTER) == [b"%d" % number for number in after]
+        await dead.start_again()
+        await persistently(lambda: _all_current(bus))
+        dead = by_name[await leader_of(bus._link.client.connected_url.geturl(), "PROMPTS_demo")]
+        os.kill(dead.pid, signal.SIGKILL)
+        taken = []
+        while len(taken) < NUM_BEFORE + NUM_AFTER:
+            delivery = await persistently(lambda: bus.next_prompt(1.0))
+            if delivery is not None and delivery.payload not in taken:
+                taken.append(delivery.payload)
+                await persistently(delivery.ack)
+        assert sorted(map(int, taken)) == list(range(NUM_BEFORE + NUM_AFTER))
+        assert (await persistently(bus.sequences_info)).messages == NUM_BEFORE + NUM_AFTER
+
+
+async def _publish_on(bus: JetStreamBus, start: int) -> None:
+    for number in range(start, start + NUM_AFTER):
+        for publish, letter in ((bus.publish_sequence, "s"), (bus.publish_prompt, "g")):
+            await persistently(lambda publish=publish, letter=letter, n=number: publish(b"%d" % n, f"{letter}{n}"))
+
+
+async def _all_current(bus: JetStreamBus) -> None:
+    """Raises `BusError` while a copy of PROMPTS lags behind: with the next server gone there would be no majority."""
+    info = await bus._link.js.stream_info("PROMPTS_demo")
+    if not all(copy.current and not copy.offline for copy in (info.cluster and info.cluster.replicas) or ()):
+        raise BusError("copies lag behind")
+
+
+def test_the_trainers_settings_reach_the_streams(tmp_path: Path) -> None:
+    settings = TrainerSettings(
+        run=RUN,
+        recipe=tmp_path,
+        instance="trainer",
+        run_dir=tmp_path,
+        verifier="x",
+        stream_replicas=3,
+        sequences_max_gib=1.5,
+    )
+    limits = stream_limits(settings)
+    assert (limits.replicas, limits.sequences_max_bytes) == (3, 1_610_612_736)

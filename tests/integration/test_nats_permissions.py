@@ -1,0 +1,245 @@
+"""What the users of a run may not do, and how they learn of it: against a real nats-server with the lists of `permissions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamConfig
+
+from pipelinerl.bus import jetstream
+from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
+from pipelinerl.bus.subjects import FROM_TRAINER, Subjects
+from pipelinerl.errors import BusError, NotPermitted
+from pipelinerl.local.nats_server import NatsServer
+from tests.contract.roles import PASSWORDS, guarded
+
+RUN = "demo"
+SUBJECTS = Subjects(RUN)
+REQUEST_TIMEOUT_S = 20.0
+"""Longer than a test may take: a refusal that became a time-out would fail it."""
+SOON_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("guarded")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[NatsServer]:
+    with guarded(folder, RUN) as server:
+        asyncio.run(_create_streams(server, folder))
+        yield server
+
+
+async def _create_streams(server: NatsServer, folder: Path) -> None:
+    async with user_of(server, folder, TRAINER) as bus:
+        await bus.create_streams()
+
+
+@asynccontextmanager
+async def user_of(server: NatsServer, folder: Path, user: str) -> AsyncIterator[JetStreamBus]:
+    async with jetstream.connect(
+        server.url, RUN, credentials=folder / user, request_timeout_s=REQUEST_TIMEOUT_S
+    ) as bus:
+        yield bus
+
+
+@asynccontextmanager
+async def client_of(server: NatsServer, user: str, errors: list[str] | None = None) -> AsyncIterator[Client]:
+    """nats-py as it is, for what the bus never does."""
+
+    async def keep(error: Exception) -> None:
+        if errors is not None:
+            errors.append(str(error))
+
+    login = {"user": user, "password": PASSWORDS[user], "inbox_prefix": f"_INBOX_{user}"}
+    async with await nats.connect(server.url, error_cb=keep, **login) as client:
+        yield client
+
+
+async def settled(client: Client) -> None:
+    """Returns when the server has dealt with all that was sent; a ping of nats-py may overtake what was sent before it."""
+    for _ in range(2):
+        await client.flush()
+
+
+async def refused(call: Awaitable[object]) -> NotPermitted:
+    with pytest.raises(NotPermitted) as caught:
+        async with asyncio.timeout(SOON_S):
+            await call
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", FROM_TRAINER)
+async def test_an_actor_gives_no_orders(server: NatsServer, folder: Path, kind: str) -> None:
+    async with user_of(server, folder, ACTOR) as bus:
+        error = await refused(bus.publish_control(kind, b"forged"))
+        assert (error.user, error.subject) == ("actor", f"demo.control.{kind}")
+        assert "NATS user 'actor' may not publish to demo.control." in str(error)
+        if kind == "commit":
+            await refused(bus.publish_control(kind, b"forged", "actor-1"))
+        await bus.publish_control("serving", b"an answer", "actor-1")  # the connection goes on
+
+
+FORBIDDEN: dict[str, Callable[[JetStreamBus], Awaitable[object]]] = {
+    "$JS.API.STREAM.DELETE.PROMPTS_demo": lambda bus: bus.delete_streams(),
+    "$JS.API.STREAM.INFO.KV_members-demo": lambda bus: _first(bus.watch_members()),
+    "$JS.API.CONSUMER.CREATE.SEQUENCES_demo": lambda bus: _first(bus.read_sequences(1)),
+    "$JS.API.STREAM.PURGE.SEQUENCES_demo": lambda bus: bus.purge_sequences(2),
+    "$JS.API.STREAM.UPDATE.CONTROL_demo": lambda bus: bus._link.js.update_stream(StreamConfig(name="CONTROL_demo")),
+    "$JS.API.STREAM.MSG.DELETE.SEQUENCES_demo": lambda bus: bus._link.js.delete_msg("SEQUENCES_demo", 1),
+    "$JS.API.STREAM.CREATE.OTHER": lambda bus: bus._link.js.add_stream(StreamConfig(name="OTHER", subjects=["x"])),
+}
+
+
+async def _first(entering: object) -> None:
+    async with entering as items:  # type: ignore[attr-defined]
+        await anext(items)
+
+
+@pytest.mark.parametrize("subject", FORBIDDEN)
+async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(
+    server: NatsServer, folder: Path, subject: str
+) -> None:
+    async with user_of(server, folder, ACTOR) as bus:
+        assert (await refused(FORBIDDEN[subject](bus))).subject == subject
+
+
+async def test_the_trainer_publishes_in_no_actors_name_and_deletes_nothing(server: NatsServer, folder: Path) -> None:
+    async with user_of(server, folder, TRAINER) as bus:
+        for call in (
+            bus.publish_sequence(b"forged", "s1"),
+            bus.publish_control("serving", b"forged", "actor-1"),
+            bus.put_member("actor-1", b"forged"),
+            bus.next_prompt(SOON_S),
+            bus.delete_streams(),
+        ):
+            assert (await refused(call)).user == "trainer"
+
+
+async def test_waiting_for_prompts_fails_with_the_reason_and_at_once(server: NatsServer, folder: Path) -> None:
+    async with user_of(server, folder, TRAINER) as bus:
+        error = await refused(bus.next_prompt(REQUEST_TIMEOUT_S))
+        assert error.subject == "$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors"
+
+
+async def test_a_reader_whose_pulls_are_refused_is_told(tmp_path: Path) -> None:
+    """It may make its consumer, and take nothing from it."""
+    short = authorization(RUN, PASSWORDS)
+    publish = short["users"][0]["permissions"]["publish"]
+    publish.remove("$JS.API.CONSUMER.MSG.NEXT.SEQUENCES_demo.*")
+    async with guarded(tmp_path, RUN, authorization=short) as server, user_of(server, tmp_path, TRAINER) as bus:
+        await bus.create_streams()
+        assert "MSG.NEXT.SEQUENCES_demo" in (await refused(_first(bus.read_sequences(1)))).subject
+
+
+async def test_nobody_reads_anothers_answers(server: NatsServer) -> None:
+    errors: list[str] = []
+    async with client_of(server, ACTOR, errors) as actor:
+        for subject in ("_INBOX_trainer.>", "_INBOX.>", ">", "demo.>", "$JS.EVENT.>"):
+            await actor.subscribe(subject)
+        await settled(actor)
+    assert len([error for error in errors if "permissions violation for subscription" in error]) == 5
+
+
+async def test_a_user_without_its_inbox_is_told_when_it_connects(tmp_path: Path) -> None:
+    """People who bring their own NATS may have given `_INBOX.>`."""
+    theirs = authorization(RUN, PASSWORDS)
+    theirs["users"][1]["permissions"]["subscribe"] = ["_INBOX.>"]
+    async with guarded(tmp_path, RUN, authorization=theirs) as server:
+        with pytest.raises(NotPermitted, match=r"user 'actor' may not subscribe to _INBOX_actor\.\w+\.\*"):
+            async with user_of(server, tmp_path, ACTOR):
+                pass
+
+
+async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: NatsServer) -> None:
+    """NATS does not check where a client asks the answer to: what an actor that was taken over can do with that.
+
+    The server's answers and deliveries do not act on the API, and no content of its choice gets onto an order's subject.
+    """
+    errors: list[str] = []
+    async with client_of(server, ACTOR, errors) as actor, client_of(server, ADMIN) as person:
+        stored, js = actor.jetstream(), person.jetstream()
+        await stored.publish(SUBJECTS.sequences, b"a sequence")
+        kept = (await js.stream_info("SEQUENCES_demo")).state.messages
+        serving = SUBJECTS.control("serving", "a")
+        for subject in ("$JS.API.STREAM.PURGE.SEQUENCES_demo", "$JS.API.STREAM.DELETE.SEQUENCES_demo"):
+            await stored.publish(SUBJECTS.prompts, b"")
+            await actor.publish("$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors", b"1", reply=subject)
+            await stored.publish(serving, b"{}")
+            config = {"deliver_subject": subject, "deliver_policy": "all", "filter_subject": serving}
+            question = {"stream_name": "CONTROL_demo", "config": {"ack_policy": "none", **config}}
+            await actor.request("$JS.API.CONSUMER.CREATE.CONTROL_demo", json.dumps(question).encode(), timeout=5)
+        commit = SUBJECTS.control("commit")
+        await stored.publish(SUBJECTS.prompts, b"forged")
+        await actor.publish("$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors", b"1", reply=commit)
+        await actor.publish(SUBJECTS.dead, b"", reply="$JS.ACK.PROMPTS_demo.actors.1.1.1.1.0")
+        await settled(actor)
+        await stored.publish(SUBJECTS.sequences, b"the last")  # in order after all of that
+        assert (await js.stream_info("SEQUENCES_demo")).state.messages == kept + 1
+        info = await js.stream_info("CONTROL_demo", subjects_filter=">")
+        assert commit not in (info.state.subjects or {})
+    assert any("with reply of" in error for error in errors)
+
+
+# --- passwords
+
+
+async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
+    server: NatsServer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    wrong = folder / "wrong"
+    wrong.write_text("actor:guessed-secret")
+    with pytest.raises(BusError, match=r"refuses the login of user 'actor': .*check nats_credentials"):
+        async with (
+            asyncio.timeout(SOON_S),
+            jetstream.connect(server.url, RUN, credentials=wrong, connect_timeout_s=REQUEST_TIMEOUT_S),
+        ):
+            pass
+    async with user_of(server, folder, ACTOR) as bus:
+        await refused(bus.publish_control("commit", b"x"))
+        assert "secret" not in repr(bus._link._access._login)
+    assert "secret" not in caplog.text
+
+
+async def test_a_changed_password_is_used_for_the_next_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server ends connections whose password no longer holds. nats-py alone would never connect again."""
+    caplog.set_level(logging.INFO)
+
+    async def logged(text: str) -> None:
+        async with asyncio.timeout(SOON_S):
+            while text not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    async with guarded(tmp_path, RUN) as server, user_of(server, tmp_path, TRAINER) as bus:
+        await bus.create_streams()
+        assert await bus.publish_prompt(b"1", "g1") == 1
+        (tmp_path / TRAINER).write_text("trainer:rotated-secret")
+        server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
+        server.reload()
+        await logged("reconnected")
+        assert await bus.publish_prompt(b"2", "g2") == 2
+        caplog.clear()
+        server.extra = {"authorization": authorization(RUN, PASSWORDS)}
+        server.reload()  # before the file: as it is while a Secret takes its minute to reach the pod
+        await logged("Authorization Violation")
+        (tmp_path / TRAINER).write_text("half written")
+        await logged("logging in to NATS as before")
+        assert not bus.is_connected
+        (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
+        await logged("reconnected")
+        assert await bus.publish_prompt(b"3", "g3") == 3
+    assert "secret" not in caplog.text

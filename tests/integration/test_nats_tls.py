@@ -1,0 +1,174 @@
+"""NATS over TLS: real servers with certificates of the moment, the ones that are refused, and renewals while connected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.bus import jetstream
+from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.errors import BusError, FieldError
+from pipelinerl.local.nats_server import NatsServer
+from tests.certificates import Authority
+from tests.contract.conftest import LIMITS
+
+RUN, HOST = "demo", "127.0.0.1"
+LONG_S = 60.0
+"""To connect: longer than a test may take."""
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+def tls(folder: Path, **more: Any) -> dict[str, Any]:
+    """nats-server's configuration."""
+    files = {"cert_file": folder / "tls.crt", "key_file": folder / "tls.key", "ca_file": folder / "ca.crt"}
+    return {"tls": {name: str(path) for name, path in files.items()} | more}
+
+
+@asynccontextmanager
+async def connected(server: NatsServer, tls_dir: Path | None, scheme: str = "tls") -> AsyncIterator[JetStreamBus]:
+    url = f"{scheme}://{HOST}:{server.url.rpartition(':')[2]}"
+    async with (
+        asyncio.timeout(20),
+        jetstream.connect(url, RUN, limits=LIMITS, tls_dir=tls_dir, connect_timeout_s=LONG_S) as bus,
+    ):
+        await bus.create_streams()
+        yield bus
+
+
+async def refusal(server: NatsServer, tls_dir: Path | None, scheme: str = "tls") -> str:
+    with pytest.raises(BusError) as caught:
+        async with connected(server, tls_dir, scheme):
+            pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["tls", "nats"])
+async def test_a_folder_with_the_ca_is_enough(tmp_path: Path, authority: Authority, scheme: str) -> None:
+    extra, trusting = tls(authority.issue(tmp_path / "server", HOST)), authority.write_ca(tmp_path / "client")
+    async with NatsServer(tmp_path / "nats", extra=extra) as server, connected(server, trusting, scheme) as bus:
+        assert await bus.publish_sequence(b"a", "s1") == 1
+
+
+async def test_a_server_that_asks_for_a_certificate_gets_one(tmp_path: Path, authority: Authority) -> None:
+    extra, client = tls(authority.issue(tmp_path / "server", HOST), verify=True), tmp_path / "client"
+    async with NatsServer(tmp_path / "nats", extra=extra) as server:
+        assert "TLS" in await refusal(server, authority.write_ca(client))
+        async with connected(server, authority.issue(client, "caller")) as bus:
+            assert await bus.publish_sequence(b"a", "s1") == 1
+
+
+async def test_what_is_wrong_with_the_servers_certificate_is_said_at_once(tmp_path: Path, authority: Authority) -> None:
+    trusting, folder = authority.write_ca(tmp_path / "client"), tmp_path / "server"
+    async with NatsServer(tmp_path / "nats", extra=tls(authority.issue(folder, HOST))) as server:
+        other = await refusal(server, Authority("another").write_ca(tmp_path / "other"))
+        assert "unable to get local issuer certificate" in other
+        assert f"trusted: {tmp_path / 'other' / 'ca.crt'}" in other
+        assert "is nats_tls_dir missing?" in await refusal(server, None)
+        assert "is nats_tls_dir missing?" in await refusal(server, None, "nats")
+        authority.issue(folder, "pipelinerl-nats")
+        server.reload()
+        assert "IP address mismatch" in await refusal_with(server, trusting, "mismatch")
+        authority.issue(folder, HOST, days=-1)
+        server.reload()
+        assert "certificate has expired" in await refusal_with(server, trusting, "expired")
+
+
+async def refusal_with(server: NatsServer, tls_dir: Path, text: str) -> str:
+    """Once the server has read its files again, which it does not announce."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with connected(server, tls_dir):
+                    continue
+            except BusError as error:
+                if text in str(error):
+                    return str(error)
+
+
+async def test_a_server_with_a_bad_certificate_is_passed_over(tmp_path: Path, authority: Authority) -> None:
+    """As one of a cluster whose certificate was not renewed."""
+    trusting = authority.write_ca(tmp_path / "client")
+    expired, good = authority.issue(tmp_path / "expired", HOST, days=-1), authority.issue(tmp_path / "good", HOST)
+    async with (
+        NatsServer(tmp_path / "a", extra=tls(expired)) as first,
+        NatsServer(tmp_path / "b", extra=tls(good)) as second,
+    ):
+        for urls in (f"{first.url},{second.url}", f"{second.url},{first.url}"):
+            async with (
+                asyncio.timeout(20),
+                jetstream.connect(urls, RUN, limits=LIMITS, tls_dir=trusting, connect_timeout_s=LONG_S) as bus,
+            ):
+                await bus.create_streams()
+
+
+@pytest.mark.parametrize("scheme", ["tls", "nats"])
+async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, authority: Authority, scheme: str) -> None:
+    """Someone in between may have taken TLS out of the server's greeting."""
+    credentials, received = tmp_path / "credentials", bytearray()
+    credentials.write_text("actor:secret")
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            b'INFO {"server_id":"x","version":"2.11.0","headers":true,"max_payload":1000,"auth_required":true}\r\n'
+        )
+        received.extend(await reader.read())
+        writer.close()
+
+    trusting = authority.write_ca(tmp_path / "client")
+    async with await asyncio.start_server(pretend, HOST, 0) as listener:
+        url = f"{scheme}://{HOST}:{listener.sockets[0].getsockname()[1]}"
+        with pytest.raises(BusError, match="the server speaks plain text, and TLS was asked for"):
+            async with jetstream.connect(url, RUN, credentials=credentials, tls_dir=trusting, connect_timeout_s=1):
+                pass
+    assert received == b""
+
+
+async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
+    async def problem() -> str:
+        with pytest.raises(FieldError) as caught:
+            async with jetstream.connect("tls://127.0.0.1:1", RUN, tls_dir=tmp_path / "client"):
+                pass
+        assert caught.value.field == "nats_tls_dir"
+        return str(caught.value)
+
+    assert "ca.crt': cannot be read: No such file" in await problem()
+    folder = authority.issue(tmp_path / "client", "caller")
+    (folder / "tls.key").write_text("no key")
+    assert "tls.crt': and tls.key are no pair" in await problem()
+    (folder / "ca.crt").write_text("no certificate")
+    assert "ca.crt': holds no certificate in PEM" in await problem()
+
+
+async def test_a_reconnection_uses_the_renewed_files(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files do no harm meanwhile."""
+    caplog.set_level(logging.INFO)
+    server_files, client_files = authority.issue(tmp_path / "server", HOST), authority.issue(tmp_path / "client", "c")
+
+    async def logged(text: str) -> None:
+        while text not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    extra = tls(server_files, verify=True)
+    async with NatsServer(tmp_path / "nats", extra=extra) as server, connected(server, client_files) as bus:
+        assert await bus.publish_sequence(b"1", "s1") == 1
+        replacing = Authority("the next")
+        replacing.issue(server_files, HOST)
+        (client_files / "ca.crt").unlink()
+        await server.start_again()
+        await logged("connecting to NATS with the certificates of before")
+        await logged("its certificate is refused")
+        replacing.issue(client_files, "c")
+        await logged("reconnected")
+        assert await bus.publish_sequence(b"2", "s2") == 2
