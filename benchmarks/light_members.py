@@ -77,6 +77,7 @@ class MemberSpec:
     """Of the network that its process lives in; empty: this machine's."""
     stall_timeout_s: float = STALL_TIMEOUT_S
     """The longest that one chunk may take."""
+    pod_uid: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,10 +214,18 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
             bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=spec.name, process=process, on_end=on_end
         )
         heartbeat = Heartbeat(
-            bus, gate, lambda: listener.manifest_id, actor=spec.name, process=process, grpc_address="-:1", ranks=1
+            bus,
+            gate,
+            lambda: listener.manifest_id,
+            actor=spec.name,
+            process=process,
+            grpc_address="-:1",
+            ranks=1,
+            pod_uid=spec.pod_uid,
         )
         tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run(), receiver.watch_pauses())]
         await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        gate.drain()
         await heartbeat.leave()
         for task in (*tasks, stopped):
             task.cancel()

@@ -30,6 +30,8 @@ class Registration:
     incarnation: int = 0
     """Of the trainer that made the version it serves; 0 = it serves none of this run yet."""
     phase: Phase = "joining"
+    pod_uid: str = ""
+    """Of the Kubernetes pod it runs in; "" = none."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ class PolicySettings(BusSettings):
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     pod_name: str = Field("", description="Name of this pod.")
     pod_uid: str = Field("", description="Its uid, for the Events it is the subject of.")
+    service_account_dir: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
+    )
 
 
 class ActorSettings(PolicySettings):

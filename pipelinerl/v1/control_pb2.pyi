@@ -49,7 +49,7 @@ class LowRank(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., a: _Optional[str] = ..., b: _Optional[str] = ..., scaling: _Optional[float] = ..., transposed: _Optional[bool] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("actor", "process", "grpc_address", "ranks", "manifest_id", "policy_version", "incarnation", "phase")
+    __slots__ = ("actor", "process", "grpc_address", "ranks", "manifest_id", "policy_version", "incarnation", "phase", "pod_uid")
     ACTOR_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Registration(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    POD_UID_FIELD_NUMBER: _ClassVar[int]
     actor: str
     process: str
     grpc_address: str
@@ -66,7 +67,8 @@ class Registration(_message.Message):
     policy_version: int
     incarnation: int
     phase: str
-    def __init__(self, actor: _Optional[str] = ..., process: _Optional[str] = ..., grpc_address: _Optional[str] = ..., ranks: _Optional[int] = ..., manifest_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., phase: _Optional[str] = ...) -> None: ...
+    pod_uid: str
+    def __init__(self, actor: _Optional[str] = ..., process: _Optional[str] = ..., grpc_address: _Optional[str] = ..., ranks: _Optional[int] = ..., manifest_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., phase: _Optional[str] = ..., pod_uid: _Optional[str] = ...) -> None: ...
 
 class EpochMember(_message.Message):
     __slots__ = ("actor", "process", "first_rank", "ranks")

@@ -24,6 +24,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.initial_model import model_source
+from pipelinerl.kube.client import in_cluster
 from pipelinerl.retry import until_taken
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
@@ -36,6 +37,7 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import actor_pb2_grpc
 from pipelinerl.verify import VerifierClient
+from services.actor.deletion_cost import DeletionCost
 from services.actor.finishing import Finisher
 from services.actor.gate import ServingGate
 from services.actor.generation import GenerationLoop
@@ -168,6 +170,10 @@ class Actor:
             process=self._process,
             on_end=self._run_ended,
         )
+        pod = settings.pod_name or settings.instance
+        self._deletion_cost = DeletionCost(
+            in_cluster(settings), self._held, engine, self._metrics, pod=pod, uid=settings.pod_uid
+        )
         self._parts = ActorParts(
             instance=settings.instance,
             engine=engine,
@@ -191,6 +197,7 @@ class Actor:
             process=self._process,
             grpc_address=grpc_address,
             ranks=self._recipe.actor.engine.tensor_parallel_size,
+            pod_uid=self._settings.pod_uid,
         )
         producing = [self._finisher.run(), self._generation.run()]
         beside = [
@@ -198,6 +205,7 @@ class Actor:
             self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
             heartbeat.run(),
             self._show_state(readiness),
+            self._deletion_cost.run(),
         ]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -6,7 +6,7 @@ out; nothing here knows prompts as text, rewards or streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,10 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Their `generate` returns at once, with what there is. One that the engine has not yet or no more is left out.
         Raises `EngineError` when the engine is dead."""
+        ...
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens that are generated so far, by id of the requests under way."""
         ...
 
     async def score(self, token_ids: TokenIds) -> Logprobs:

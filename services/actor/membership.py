@@ -35,9 +35,11 @@ class Heartbeat:
         process: str,
         grpc_address: str,
         ranks: int,
+        pod_uid: str = "",
     ) -> None:
         self._bus, self._gate, self._manifest_id = bus, gate, manifest_id
         self._actor, self._process, self._grpc_address, self._ranks = actor, process, grpc_address, ranks
+        self._pod_uid = pod_uid
         self._away = self._left = False
 
     async def run(self) -> None:
@@ -53,12 +55,17 @@ class Heartbeat:
             await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
 
     async def leave(self) -> None:
-        """Removes the registration, once, within `LEAVE_WITHIN_S`; where that fails it expires. No beat follows."""
+        """Removes the registration, once, within `LEAVE_WITHIN_S`; where that fails it expires. No beat follows.
+
+        One that drains says so first: the trainer then knows that it was told to end and takes part for a while yet.
+        """
         if self._left:
             return
         self._left = True
         try:
             async with asyncio.timeout(LEAVE_WITHIN_S):
+                if self._gate.draining:
+                    await self._bus.put_member(self._actor, encode_control(self.registration()))
                 await self._bus.remove_member(self._actor)
         except (BusError, TimeoutError) as error:
             log.warning("cannot remove the registration, it will expire: %s", error or "no answer in time")
@@ -75,4 +82,5 @@ class Heartbeat:
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
             phase=phase,
+            pod_uid=self._pod_uid,
         )

@@ -78,6 +78,11 @@ class ActorMetrics:
         self.weight_loader = Gauge(
             prefix + "weight_loader", "1 for the way in which weights are loaded.", ["mode"], registry=registry
         )
+        self.deletion_cost = Gauge(
+            prefix + "deletion_cost",
+            "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
+            registry=registry,
+        )
         self.verify_seconds = Histogram(
             prefix + "verify_seconds", "Verifier call as the actor sees it.", registry=registry
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,10 @@ class VllmEngine:
             await self.llm.abort(list(request_ids))
         except EngineDeadError as error:
             raise EngineError(f"vLLM's engine process died: {error}") from error
+
+    def progress(self) -> Mapping[str, int]:
+        states = self.llm.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         from vllm import SamplingParams as VllmSamplingParams

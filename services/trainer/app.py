@@ -44,8 +44,10 @@ from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient, ActorLoad
+from services.trainer.attendance import MemberChange
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator
+from services.trainer.events import RunEvents, run_events
 from services.trainer.feeder import Feeder
 from services.trainer.initial_files import initial_files
 from services.trainer.intake import Intake
@@ -53,6 +55,7 @@ from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.pods import watch_actor_pods
 from services.trainer.policy_trainer import TorchPolicyTrainer, load_policy_trainer
 from services.trainer.probe import probe_tokens
 from services.trainer.prompts import heldout_problems, training_problems
@@ -90,6 +93,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
+        events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
         readiness.set_not_ready("waiting for NATS")
@@ -114,7 +118,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
-        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context)
+        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context, events)
         server = await stack.enter_async_context(
             serve_grpc(
                 run.add_to_server,
@@ -168,8 +172,9 @@ class TrainingRun:
         start: Start,
         registry: CollectorRegistry,
         context: LogContext,
+        events: RunEvents,
     ) -> None:
-        self._settings, self._recipe, self._bus = settings, recipe, bus
+        self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
         self._metrics = TrainerMetrics(registry)
@@ -189,6 +194,8 @@ class TrainingRun:
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
             on_joined=self._joined,
+            on_member=self._member_changed,
+            on_aborted=events.update_failed,
         )
         self._feeder = Feeder(
             bus,
@@ -267,6 +274,7 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
+            self._events.ended(self._loop.version, self._recipe.trainer.steps, finished=finished)
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._write_summary(finished)
@@ -326,6 +334,7 @@ class TrainingRun:
         """True when the run came to its own end."""
         if not await self._has_gone_on(stop):
             return False
+        self._events.started(self._loop.version, self._recipe.trainer.steps, self._incarnation)
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
@@ -334,6 +343,7 @@ class TrainingRun:
                     self._intake.run(),
                     self._upkeep.run(),
                     self._poll_actors(),
+                    watch_actor_pods(self._settings, self._updater),
                     self._loop.beat(),
                 )
             ]
@@ -420,9 +430,14 @@ class TrainingRun:
         self._metrics.evictions.set(self._updater.evictions)
         self._feeder.look_again()
 
+    def _member_changed(self, change: MemberChange) -> None:
+        others = self._updater.serving.keys() - {change.member.actor}
+        self._events.member(change, len(others) + (change.kind == "joined"))
+
     def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self._continuation.checkpoint_written(written)
         self._metrics.checkpoint_written(written)
+        self._events.checkpoint_written(written)
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)

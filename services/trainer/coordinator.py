@@ -4,7 +4,8 @@ The trainer's side of the protocol (architecture, section 5). No clock, socket o
 actions to perform, in order; `services.trainer.updater` performs them and feeds back what happened, deadlines included.
 
 Invariants that the tests drive every order of events against:
-  * `SendCommit(v)` only after every member of the epoch has staged v in that epoch with the sender's checksum;
+  * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's
+    checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left;
   * who came late, or failed, is not in an epoch with others before `MemberReady` says that it has served a version on a
@@ -17,7 +18,7 @@ Deliberately not here: when a joiner gets a side group, and anything that knows 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,6 +34,8 @@ class Member:
     process: str
     ranks: int = 1
     grpc_address: str = ""
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in; "" = none."""
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -50,6 +53,16 @@ class MembersDown:
     """They removed their registrations, or their heartbeats expired: together, so that one new epoch is enough."""
 
     actors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MembersLeaving:
+    """These processes end because they were told to. `still_running`: for a while they are there, and take part in a transfer
+    under way, which goes on with them for as long as they last; nothing waits for them. Who is left takes no notice."""
+
+    members: tuple[Member, ...]
+    reason: str
+    still_running: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,7 @@ class HoldCommits:
 Event = (
     MemberUp
     | MembersDown
+    | MembersLeaving
     | MemberReady
     | VersionReady
     | MemberJoined
@@ -186,9 +200,12 @@ class SendAbort:
 
 @dataclass(frozen=True)
 class Evicted:
+    """`left`: in order, on somebody's wish."""
+
     actor: str
     epoch: int
     reason: str
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,6 +249,8 @@ class _Round:
     staged: dict[str, int] = field(default_factory=dict)
     sent_checksum: int | None = None
     serving: set[str] = field(default_factory=set)
+    left: bool = False
+    """A member has left while its ranks were in the group: if the group breaks, nobody else is to blame."""
 
 
 class Coordinator:
@@ -272,6 +291,8 @@ class Coordinator:
                 return self._member_up(member)
             case MembersDown(actors):
                 return self._members_down(actors)
+            case MembersLeaving(members, reason, still_running):
+                return self._members_leaving(members, reason, still_running)
             case MemberReady(actor, process):
                 return self._member_ready(actor, process)
             case VersionReady(version):
@@ -320,12 +341,29 @@ class Coordinator:
         return self._form() if self.phase is Phase.WAITING else []
 
     def _members_down(self, actors: tuple[str, ...]) -> list[Action]:
+        self._forget(actors)
+        lost = set(actors) & set(self.members)
+        return self._lose(lost, "left, or its heartbeat stopped") if lost else []
+
+    def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
+        processes = {member.actor: member.process for member in members}
+        self._forget(_of(processes, self.present))
+        leaving = _of(processes, self.members)
+        if not leaving:
+            return []
+        if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
+            return self._lose(leaving, reason, left=True)
+        for actor in leaving:
+            self.members.pop(actor)
+            self._round.staged.pop(actor, None)
+        self._group_stands, self._round.left = False, True
+        return [Evicted(actor, self.epoch, reason, left=True) for actor in sorted(leaving)] + self._advance()
+
+    def _forget(self, actors: Iterable[str]) -> None:
         for actor in actors:
             self.present.pop(actor, None)
             self._benched.pop(actor, None)
             self._newcomers.discard(actor)
-        lost = set(actors) & set(self.members)
-        return self._lose(lost, "left, or its heartbeat stopped") if lost else []
 
     def _version_ready(self, version: int) -> list[Action]:
         assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
@@ -416,9 +454,9 @@ class Coordinator:
         self._deadline_token += 1
         return [VersionServed(self.version, self.epoch, tuple(self.members))]
 
-    def _lose(self, actors: set[str], reason: str) -> list[Action]:
+    def _lose(self, actors: set[str], reason: str, *, left: bool = False) -> list[Action]:
         """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
-        evicted: list[Action] = [Evicted(actor, self.epoch, reason) for actor in sorted(actors)]
+        evicted: list[Action] = [Evicted(actor, self.epoch, reason, left) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
                 self._benched[actor] = next(self._failures)
@@ -435,6 +473,8 @@ class Coordinator:
 
     def _restart(self, reason: str) -> list[Action]:
         """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""
+        if self._round.left:
+            return self._again(reason)
         self._restarts += 1
         if self._restarts > (0 if self._breaks else MOST_RESTARTS):
             self._breaks = len(self.members) > 1
@@ -448,3 +488,8 @@ class Coordinator:
     def _new_deadline(self) -> SetDeadline:
         self._deadline_token += 1
         return SetDeadline(self._deadline_token)
+
+
+def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
+    """Actors whose process among `members` is the one given. Pure."""
+    return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}

@@ -29,7 +29,7 @@ PATIENCE_S = 3.0
 this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
 Order = EpochStart | Announce | Commit | Abort
 """What the trainer says to actors about a transfer."""
-Outcome = c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers
+Outcome = c.FormGroup | c.SendAbort | c.Evicted | c.VersionServed | c.WaitingForMembers
 """Actions that concern more than the lane."""
 
 
@@ -130,7 +130,7 @@ class Lane:
         outcomes: list[Outcome] = []
         for action in self.coordinator.step(event):
             await self._perform(action)
-            if isinstance(action, c.FormGroup | c.Evicted | c.VersionServed | c.WaitingForMembers):
+            if isinstance(action, Outcome):
                 outcomes.append(action)
         return outcomes
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -25,9 +26,11 @@ from pipelinerl.control import (
 )
 from pipelinerl.control_codec import decode_control, encode_control
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.kube.pods import PodEnd
 from pipelinerl.retry import until_taken
 from pipelinerl.weights.manifest_codec import manifest_to_bytes
 from services.trainer import coordinator as c
+from services.trainer.attendance import Attendance, Departures, MemberChange
 from services.trainer.joining import Action as JoiningAction
 from services.trainer.joining import BeginSide, EndSide, Joining
 from services.trainer.lane import Lane, Order, Outcome, Surroundings, TransferPort, UpdateRecord
@@ -43,7 +46,8 @@ MOST_REASONS = 16
 class WeightUpdater:
     """See the module. `join_timeout_s`: from the offer of the first version until some version is served.
 
-    Keeps the snapshot of the newest served version for joiners, beside that of the version under way.
+    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_aborted`: version,
+    epoch, actor (empty: all of the epoch) and reason of an update that is begun again.
     """
 
     def __init__(
@@ -56,10 +60,14 @@ class WeightUpdater:
         join_timeout_s: float,
         on_served: Callable[[UpdateRecord], None],
         on_joined: Callable[[str, UpdateRecord], None] = lambda actor, record: None,
+        on_member: Callable[[MemberChange], None] = lambda change: None,
+        on_aborted: Callable[[int, int, str, str], None] = lambda version, epoch, actor, reason: None,
     ) -> None:
         self._bus, self._port = bus, port
         self._incarnation, self._join_timeout_s = incarnation, join_timeout_s
         self._on_served, self._on_joined = on_served, on_joined
+        self._on_member, self._on_aborted = on_member, on_aborted
+        self._departures, self._attendance = Departures(), Attendance()
         self._events: asyncio.Queue[tuple[Lane | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
         self._around = Surroundings(port, self._say, self._post, self._spawn, incarnation, deadline_s)
@@ -125,6 +133,12 @@ class WeightUpdater:
         self._offered.set()
         self._post(self._main, c.VersionReady(version))
 
+    def pod_ends(self, pod: PodEnd) -> None:
+        """An actor's pod is being deleted, or has ended: its departure, whatever its heart does."""
+        leaving = self._departures.leaving(pod, self._main.coordinator.present)
+        if leaving is not None:
+            self._post(None, leaving)
+
     async def all_served(self) -> None:
         """Returns when the epoch has nothing under way."""
         await self._idle.wait()
@@ -183,9 +197,15 @@ class WeightUpdater:
                 self._register(registration)
 
     def _register(self, registration: Registration) -> None:
-        member = c.Member(registration.actor, registration.process, registration.ranks, registration.grpc_address)
+        member = c.Member(
+            registration.actor,
+            registration.process,
+            registration.ranks,
+            registration.grpc_address,
+            registration.pod_uid,
+        )
         draining = registration.phase == "draining"
-        self._post(None, c.MembersDown((member.actor,)) if draining else c.MemberUp(member))
+        self._post(None, c.MembersLeaving((member,), "it was told to end") if draining else c.MemberUp(member))
 
     async def _watch_answers(self) -> None:
         async with self._bus.watch_control(tuple(ANSWER_TYPES)) as messages:
@@ -254,6 +274,10 @@ class WeightUpdater:
                     await self._step_side(lane, event)
 
     async def _membership(self, event: c.Event) -> None:
+        if isinstance(event, c.MemberUp):
+            if self._departures.has_left(event.member):
+                return
+            self._attendance.registers(event.member)
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
@@ -261,10 +285,22 @@ class WeightUpdater:
                 await self._side(self._joining.up(member))
             case c.MembersDown(actors):
                 for actor in actors:
-                    self._forget(self._known(actor))
-                    await self._side(self._joining.down(actor))
+                    await self._gone(actor, "left, or its heartbeat stopped", left=False)
+            case c.MembersLeaving(members, reason):
+                for member in members:
+                    if member.actor not in self._main.coordinator.present:  # else another process of that name is there
+                        await self._gone(member.actor, reason, left=True)
         async with self._members_changed:
             self._members_changed.notify_all()
+
+    async def _gone(self, actor: str, reason: str, *, left: bool) -> None:
+        self._forget(self._known(actor))
+        self._tell(self._attendance.goes(actor, self.epoch, self.served_version, reason, left=left))
+        await self._side(self._joining.down(actor))
+
+    def _tell(self, changes: list[MemberChange]) -> None:
+        for change in changes:
+            self._on_member(change)
 
     def _known(self, actor: str) -> list[c.Member]:
         """Processes of this name that have met or serve."""
@@ -286,16 +322,22 @@ class WeightUpdater:
         match outcome:
             case c.FormGroup(_, members):
                 return self._joining.formed(members)
-            case c.Evicted(actor, _, reason):
-                self.evictions += 1
+            case c.Evicted(actor, epoch, reason, left):
+                self.evictions += not left
                 self._note_reason(actor, reason)
+                self._tell(self._attendance.put_out(actor, epoch, self.served_version, reason, left=left))
                 return self._joining.left(actor)
+            case c.SendAbort(epoch, version, reason):
+                self._on_aborted(version, epoch, "", reason)
+                return []
             case c.WaitingForMembers(version):
                 log.warning("no actor is left: version %d waits for one to register", version)
                 return self._joining.formed(())
             case c.VersionServed(version, _, members):
                 self._served_snapshot, self._under_way = self._under_way, None
                 self._serving = dict(self._main.coordinator.members)
+                for member in self._serving.values():
+                    self._tell(self._attendance.serves(member, self.epoch, version))
                 return self._joining.served(version, members)
 
     async def _side(self, actions: list[JoiningAction]) -> None:
@@ -321,10 +363,13 @@ class WeightUpdater:
                 member = lane.coordinator.members[actor]
                 if outcome.version == self.served_version:
                     self._serving[actor] = member
+                self._tell(self._attendance.serves(member, outcome.epoch, outcome.version))
                 self._post(self._main, c.MemberReady(actor, member.process))
                 await self._sides.pop(actor).close()
                 self._on_joined(actor, lane.record)
                 await self._side(self._joining.side_served(actor, outcome.version))
+            elif isinstance(outcome, c.SendAbort):
+                self._on_aborted(outcome.version, outcome.epoch, actor, outcome.reason)
             elif isinstance(outcome, c.WaitingForMembers):
                 await self._sides.pop(actor).close()
                 await self._side(self._joining.side_failed(actor))
@@ -351,6 +396,12 @@ def together(events: list[tuple[Lane | None, c.Event]]) -> list[tuple[Lane | Non
         before = merged[-1][1] if merged else None
         if isinstance(event, c.MembersDown) and isinstance(before, c.MembersDown):
             merged[-1] = (None, c.MembersDown(before.actors + event.actors))
+        elif (
+            isinstance(event, c.MembersLeaving)
+            and isinstance(before, c.MembersLeaving)
+            and event == replace(before, members=event.members)
+        ):
+            merged[-1] = (None, replace(before, members=before.members + event.members))
         else:
             merged.append((lane, event))
     return merged

@@ -24,6 +24,7 @@ from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupStore
+from services.trainer.attendance import MemberChange
 from services.trainer.lane import UpdateRecord
 from services.trainer.updater import WeightUpdater
 from services.trainer.weights.port import CollectivePort
@@ -52,18 +53,25 @@ class FaultStage:
     said: list[object] = field(default_factory=list)
     records: list[UpdateRecord] = field(default_factory=list)
     joins: list[str] = field(default_factory=list)
+    changes: list[MemberChange] = field(default_factory=list)
 
-    async def start(self, name: str, breaks: Break | None = None, place: Place | None = None) -> LightMember:
-        spec = MemberSpec(self.server.url, RUN, name, LIMITS, breaks)
+    async def start(
+        self, name: str, breaks: Break | None = None, place: Place | None = None, *, pod_uid: str = ""
+    ) -> LightMember:
+        spec = MemberSpec(self.server.url, RUN, name, self.bus.limits, breaks, pod_uid=pod_uid)
         if place is not None:
             spec = replace(spec, address=place.address, namespace=place.namespace)
         member = await self.stack.enter_async_context(light_member(spec))
         self.members.append(member)
         return member
 
-    async def start_all(self, *names: str, breaks: dict[str, Break] | None = None) -> list[LightMember]:
-        """Starts members and waits until all have registered."""
-        started = await asyncio.gather(*(self.start(name, (breaks or {}).get(name)) for name in names))
+    async def start_all(
+        self, *names: str, breaks: dict[str, Break] | None = None, pods: bool = False
+    ) -> list[LightMember]:
+        """Starts members and waits until all have registered. `pods`: in pods of their names."""
+        started = await asyncio.gather(
+            *(self.start(name, (breaks or {}).get(name), pod_uid=f"uid-{name}" if pods else "") for name in names)
+        )
         async with asyncio.timeout(UPDATE_WITHIN_S):
             await self.updater.wait_for_members(len(names))
         return list(started)
@@ -109,6 +117,7 @@ class FaultStage:
 
     def _commits_come_after_all_have_staged(self) -> None:
         epochs: dict[int, set[str]] = {}
+        left = {(change.member.actor, change.epoch) for change in self.changes if change.kind == "left"}
         assert self.said or not self.records, "nothing was heard of what was served"
         committed: set[tuple[int, int]] = set()
         staged: set[tuple[str, int, int]] = set()
@@ -120,7 +129,8 @@ class FaultStage:
                     staged.add((message.actor, message.epoch, message.version))
                 case Commit():
                     committed.add((message.epoch, message.version))
-                    missing = {a for a in epochs[message.epoch] if (a, message.epoch, message.version) not in staged}
+                    members = {actor for actor in epochs[message.epoch] if (actor, message.epoch) not in left}
+                    missing = {actor for actor in members if (actor, message.epoch, message.version) not in staged}
                     assert not missing, f"{message} before {missing} had staged it"
                 case Serving():
                     assert (message.epoch, message.version) in committed
@@ -145,6 +155,7 @@ async def fault_stage(
         port = CollectivePort(sender, GroupStore(host), host=host)
         records: list[UpdateRecord] = []
         joins: list[str] = []
+        changes: list[MemberChange] = []
         updater = WeightUpdater(
             bus,
             port,
@@ -153,9 +164,10 @@ async def fault_stage(
             join_timeout_s=60,
             on_served=records.append,
             on_joined=lambda actor, record: joins.append(actor),
+            on_member=changes.append,
         )
         running = asyncio.create_task(updater.run())
-        stage = FaultStage(server, bus, updater, sender, stack, running, records=records, joins=joins)
+        stage = FaultStage(server, bus, updater, sender, stack, running, records=records, joins=joins, changes=changes)
         listening = asyncio.create_task(_listen(stage))
         try:
             yield stage

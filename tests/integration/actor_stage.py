@@ -10,7 +10,7 @@ import signal
 import sys
 import urllib.request
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,11 +105,15 @@ class ActorStage:
             group = make_group(number, **changes)
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
-    async def start(self, name: str, *, model_dir: str = "", **options: Any) -> LightActor:
+    async def start(
+        self, name: str, *, model_dir: str = "", pod: Mapping[str, object] | None = None, **options: Any
+    ) -> LightActor:
+        """`pod`: settings of the pod it runs in."""
         address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         settings = {
             "run": RUN, "recipe": self.recipe, "instance": name, "nats_url": self.server.url, "model_dir": model_dir,
             "verifier": f"127.0.0.1:{self.verifier_port}", "address_file": address_file,
+            **(pod or {}),
         }  # fmt: skip
         environment = {f"PIPELINERL_{key.upper()}": str(value) for key, value in settings.items()}
         chosen = json.dumps({"ack_wait_s": self.limits.ack_wait_s, **options})

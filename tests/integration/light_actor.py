@@ -46,6 +46,7 @@ class Options:
     stop_at_tokens: int = 0
     """Sends itself SIGTERM when a completion has so many tokens; 0: never."""
     ack_wait_s: float = 30.0
+    deletion_cost_every_s: float = 15.0
     serve_after: str = ""
     """A file: it takes no group before that is there."""
 
@@ -84,6 +85,9 @@ class LightEngine:
             if request_id in self._aborted:
                 self._aborted[request_id].set()
 
+    def progress(self) -> dict[str, int]:
+        return {request_id: self.lengths.get(request_id, 0) for request_id in self._aborted}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
@@ -109,12 +113,10 @@ async def started_engine(options: Options, settings: ActorSettings, stop: asynci
         yield engine
 
 
-def longest(options: Options, engine: Any) -> Callable[[], int]:
-    """Tokens of the completion that is furthest."""
-    if not options.vllm:
-        return lambda: max(engine.lengths.values(), default=0)
-    states = engine.llm.output_processor.request_states
-    return lambda: max((state.detokenizer.num_output_tokens() for state in states.values()), default=0)
+def longest(engine: Any, actor: Actor) -> Callable[[], int]:
+    """Tokens of the completion that is furthest, as the engine tells the actor."""
+    under_way = actor._generation._generating
+    return lambda: max((engine.progress().get(request_id, 0) for request_id in under_way), default=0)
 
 
 async def terminate_at(tokens: int, length: Callable[[], int]) -> None:
@@ -146,12 +148,13 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext,
         patient = VerifierClient(settings.verifier, backoff=Backoff(0.02, 0.1))
         verifier = await stack.enter_async_context(patient)
         actor = Actor(settings, load_recipe(settings.recipe), engine, bus, verifier, registry, context, stop)
+        actor._deletion_cost._every_s = options.deletion_cost_every_s
         serving = asyncio.create_task(serve_after(options, actor))
         stack.callback(serving.cancel)
         assert settings.address_file is not None
         write_address(settings.address_file, ServiceAddress("127.0.0.1:1", f"127.0.0.1:{http_port}", os.getpid()))
         if options.stop_at_tokens:
-            stopping = asyncio.create_task(terminate_at(options.stop_at_tokens, longest(options, engine)))
+            stopping = asyncio.create_task(terminate_at(options.stop_at_tokens, longest(engine, actor)))
             stack.callback(stopping.cancel)
         await actor.run("127.0.0.1:1", readiness)
 

@@ -28,7 +28,7 @@ START = control.EpochStart(
     deadline_s=60.0,
 )
 MESSAGES: list[control.Control] = [
-    control.Registration("actor-0", "p0", "10.0.0.1:50051", 2, "m", 7, 1, "serving"),
+    control.Registration("actor-0", "p0", "10.0.0.1:50051", 2, "m", 7, 1, "serving", "uid-0"),
     control.Registration("actor-0", "p0", "10.0.0.1:50051", 1),
     START,
     control.EpochJoined("actor-0", 1, 4),

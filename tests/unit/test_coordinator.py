@@ -259,6 +259,89 @@ def test_two_versions_at_once_are_a_bug_of_ours() -> None:
         machine.step(c.VersionReady(2))
 
 
+def leaving(*members: c.Member, still_running: bool = True) -> c.MembersLeaving:
+    return c.MembersLeaving(members, "its pod is being deleted", still_running)
+
+
+def left(actor: str, epoch: int = 1) -> c.Evicted:
+    return c.Evicted(actor, epoch, "its pod is being deleted", left=True)
+
+
+def test_one_that_leaves_while_it_receives_is_not_waited_for_and_the_others_keep_their_bytes() -> None:
+    machine = formed(A, B)
+    machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))
+    assert machine.step(leaving(B)) == [left("b")]
+    assert types(machine.step(c.BytesSent(1, 1, CHECKSUM))) == [c.SendCommit, c.SetDeadline]
+    assert machine.step(c.MembersDown(("b",))) == [], "it has removed its registration now"
+    assert machine.step(c.MemberServing("a", 1, 1)) == [c.VersionServed(1, 1, ("a",))]
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A,)), "its ranks were in the old group"
+
+
+def test_the_last_answer_of_one_that_leaves_commits_nothing_and_its_bytes_are_no_longer_checked() -> None:
+    machine = formed(A, B)
+    machine.step(c.MemberStaged("b", 1, 1, CHECKSUM + 1))
+    assert machine.step(leaving(B)) == [left("b")]
+    assert machine.step(c.BytesSent(1, 1, CHECKSUM)) == []
+    assert machine.step(c.MemberStaged("b", 1, 1, CHECKSUM + 1)) == []
+    assert types(machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))) == [c.SendCommit, c.SetDeadline]
+
+
+def test_a_departure_that_was_all_a_commit_waited_for_commits() -> None:
+    machine = formed(A, B)
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))
+    assert types(machine.step(leaving(B))) == [c.Evicted, c.SendCommit, c.SetDeadline]
+
+
+def test_a_group_that_breaks_with_one_that_leaves_is_not_held_against_the_others() -> None:
+    third = c.Member("d", "d-1")
+    machine = formed(A, B, third)
+    machine._breaks = True  # the next break would take the group apart
+    machine.step(leaving(B))
+    actions = machine.step(c.TransferFailed(1, "connection reset"))
+    assert types(actions) == [c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[1] == c.FormGroup(2, (A, third))
+
+
+def test_one_whose_pod_is_gone_while_it_receives_ends_the_transfer_at_once() -> None:
+    machine = formed(A, B)
+    actions = machine.step(leaving(B, still_running=False))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[2] == c.FormGroup(2, (A,))
+
+
+def test_a_group_that_is_being_formed_is_formed_anew_without_one_that_leaves() -> None:
+    machine = c.Coordinator()
+    for member in (A, B):
+        machine.step(c.MemberUp(member))
+    machine.step(c.VersionReady(1))
+    actions = machine.step(leaving(B))
+    assert types(actions) == [c.Evicted, c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[2] == c.FormGroup(2, (A,))
+
+
+def test_when_all_leave_the_version_waits_for_the_next() -> None:
+    machine = formed(A, B)
+    assert types(machine.step(leaving(A, B))) == [c.Evicted, c.Evicted, c.SendAbort, c.WaitingForMembers]
+    assert machine.step(c.MemberUp(c.Member("e", "e-1")))[0] == c.FormGroup(3, (c.Member("e", "e-1"),))
+
+
+def test_one_that_leaves_while_idle_is_out_of_the_next_epoch_and_while_committing_is_not_waited_for() -> None:
+    machine = committing(A, B)
+    machine.step(c.MemberServing("a", 1, 1))
+    assert machine.step(leaving(B)) == [left("b"), c.VersionServed(1, 1, ("a",))]
+    assert machine.step(leaving(B)) == []
+    assert machine.step(c.VersionReady(2))[0] == c.FormGroup(2, (A,))
+
+
+def test_the_departure_of_an_old_process_does_not_touch_the_new_one_of_that_name() -> None:
+    machine = committing(A, B)
+    machine.step(c.MemberServing("a", 1, 1))
+    machine.step(c.MemberServing("b", 1, 1))
+    assert machine.step(leaving(c.Member("b", "b-0"))) == []
+    assert machine.step(c.VersionReady(2))[0] == c.SendVersion(1, 2)
+
+
 class World:
     """Actors that answer, are slow, die and come back, in an order that a seed decides."""
 
@@ -304,8 +387,9 @@ class World:
                         assert (member.actor, epoch, version) in self.staged, "commit without staged in this epoch"
                     if self.is_alive(member):
                         self.pending.append(c.MemberServing(member.actor, epoch, version))
-            case c.Evicted(actor, _, _):
-                self.unproven.add(actor)
+            case c.Evicted(actor, _, _, left):
+                if not left:
+                    self.unproven.add(actor)
             case c.SetDeadline(token):
                 self.pending.append(c.DeadlinePassed(token))
             case c.VersionServed(version, _, _):
@@ -329,6 +413,8 @@ class World:
             del self.alive[name]
             if self.random.random() < 0.5:
                 self.pending.append(c.MembersDown((name,)))
+        elif choice < 0.22 and name in self.alive:
+            self.feed(leaving(self.alive.pop(name), still_running=self.random.random() < 0.5))
         elif choice < 0.25 and name in self.machine.members:
             self.feed(c.MemberFailed(name, self.machine.epoch, "disk full"))
         elif choice < 0.3:

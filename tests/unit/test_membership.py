@@ -19,7 +19,7 @@ from tests.unit.builders import RUN
 
 
 def heartbeat(bus: MemoryBus, gate: ServingGate, manifest_id: Callable[[], str] = lambda: "") -> Heartbeat:
-    return Heartbeat(bus, gate, manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=2)
+    return Heartbeat(bus, gate, manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1")
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ def test_a_registration_says_what_is_served() -> None:
     gate.serve(PolicyVersion(1, 3))
     now = beat.registration()
     assert (now.phase, now.policy_version, now.incarnation) == ("serving", 3, 1)
-    assert (now.manifest_id, now.ranks, now.process) == ("m1", 2, "p1")
+    assert (now.manifest_id, now.ranks, now.process, now.pod_uid) == ("m1", 2, "p1", "u1")
     gate.drain()
     assert beat.registration().phase == "draining"
 
@@ -89,6 +89,27 @@ async def test_who_left_does_not_come_back() -> None:
         assert beating.done()
         bus.server.runs[RUN].members.expire(asyncio.get_running_loop().time())
         assert bus.server.runs[RUN].members.next_expiry_s() is None
+
+
+@pytest.mark.parametrize(("drains", "said"), [(True, ["draining", "gone"]), (False, ["gone"])])
+async def test_one_that_drains_says_so_before_it_is_gone_and_one_that_fails_does_not(
+    drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with streams(ttl_s=60) as bus:
+        gate, heard = ServingGate(1), list[str]()
+
+        async def put(actor: str, payload: bytes) -> None:
+            heard.append(decode_control(payload, Registration).phase)
+
+        async def remove(actor: str) -> None:
+            heard.append("gone")
+
+        monkeypatch.setattr(bus, "put_member", put)
+        monkeypatch.setattr(bus, "remove_member", remove)
+        if drains:
+            gate.drain()
+        await heartbeat(bus, gate).leave()
+        assert heard == said
 
 
 async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.memory import MemoryBus
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.journal import JOURNAL, Journal
+from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
 from services.trainer import app
+from services.trainer.events import RunEvents
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
@@ -28,6 +31,16 @@ from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
 
 TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
+
+
+@dataclass
+class Heard:
+    """What would be told to Kubernetes."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def emit(self, about: PodRef, reason: str, message: str, type_: str, *, always: bool) -> None:
+        self.reasons.append(reason)
 
 
 @asynccontextmanager
@@ -59,6 +72,7 @@ async def training_run(
                 Start(),
                 CollectorRegistry(),
                 LogContext(RUN, "trainer", "trainer"),
+                RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
             )
             try:
                 yield run, policy
@@ -101,6 +115,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
+        assert run._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = newest_checkpoint(tmp_path)

@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.control import Backend, Registration, RunEnd
+from pipelinerl.control import Phase as RegistrationPhase
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
+from pipelinerl.kube.pods import PodEnd
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest, build_manifest
 from pipelinerl.weights.manifest_codec import manifest_to_bytes
@@ -23,6 +25,7 @@ from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
 from services.trainer import coordinator as c
+from services.trainer.attendance import MemberChange
 from services.trainer.coordinator import Phase
 from services.trainer.lane import SentBytes, UpdateRecord
 from services.trainer.updater import WeightUpdater, together
@@ -108,8 +111,10 @@ class RunningActor:
     listener: UpdateListener
     task: asyncio.Task[None]
 
-    async def register(self, process: str = "p1", ranks: int = 1) -> None:
-        registration = Registration(self.name, process, f"{self.name}:1", ranks)
+    async def register(
+        self, process: str = "p1", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
+    ) -> None:
+        registration = Registration(self.name, process, f"{self.name}:1", ranks, phase=phase, pod_uid=pod_uid)
         await self.bus.put_member(self.name, encode_control(registration))
 
 
@@ -122,17 +127,23 @@ class Stage:
     server: MemoryServer
     stack: AsyncExitStack
     running: asyncio.Task[None]
+    changes: list[MemberChange]
+    aborts: list[tuple[int, int, str, str]]
+
+    def told(self, actor: str) -> list[str]:
+        """What was told of an actor's comings and goings."""
+        return [change.kind for change in self.changes if change.member.actor == actor]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not condition():
                 await asyncio.sleep(0)
 
-    async def join(self, name: str) -> RunningActor:
+    async def join(self, name: str, pod_uid: str = "") -> RunningActor:
         actor = await start_actor(name, self.server, self.stack)
         self.stack.push_async_callback(ended, actor.task)
         self.actors[name] = actor
-        await actor.register()
+        await actor.register(pod_uid=pod_uid)
         return actor
 
     async def send(self, version: int) -> None:
@@ -161,8 +172,16 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
         port, records = ScriptedPort(), list[UpdateRecord]()
+        changes, aborts = list[MemberChange](), list[tuple[int, int, str, str]]()
         updater = WeightUpdater(
-            bus, port, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s, on_served=records.append
+            bus,
+            port,
+            incarnation=1,
+            deadline_s=deadline_s,
+            join_timeout_s=join_timeout_s,
+            on_served=records.append,
+            on_member=changes.append,
+            on_aborted=lambda *aborted: aborts.append(aborted),
         )
         tasks = [asyncio.create_task(updater.run())]
         actors = {}
@@ -173,7 +192,7 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
         try:
             async with asyncio.timeout(10):
                 await updater.wait_for_members(len(names))
-            yield Stage(updater, port, records, actors, server, stack, tasks[0])
+            yield Stage(updater, port, records, actors, server, stack, tasks[0], changes, aborts)
         finally:
             for task in tasks:
                 task.cancel()
@@ -451,6 +470,134 @@ def test_departures_that_follow_one_another_are_taken_together() -> None:
         (None, served),
         (None, c.MembersDown(("d",))),
     ]
+
+
+def test_departures_in_order_are_taken_together_when_they_are_of_one_kind() -> None:
+    one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ab")
+    gone = c.MembersLeaving((c.Member("d", "p"),), "its pod was deleted", still_running=False)
+    assert together([(None, one), (None, two), (None, gone)]) == [
+        (None, c.MembersLeaving((*one.members, *two.members), "its pod is being deleted")),
+        (None, gone),
+    ]
+
+
+def deletion(name: str, uid: str) -> PodEnd:
+    return PodEnd(name, uid, "its pod is being deleted", still_running=True)
+
+
+async def test_an_actor_whose_pod_is_deleted_has_left_and_its_last_heartbeats_do_not_bring_it_back() -> None:
+    async with stage("a") as one:
+        b = await one.join("b", pod_uid="u1")
+        await one.send(0)
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        one.updater.pod_ends(deletion("b", "u1"))
+        await one.until(lambda: list(one.updater.serving) == ["a"])
+        await b.register(pod_uid="u1")
+        await b.register(pod_uid="u1", phase="serving")
+        await one.send(1)
+        assert (one.updater.num_present, list(one.updater.members)) == (1, ["a"])
+        assert b.receiver.served == [PolicyVersion(1, 0)]
+        assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
+        assert one.aborts == []
+
+
+async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admitted() -> None:
+    async with stage("a") as one:
+        b = await one.join("b", pod_uid="u1")
+        await one.send(0)
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        await b.register("p2", pod_uid="u1")
+        present = one.updater._main.coordinator.present
+        await one.until(lambda: present["b"].process == "p2")
+        one.updater.pod_ends(deletion("b", "u1"))
+        await one.until(lambda: one.updater.num_present == 1)
+        await b.register("p3", pod_uid="u2")
+        await one.until(lambda: one.updater.num_present == 2)
+        one.updater.pod_ends(PodEnd("b", "u1", "its pod was deleted", still_running=False))
+        await one.send(1)
+        assert one.updater.num_present == 2, "the old pod's end does not touch the new one"
+
+
+async def test_a_departure_that_is_heard_after_its_successor_does_not_touch_it() -> None:
+    async with stage("a") as one:
+        await one.join("b", pod_uid="u2")
+        await one.send(0)
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        one.updater._post(None, c.MembersLeaving((c.Member("b", "p0", pod_uid="u1"),), "its pod was deleted"))
+        await one.send(1)
+        assert sorted(one.updater.serving) == ["a", "b"]
+        assert one.told("b") == ["joined"]
+        assert sorted(one.updater.members) == ["a", "b"]
+
+
+async def test_a_pod_that_ends_before_its_actor_registers_does_not_come_in() -> None:
+    async with stage("a") as one:
+        one.updater.pod_ends(deletion("b", "u1"))
+        await one.join("b", pod_uid="u1")
+        await one.send(0)
+        assert one.updater.num_present == 1
+        assert one.told("b") == []
+
+
+async def test_a_deletion_while_the_actor_receives_costs_the_others_nothing() -> None:
+    async with stage("a") as one:
+        b = await one.join("b", pod_uid="u1")
+        await one.send(0)
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        await one.send(1)
+        b.receiver.may_receive.clear()
+        sending = asyncio.create_task(one.send(2))
+        await one.until(lambda: len(one.port.sent) and one.port.sent[-1] == "snapshot-2")
+        opened = list(one.port.opened)
+        one.updater.pod_ends(deletion("b", "u1"))
+        await sending
+        assert one.port.opened == opened, "no new epoch"
+        assert one.actors["a"].receiver.served[-1] == PolicyVersion(1, 2)
+        assert one.actors["a"].receiver.discards == 0
+        assert one.aborts == []
+
+
+async def test_the_side_group_of_an_actor_whose_pod_is_deleted_is_given_up() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        b = await start_actor("b", one.server, one.stack)
+        one.stack.push_async_callback(ended, b.task)
+        b.receiver.may_receive.clear()
+        await b.register(pod_uid="u1")
+        await one.until(lambda: one.updater.joining == {"b"})
+        one.updater.pod_ends(deletion("b", "u1"))
+        await one.until(lambda: not one.updater.joining)
+        await one.send(1)
+        assert one.told("b") == []
+
+
+async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
+    async with stage("a", "b") as one:
+        await one.send(0)
+        await one.actors["b"].register(phase="draining")
+        await one.until(lambda: one.updater.num_present == 1)
+        await one.actors["b"].bus.remove_member("b")
+        await one.send(1)
+        assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
+        assert one.changes[-1].reason == "it was told to end"
+
+
+async def test_comings_goings_and_aborts_are_told_with_their_reasons() -> None:
+    async with stage("a", "b", deadline_s=0.2) as one:
+        one.actors["b"].receiver.may_receive.clear()
+        await one.send(0)
+        assert [(change.kind, change.member.actor, change.epoch, change.version) for change in one.changes] == [
+            ("evicted", "b", 1, -1),
+            ("joined", "a", 2, 0),
+        ]
+        assert one.changes[0].reason == "deadline passed while sending"
+        assert one.aborts == [(0, 1, "", "deadline passed while sending")]
+        one.actors["b"].receiver.may_receive.set()
+        await one.brought_back("b", 0)
+        assert one.told("b") == ["evicted", "joined"]
+        await one.actors["b"].bus.remove_member("b")
+        await one.until(lambda: one.updater.num_present == 1)
+        assert one.told("b") == ["evicted", "joined", "evicted"], "nobody has said that it leaves"
 
 
 @pytest.mark.parametrize("how", ["leaves", "restarts"])

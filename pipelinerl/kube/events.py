@@ -1,0 +1,138 @@
+"""Kubernetes Events about pods: made as data, bounded, sent in the background, never waited for.
+
+Consumes `emit` calls, produces core v1 Events. It waits for the API server; while that is away the queue holds what is left,
+and what does not fit is dropped: Events are for people, the logs have everything. How often the same happened is left to the
+API server and to those who read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pipelinerl.kube.client import KubeClient
+from pipelinerl.kube.errors import KubeError
+from pipelinerl.kube.event_bound import EventBound
+from pipelinerl.kube.pod_watch import Pauses
+
+log = logging.getLogger(__name__)
+
+QUEUE_SIZE = 200
+TRIES = 5
+"""Of one Event where the server does not answer."""
+MESSAGE_CHARACTERS, NAME_CHARACTERS, INSTANCE_CHARACTERS = 1024, 253, 128
+"""What the API server takes."""
+
+EventType = Literal["Normal", "Warning"]
+
+
+@dataclass(frozen=True)
+class PodRef:
+    """`uid` may be empty: `kubectl describe pod` then does not show the Event, `kubectl get events` does."""
+
+    namespace: str
+    name: str
+    uid: str = ""
+
+
+def event_body(
+    about: PodRef, reason: str, message: str, type_: EventType, *, component: str, instance: str, now: datetime
+) -> dict[str, Any]:
+    """A core v1 Event, as JSON. `component`: who says so; `instance`: the pod it runs in. Pure but for its name."""
+    suffix = f".{uuid.uuid4().hex[:16]}"
+    at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "metadata": {"name": about.name[: NAME_CHARACTERS - len(suffix)] + suffix, "namespace": about.namespace},
+        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": about.namespace, "name": about.name}
+        | ({"uid": about.uid} if about.uid else {}),
+        "reason": reason,
+        "message": message if len(message) <= MESSAGE_CHARACTERS else message[: MESSAGE_CHARACTERS - 1] + "…",
+        "type": type_,
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "source": {"component": component},
+        "reportingComponent": component,
+        "reportingInstance": instance[:INSTANCE_CHARACTERS],
+    }
+
+
+class EventRecorder:
+    """See the module. Used on one event loop."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        *,
+        component: str,
+        instance: str,
+        bound: EventBound | None = None,
+        pauses: Pauses | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._component, self._instance = client, component, instance
+        self._bound, self._pauses, self._clock = bound or EventBound(), pauses or Pauses(), clock
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_SIZE)
+        self._denied_until_s = 0.0
+        self._told: tuple[object, ...] = ()
+        self.num_dropped = 0
+        """Not sent: no room, no permission, or no answer."""
+
+    def emit(
+        self, about: PodRef, reason: str, message: str, type_: EventType = "Normal", *, always: bool = False
+    ) -> None:
+        """Takes it and returns. One that `EventBound` leaves out is counted in the next message of its kind; one that
+        happens but once is to be sent `always`."""
+        left_out = 0 if always else self._bound.passes(reason, about.name, self._clock())
+        if left_out is None:
+            return
+        text = f"{message} ({left_out} more like this since the last one)" if left_out else message
+        body = event_body(
+            about, reason, text, type_, component=self._component, instance=self._instance, now=datetime.now(UTC)
+        )
+        try:
+            self._queue.put_nowait(body)
+        except asyncio.QueueFull:
+            self.num_dropped += 1
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            event = await self._queue.get()
+            await self._send(event)
+            self._queue.task_done()
+
+    async def drained(self) -> None:
+        """Returns when all that was taken is sent, or given up."""
+        await self._queue.join()
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        if self._clock() < self._denied_until_s:
+            self.num_dropped += 1
+            return
+        for tries in range(1, TRIES + 1):
+            try:
+                await self._client.create_event(event)
+            except KubeError as error:
+                self._away(error)
+                if error.denied:
+                    self._denied_until_s = self._clock() + self._pauses.denied_s
+                if 400 <= error.status < 500 and error.status != 429:
+                    break
+                if tries < TRIES:
+                    await asyncio.sleep(self._pauses.after(error, tries))
+            else:
+                self._told = ()
+                return
+        self.num_dropped += 1
+
+    def _away(self, error: KubeError) -> None:
+        """Says it once, until an Event goes through or it is for another reason."""
+        why = (error.denied, error.status)
+        log.log(logging.DEBUG if why == self._told else logging.WARNING, "no Kubernetes Events: %s", error)
+        self._told = why

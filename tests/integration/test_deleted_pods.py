@@ -1,0 +1,211 @@
+"""Actors' pods that are deleted: real processes, NATS and Gloo groups around an API server; heartbeats that expire in an hour.
+
+A departure that is noticed here was therefore noticed through the API. What an actor says of its own pod is here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.light_members import Break
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.control import Commit, EpochStart
+from pipelinerl.kube.permissions import ACTOR, PATCH_PODS, TRAINER
+from services.actor.deletion_cost import ANNOTATION
+from services.trainer.pods import watch_actor_pods
+from tests.faults.stage import FaultStage, fault_stage
+from tests.integration.actor_stage import RUN, actor_stage
+from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer, api_server, service_account
+from tests.kube.certificates import make_certificates
+from tests.unit.builders import make_recipe
+
+NEVER_EXPIRE = StreamLimits(member_ttl_s=3600, in_memory=True)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
+    folder = tmp_path_factory.mktemp("tls")
+    return folder / "ca.crt", make_certificates(folder)
+
+
+@pytest.fixture
+async def api(tls: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    async with api_server(tls[1]) as server:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        yield server
+
+
+def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSettings:
+    where = {"run": RUN, "recipe": folder / "r.yaml", "instance": "t-0", "verifier": "v:1", "run_dir": folder}
+    pod = {"pod_namespace": NAMESPACE, "service_account_dir": account, "actor_selector": SELECTOR}
+    return TrainerSettings(**(where | pod | changes))
+
+
+@asynccontextmanager
+async def watched_stage(folder: Path, ca: Path, api: ApiServer) -> AsyncIterator[FaultStage]:
+    """A trainer that watches pods; nothing else tells it that an actor has left."""
+    settings = trainer_settings(folder, service_account(folder, ca, "trainer-token"))
+    async with fault_stage(folder, limits=NEVER_EXPIRE) as stage:
+        watching = asyncio.create_task(watch_actor_pods(settings, stage.updater))
+        try:
+            yield stage
+            assert not watching.done()
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+
+def told(stage: FaultStage, actor: str) -> list[str]:
+    return [change.kind for change in stage.changes if change.member.actor == actor]
+
+
+async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
+    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+) -> None:
+    async with watched_stage(tmp_path, tls[0], api) as stage:
+        for name in "ab":
+            api.add_pod(name)
+        a, b = await stage.start_all("a", "b", pods=True)
+        await api.watched()
+        await stage.update(0)
+        api.terminate("b")
+        await stage.until(lambda: list(stage.updater.members) == ["a"])
+        assert b.is_running, "it still has its grace period"
+        await stage.update(1)
+        await stage.all_on(1, [a])
+        assert b.version == 0
+        b.send(signal.SIGKILL)
+        api.remove("b")
+        api.add_pod("b", "uid-second")
+        second = await stage.start("b", pod_uid="uid-second")
+        await stage.all_on(1, [second])
+        await stage.update(2)
+        await stage.all_on(2, [a, second])
+        assert told(stage, "b") == ["joined", "left", "joined"]
+        assert stage.updater.evictions == 0
+        assert set(api.calls) <= TRAINER
+
+
+async def test_a_pod_that_is_gone_with_its_node_is_left_out_though_its_process_only_fell_silent(
+    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+) -> None:
+    async with watched_stage(tmp_path, tls[0], api) as stage:
+        for name in "ab":
+            api.add_pod(name)
+        a, b = await stage.start_all("a", "b", pods=True)
+        await api.watched()
+        await stage.update(0)
+        b.send(signal.SIGSTOP)
+        api.remove("b")
+        await stage.until(lambda: list(stage.updater.members) == ["a"])
+        await stage.update(1)
+        await stage.all_on(1, [a])
+        assert stage.updater.evictions == 0
+
+
+async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_and_costs_no_new_epoch(
+    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+) -> None:
+    async with watched_stage(tmp_path, tls[0], api) as stage:
+        for name in "ab":
+            api.add_pod(name)
+        a, b = await stage.start_all("a", "b", breaks={"b": Break("staged", "hangs", 1)}, pods=True)
+        await api.watched()
+        await stage.update(0)
+        await stage.offer(1)
+        await b.until(lambda: b.broke)
+        api.terminate("b")
+        await stage.served()
+        await stage.all_on(1, [a])
+        epochs = {message.epoch for message in stage.said if isinstance(message, EpochStart)}
+        assert epochs == {1}
+        await stage.until(lambda: Commit(1, 1, 1) in stage.said)
+
+
+async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(
+    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+) -> None:
+    async with watched_stage(tmp_path, tls[0], api) as stage:
+        for name in "abc":
+            api.add_pod(name)
+        breaks = {"b": Break("receiving", "hangs", 1)}
+        a, b, c = await stage.start_all("a", "b", "c", breaks=breaks, pods=True)
+        await api.watched()
+        await stage.update(0)
+        await stage.offer(1)
+        await b.until(lambda: b.broke)
+        api.terminate("b")
+        await stage.until(lambda: "left" in told(stage, "b"))
+        b.send(signal.SIGKILL)
+        await stage.served()
+        await stage.all_on(1, [a, c])
+        assert stage.updater.evictions == 0
+        assert told(stage, "a") == told(stage, "c") == ["joined"]
+
+
+async def test_an_actor_that_is_told_to_end_has_left_in_order_without_any_api(tmp_path: Path) -> None:
+    async with fault_stage(tmp_path, limits=NEVER_EXPIRE) as stage:
+        a, b = await stage.start_all("a", "b")
+        await stage.update(0)
+        b.send(signal.SIGTERM)
+        await stage.until(lambda: told(stage, "b") == ["joined", "left"])
+        await stage.update(1)
+        await stage.all_on(1, [a])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"pod_namespace": ""}, ""), ({"actor_selector": ""}, "PIPELINERL_ACTOR_SELECTOR is empty")]
+)
+async def test_where_there_is_nothing_to_watch_it_says_so_and_ends(
+    tmp_path: Path, api: ApiServer, caplog: pytest.LogCaptureFixture, changes: dict[str, str], says: str
+) -> None:
+    async with fault_stage(tmp_path) as stage:
+        await watch_actor_pods(trainer_settings(tmp_path, tmp_path, **changes), stage.updater)
+    assert says in caplog.text
+    assert api.calls == []
+
+
+def written_recipe(folder: Path) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe().model_dump(mode="json")))
+    return path
+
+
+def costs(api: ApiServer) -> list[int]:
+    return [int(patch["metadata"]["annotations"][ANNOTATION]) for _, patch in api.patches]
+
+
+async def test_an_actors_process_tells_what_its_stop_would_cost_and_ends_though_the_api_hangs(
+    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+) -> None:
+    account = service_account(tmp_path, tls[0], "actor-token")
+    api.add_pod("actor-x", "u1")
+    pod = {"pod_namespace": NAMESPACE, "pod_name": "actor-x", "pod_uid": "u1", "service_account_dir": account}
+    async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
+        actor = await one.start("x", pod=pod, version=1, token_s=0.002, deletion_cost_every_s=0.02)
+        await api.until(lambda: costs(api) == [0])
+        await one.issue(0, num_samples=4, max_tokens=200)
+        await api.until(lambda: costs(api)[-1] > 0)
+        assert costs(api)[-1] <= 4 * 200
+        await one.stored(4)
+        await api.until(lambda: costs(api)[-1] == 0)
+        await one.until(lambda: asyncio.to_thread(lambda: actor.metric("deletion_cost") == 0))
+        assert set(api.calls) == ACTOR
+        api.silent = True
+        asked = api.asked(PATCH_PODS)
+        await one.issue(1, num_samples=4, max_tokens=100_000)
+        await api.until(lambda: api.asked(PATCH_PODS) > asked)
+        actor.signal(signal.SIGTERM)
+        assert await actor.exit_code() == 0, actor.log.read_text()[-3000:]

@@ -1,0 +1,273 @@
+"""A Kubernetes API server as far as the services use one: pods and Events of one namespace, over TLS, with tokens and rights.
+
+It keeps resource versions as the real one does: a watch begins after a version and sees every change since, or is told that the
+version is no longer kept. It can be away, drop connections, end watches, refuse tokens and rights, and be slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pipelinerl.kube.permissions import ACTOR, TRAINER, Permission
+
+NAMESPACE = "train"
+LABELS = {"app.kubernetes.io/component": "actor"}
+SELECTOR = "app.kubernetes.io/component=actor"
+SOON_S = 20.0
+
+
+def status(code: int, reason: str, message: str) -> dict[str, Any]:
+    return {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "code": code,
+        "status": "Failure",
+        "reason": reason,
+        "message": message,
+    }
+
+
+@dataclass(eq=False)
+class _Watcher:
+    selector: str
+    lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    """None: the end."""
+    request: web.Request | None = None
+
+
+class ApiServer:
+    """See the module. `rights`: by token; `calls`: what was asked, by which verb, in order."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+        self.rights: dict[str, frozenset[Permission]] = {"actor-token": ACTOR, "trainer-token": TRAINER}
+        self.calls: list[Permission] = []
+        self.refused: list[int] = []
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.patches: list[tuple[str, dict[str, Any]]] = []
+        self.events: dict[str, dict[str, Any]] = {}
+        self.silent = False
+        """Takes calls and does not answer."""
+        self._version = 100
+        self._kept_from = 0
+        self._history: list[tuple[int, str, dict[str, Any]]] = []
+        self._watchers: list[_Watcher] = []
+        self._changed = asyncio.Event()
+
+    # --- what a test does ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """At the port that it had, where it had one."""
+        app = web.Application()
+        pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
+        app.router.add_get(pods, self._get_pods)
+        app.router.add_patch(pods + "/{name}", self._patch_pod)
+        app.router.add_post(f"/api/v1/namespaces/{NAMESPACE}/events", self._post_event)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._context)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        self.drop_watches()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when it holds; looked at after every call and change."""
+        async with asyncio.timeout(SOON_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def watched(self, count: int = 1) -> None:
+        await self.until(lambda: len(self._watchers) == count)
+
+    def add_pod(self, name: str, uid: str = "", labels: Mapping[str, str] = LABELS) -> None:
+        metadata = {"name": name, "namespace": NAMESPACE, "uid": uid or f"uid-{name}", "labels": dict(labels)}
+        self._change("ADDED", {"metadata": metadata, "status": {"phase": "Running"}})
+
+    def set_phase(self, name: str, phase: str, reason: str = "") -> None:
+        pod = self.pods[name]
+        self._change("MODIFIED", {**pod, "status": {"phase": phase, "reason": reason}})
+
+    def terminate(self, name: str) -> None:
+        """As `kubectl delete pod`: it has its grace period."""
+        pod = self.pods[name]
+        ending = {**pod["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}
+        self._change("MODIFIED", {**pod, "metadata": ending})
+
+    def remove(self, name: str) -> None:
+        self._change("DELETED", self.pods[name])
+
+    def bookmark(self) -> None:
+        self._version += 1
+        self._send(
+            "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}}, lambda watcher: True
+        )
+
+    def compact(self) -> None:
+        """Forgets what has changed: a watch that is not up to date has to list again."""
+        self._version += 1
+        self._kept_from, self._history = self._version, []
+
+    def drop_watches(self) -> None:
+        for watcher in self._watchers:
+            if watcher.request is not None and watcher.request.transport is not None:
+                watcher.request.transport.abort()
+            watcher.lines.put_nowait(None)
+
+    def end_watches(self) -> None:
+        for watcher in self._watchers:
+            watcher.lines.put_nowait(None)
+
+    def say(self, raw: bytes) -> None:
+        """To all watchers, whatever it is."""
+        for watcher in self._watchers:
+            watcher.lines.put_nowait(raw)
+
+    def asked(self, permission: Permission) -> int:
+        return self.calls.count(permission)
+
+    # --- what a cluster does -------------------------------------------------------------------------------------
+
+    def _change(self, kind: str, pod: dict[str, Any]) -> None:
+        self._version += 1
+        pod = {**pod, "metadata": {**pod["metadata"], "resourceVersion": str(self._version)}}
+        name = pod["metadata"]["name"]
+        self.pods[name] = pod
+        if kind == "DELETED":
+            del self.pods[name]
+        self._history.append((self._version, kind, pod))
+        self._send(kind, pod, lambda watcher: selects(watcher.selector, pod))
+        self._changed.set()
+
+    def _send(self, kind: str, raw: dict[str, Any], to: Callable[[_Watcher], bool]) -> None:
+        for watcher in filter(to, self._watchers):
+            watcher.lines.put_nowait(line(kind, raw))
+
+    async def _allowed(self, request: web.Request, permission: Permission) -> web.Response | None:
+        """None: go on. The permission is counted whether it is there or not."""
+        self.calls.append(permission)
+        self._changed.set()
+        while self.silent:
+            await asyncio.sleep(0.01)
+        token = request.headers.get("Authorization", "").removeprefix("bearer ").strip()
+        if token not in self.rights:
+            return self._refuse(401, "Unauthorized", "Unauthorized")
+        if permission not in self.rights[token]:
+            return self._refuse(403, "Forbidden", f"User cannot {permission.verb} resource {permission.resource!r}")
+        return None
+
+    def _refuse(self, code: int, reason: str, message: str) -> web.Response:
+        self.refused.append(code)
+        return web.json_response(status(code, reason, message), status=code)
+
+    async def _get_pods(self, request: web.Request) -> web.StreamResponse:
+        watch = request.query.get("watch") == "true"
+        refusal = await self._allowed(request, Permission("pods", "watch" if watch else "list"))
+        if refusal is not None:
+            return refusal
+        selector = request.query.get("labelSelector", "")
+        if watch:
+            return await self._watch(request, selector)
+        items = [pod for pod in self.pods.values() if selects(selector, pod)]
+        return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
+
+    async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
+        since = int(request.query["resourceVersion"])
+        assert request.query["allowWatchBookmarks"] == "true"
+        assert int(request.query["timeoutSeconds"]) > 0
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        if since < self._kept_from:
+            await response.write(line("ERROR", status(410, "Expired", "too old resource version")))
+            return response
+        watcher = _Watcher(selector, request=request)
+        for version, kind, pod in self._history:
+            if version > since and selects(selector, pod):
+                watcher.lines.put_nowait(line(kind, pod))
+        self._watchers.append(watcher)
+        self._changed.set()
+        try:
+            while (text := await watcher.lines.get()) is not None:
+                await response.write(text)
+        except ConnectionError:
+            pass
+        finally:
+            self._watchers.remove(watcher)
+            self._changed.set()
+        return response
+
+    async def _patch_pod(self, request: web.Request) -> web.Response:
+        refusal = await self._allowed(request, Permission("pods", "patch"))
+        if refusal is not None:
+            return refusal
+        name, patch = request.match_info["name"], await request.json()
+        assert request.content_type == "application/merge-patch+json"
+        if name not in self.pods:
+            return self._refuse(404, "NotFound", f'pods "{name}" not found')
+        metadata = self.pods[name]["metadata"]
+        if patch["metadata"].get("uid", metadata["uid"]) != metadata["uid"]:
+            return self._refuse(409, "Conflict", "the UID in the precondition does not match")
+        self.patches.append((name, patch))
+        annotations = {**metadata.get("annotations", {}), **patch["metadata"]["annotations"]}
+        self._change("MODIFIED", {**self.pods[name], "metadata": {**metadata, "annotations": annotations}})
+        return web.json_response(self.pods[name])
+
+    async def _post_event(self, request: web.Request) -> web.Response:
+        refusal = await self._allowed(request, Permission("events", "create"))
+        if refusal is not None:
+            return refusal
+        event = await request.json()
+        name = event["metadata"]["name"]
+        if name in self.events:
+            return self._refuse(409, "AlreadyExists", f'events "{name}" already exists')
+        if event["involvedObject"]["namespace"] != NAMESPACE:
+            return self._refuse(422, "Invalid", "involvedObject.namespace: does not match event.namespace")
+        self.events[name] = event
+        self._changed.set()
+        return web.json_response(event, status=201)
+
+
+def line(kind: str, raw: dict[str, Any]) -> bytes:
+    return json.dumps({"type": kind, "object": raw}).encode() + b"\n"
+
+
+def selects(selector: str, pod: dict[str, Any]) -> bool:
+    labels = pod["metadata"]["labels"]
+    wanted = [term.split("=", 1) for term in selector.split(",") if term]
+    return all(labels.get(name) == value for name, value in wanted)
+
+
+@asynccontextmanager
+async def api_server(context: ssl.SSLContext) -> AsyncIterator[ApiServer]:
+    server = ApiServer(context)
+    await server.start()
+    try:
+        yield server
+    finally:
+        server.silent = False
+        await server.stop()
+
+
+def service_account(folder: Path, ca: Path, token: str) -> Path:
+    """A folder as the kubelet makes it."""
+    account = folder / f"account-{token}"
+    account.mkdir()
+    (account / "token").write_text(token)
+    (account / "ca.crt").write_bytes(ca.read_bytes())
+    return account

@@ -1,0 +1,166 @@
+"""What stopping an actor would cost: counted from what it holds, told when it matters, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.kube.client import KubeClient
+from pipelinerl.kube.permissions import ACTOR, PATCH_PODS
+from pipelinerl.kube.pod_watch import Pauses
+from pipelinerl.types import PartialSequence, VersionSpan
+from services.actor.deletion_cost import ANNOTATION, MOST, DeletionCost, work_in_hand, worth_telling
+from services.actor.held_groups import HeldGroups
+from services.actor.metrics import ActorMetrics
+from tests.kube.api_server import SOON_S, ApiServer
+from tests.unit.builders import make_group
+
+
+@dataclass
+class Progress:
+    """An engine as far as it is asked here."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def progress(self) -> dict[str, int]:
+        return self.tokens
+
+
+@dataclass
+class Delivery:
+    position: int = 1
+    payload: bytes = b""
+    msg_id: str = ""
+    num_deliveries: int = 1
+
+
+def partial(sample_index: int, num_tokens: int) -> PartialSequence:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    return PartialSequence(sample_index, tokens, tokens.astype(np.float32), (VersionSpan(0, 0, num_tokens),))
+
+
+async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
+    """Sample 0 was begun elsewhere (3) and goes on (5), 1 is finished and not stored (7), 2 is stored, 3 not begun."""
+    group, held = make_group(0, num_samples=4), HeldGroups()
+    group = type(group)(**{**group.__dict__, "partials": (partial(0, 3),)})
+    held.take(group, Delivery())  # type: ignore[arg-type]
+    held.keep(group, partial(1, 7))
+    held.keep(group, partial(2, 100))
+    progress = {group.sequence_id(0): 5, "eval-1": 1000}
+    await held.published(group, 2)
+    assert work_in_hand(held.remainders(), progress) == 3 + 5 + 7
+    assert work_in_hand([], progress) == 0
+    assert work_in_hand(held.remainders(), {group.sequence_id(3): 2**40}) == MOST
+
+
+@pytest.mark.parametrize(
+    ("told", "cost", "worth"),
+    [
+        (None, 0, True),
+        (0, 0, False),
+        (0, 1, True),
+        (1, 0, True),
+        (100, 356, False),
+        (100, 357, True),
+        (10_000, 12_000, False),
+        (10_000, 12_001, True),
+        (10_000, 7_999, True),
+        (10_000, 8_000, False),
+    ],
+)
+def test_told_is_what_may_change_the_order_of_pods(told: int | None, cost: int, worth: bool) -> None:
+    assert worth_telling(told, cost) is worth
+
+
+@dataclass
+class Running:
+    progress: Progress
+    sequence_id: str
+    metrics: ActorMetrics
+
+    async def until_shown(self, cost: int) -> None:
+        """Twice over: whatever was to be done about it has been done."""
+        for _ in range(2):
+            async with asyncio.timeout(SOON_S):
+                while self.metrics.deletion_cost._value.get() != cost:
+                    await asyncio.sleep(0.002)
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def telling(
+    client: KubeClient | None, *, uid: str = "u1", pauses: Pauses | None = None
+) -> AsyncIterator[Running]:
+    held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
+    held.take(group, Delivery())  # type: ignore[arg-type]
+    cost = DeletionCost(client, held, progress, metrics, pod="actor-x", uid=uid, every_s=0.005, pauses=pauses)  # type: ignore[arg-type]
+    task = asyncio.create_task(cost.run())
+    try:
+        yield Running(progress, group.sequence_id(0), metrics)
+        assert not task.done()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def told(api: ApiServer) -> list[str]:
+    return [patch["metadata"]["annotations"][ANNOTATION] for _, patch in api.patches]
+
+
+async def test_the_pod_is_annotated_with_what_matters_and_nothing_else(api: ApiServer, actor: KubeClient) -> None:
+    api.add_pod("actor-x", "u1")
+    async with telling(actor) as running:
+        for tokens in (0, 1000, 1100, 900, 2000, 0):
+            running.progress.tokens[running.sequence_id] = tokens
+            await running.until_shown(tokens)
+            last = 1000 if tokens in (1100, 900) else tokens
+            await api.until(lambda last=last: told(api)[-1:] == [str(last)])  # type: ignore[misc]
+    assert told(api) == ["0", "1000", "2000", "0"]
+    assert set(api.calls) == ACTOR
+    assert api.pods["actor-x"]["metadata"]["annotations"] == {ANNOTATION: "0"}
+
+
+async def test_without_the_right_one_warning_says_so_and_the_gauge_goes_on(
+    api: ApiServer, actor: KubeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.add_pod("actor-x", "u1")
+    api.rights["actor-token"] = frozenset()
+    async with telling(actor, pauses=Pauses(denied_s=0.01)) as running:
+        await api.until(lambda: len(api.refused) == 3)
+        running.progress.tokens[running.sequence_id] = 77
+        await running.until_shown(77)
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert "resources [pods], verbs [patch]" in warning
+        api.rights["actor-token"] = ACTOR
+        await api.until(lambda: told(api) == ["77"])
+
+
+async def test_a_refusal_is_not_asked_for_again_soon(api: ApiServer, actor: KubeClient) -> None:
+    api.rights["actor-token"] = frozenset()
+    async with telling(actor, pauses=Pauses(denied_s=1000.0)) as running:
+        await api.until(lambda: len(api.refused) == 1)
+        for tokens in (500, 5000, 0):
+            running.progress.tokens[running.sequence_id] = tokens
+            await running.until_shown(tokens)
+    assert api.asked(PATCH_PODS) == 1
+
+
+async def test_another_pod_of_that_name_is_left_alone(api: ApiServer, actor: KubeClient) -> None:
+    api.add_pod("actor-x", "u2")
+    async with telling(actor, uid="u1"):
+        await api.until(lambda: 409 in api.refused)
+    assert api.patches == []
+
+
+async def test_outside_kubernetes_the_gauge_shows_it() -> None:
+    async with telling(None) as running:
+        running.progress.tokens[running.sequence_id] = 12
+        await running.until_shown(12)

@@ -1,0 +1,227 @@
+"""Ends of pods are told once each, whatever becomes of the API server meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.kube.client import KubeClient
+from pipelinerl.kube.errors import KubeError
+from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, TRAINER, WATCH_PODS
+from pipelinerl.kube.pod_watch import Pauses, PodWatch
+from pipelinerl.kube.pods import PodEnd
+from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer
+
+SHORT = Pauses(first_s=0.01, most_s=0.05, denied_s=0.02)
+DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
+
+
+@dataclass
+class Told:
+    ends: list[PodEnd] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, end: PodEnd) -> None:
+        self.ends.append(end)
+        self._changed.set()
+
+    async def until(self, *names: str) -> None:
+        """Exactly these have been told, in this order."""
+        async with asyncio.timeout(SOON_S):
+            while len(self.ends) < len(names):
+                self._changed.clear()
+                await self._changed.wait()
+        assert [end.name for end in self.ends] == list(names)
+
+
+@asynccontextmanager
+async def watching(client: KubeClient, pauses: Pauses = SHORT) -> AsyncIterator[Told]:
+    told = Told()
+    task = asyncio.create_task(
+        PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell", pauses=pauses).run()
+    )
+    try:
+        yield told
+        assert not task.done()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(
+    api: ApiServer, trainer: KubeClient
+) -> None:
+    api.add_pod("a", "u1")
+    api.add_pod("other", labels={"app.kubernetes.io/component": "trainer"})
+    async with watching(trainer) as told:
+        await api.watched()
+        api.add_pod("b", "u2")
+        api.terminate("other")
+        api.terminate("a")
+        await told.until("a")
+        api.set_phase("a", "Running")  # it is still being deleted
+        api.remove("a")
+        api.add_pod("a", "u3")
+        api.remove("b")
+        await told.until("a", "a", "b")
+    assert told.ends == [
+        PodEnd("a", "u1", DELETING, still_running=True),
+        PodEnd("a", "u1", DELETED, still_running=False),
+        PodEnd("b", "u2", DELETED, still_running=False),
+    ]
+
+
+async def test_a_pod_that_was_ending_before_anybody_watched_is_told(api: ApiServer, trainer: KubeClient) -> None:
+    for name in "abc":
+        api.add_pod(name)
+    api.terminate("a")
+    api.set_phase("b", "Failed", "Evicted")
+    async with watching(trainer) as told:
+        await told.until("a", "b")
+    assert [end.still_running for end in told.ends] == [True, False]
+    assert told.ends[1].reason == "its pod is in phase Failed (Evicted)"
+
+
+async def test_a_phase_that_ends_a_pod_is_its_end_and_its_removal_no_second_one(
+    api: ApiServer, trainer: KubeClient
+) -> None:
+    api.add_pod("a")
+    api.add_pod("b")
+    async with watching(trainer) as told:
+        await api.watched()
+        api.set_phase("a", "Succeeded")
+        api.terminate("a")
+        api.remove("a")
+        api.remove("b")
+        await told.until("a", "b")
+
+
+async def test_a_watch_that_the_server_ends_goes_on_where_it_was(api: ApiServer, trainer: KubeClient) -> None:
+    """Also from a bookmark: what was forgotten before it does not matter."""
+    api.add_pod("a")
+    async with watching(trainer) as told:
+        await api.watched()
+        api.bookmark()
+        api._kept_from = api._version
+        api.add_pod("b")
+        api.end_watches()
+        await api.watched(0)
+        api.terminate("b")
+        await told.until("b")
+        assert api.asked(LIST_PODS) == 1
+
+
+async def test_an_expired_watch_lists_again_and_finds_what_it_missed(api: ApiServer, trainer: KubeClient) -> None:
+    for name in "abc":
+        api.add_pod(name)
+    async with watching(trainer) as told:
+        await api.watched()
+        api.end_watches()
+        await api.watched(0)
+        api.remove("a")
+        api.terminate("b")
+        api.compact()
+        await told.until("a", "b")
+        await api.watched()
+        assert api.asked(LIST_PODS) == 2
+        api.remove("b")
+        await told.until("a", "b", "b")
+    assert [end.reason for end in told.ends] == [DELETED, DELETING, DELETED]
+
+
+async def test_a_connection_that_is_lost_loses_nothing(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.add_pod("a")
+    async with watching(trainer) as told:
+        await api.watched()
+        api.drop_watches()
+        api.terminate("a")
+        await told.until("a")
+        assert api.asked(LIST_PODS) == 1
+        assert warnings(caplog) == []
+
+
+async def test_an_api_that_is_away_is_waited_for_and_told_of_once(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await api.stop()
+    async with watching(trainer) as told:
+        async with asyncio.timeout(SOON_S):
+            while len([record for record in caplog.records if "only heartbeats" in record.getMessage()]) < 1:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # several tries
+        api.add_pod("a")
+        await api.start()
+        await api.watched()
+        api.terminate("a")
+        await told.until("a")
+    assert len(warnings(caplog)) == 1
+    assert "no answer" in warnings(caplog)[0]
+    assert [record.getMessage() for record in caplog.records if "again" in record.getMessage()] == [
+        f"the pods {SELECTOR} are watched again"
+    ]
+
+
+@pytest.mark.parametrize(("missing", "asked"), [(LIST_PODS, "list"), (WATCH_PODS, "watch")])
+async def test_a_right_that_is_missing_is_named_once_and_tried_again_rarely(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture, missing: object, asked: str
+) -> None:
+    api.rights["trainer-token"] = TRAINER - {missing}
+    async with watching(trainer) as told:
+        await api.until(lambda: len(api.refused) >= 3)
+        (warning,) = warnings(caplog)
+        assert f"verbs [{asked}]" in warning
+        assert "only heartbeats tell" in warning
+        api.rights["trainer-token"] = TRAINER
+        await api.watched()
+        api.add_pod("a")
+        api.terminate("a")
+        await told.until("a")
+
+
+async def test_a_new_reason_for_not_watching_is_told_too(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    await api.stop()
+    api.rights["trainer-token"] = frozenset({CREATE_EVENTS})
+    async with watching(trainer):
+        async with asyncio.timeout(SOON_S):
+            while not warnings(caplog):
+                await asyncio.sleep(0.005)
+        await api.start()
+        await api.until(lambda: len(api.refused) >= 2)
+    assert [("no answer" in text, "status 403" in text) for text in warnings(caplog)] == [(True, False), (False, True)]
+
+
+async def test_a_watch_outlives_its_token(api: ApiServer, account: Callable[[str], Path]) -> None:
+    folder = account("trainer-token")
+    api.add_pod("a")
+    async with watching(KubeClient(NAMESPACE, folder)) as told:
+        await api.watched()
+        api.rights = {"second-token": TRAINER}
+        (folder / "token").write_text("second-token")
+        api.end_watches()
+        await api.watched(0)
+        api.terminate("a")
+        await told.until("a")
+        assert api.refused == [401]
+
+
+def test_pauses_double_to_a_most_and_a_refusal_waits_long() -> None:
+    away, denied = KubeError(LIST_PODS, 0, "refused"), KubeError(LIST_PODS, 403, "Forbidden")
+    pauses = Pauses(first_s=0.5, most_s=30.0, denied_s=300.0)
+    assert [pauses.after(away, failures) for failures in (1, 2, 3, 7, 100)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+    assert pauses.after(denied, 1) == 300.0

@@ -1,0 +1,99 @@
+"""Who has come and gone: pods that end, late heartbeats, new pods of an old name, and what is told of it."""
+
+from __future__ import annotations
+
+from pipelinerl.kube.pods import PodEnd
+from services.trainer.attendance import MOST_REMEMBERED, Attendance, Departures, MemberChange
+from services.trainer.coordinator import Member, MembersLeaving
+
+A = Member("a", "a-1", pod_uid="u1")
+NAMELESS = Member("a", "a-1")
+
+
+def deletion(uid: str = "u1", name: str = "a", *, still_running: bool = True) -> PodEnd:
+    return PodEnd(name, uid, "its pod is being deleted", still_running)
+
+
+def test_a_pod_that_ends_takes_its_process_along_for_good() -> None:
+    departures = Departures()
+    assert not departures.has_left(A)
+    assert departures.leaving(deletion(), {"a": A}) == MembersLeaving((A,), "its pod is being deleted", True)
+    assert departures.has_left(A)
+    assert not departures.has_left(Member("a", "a-2", pod_uid="u2")), "a new pod of the same name"
+
+
+def test_a_registration_that_comes_after_the_pods_end_is_too_late() -> None:
+    departures = Departures()
+    assert departures.leaving(deletion(), {}) is None
+    assert departures.has_left(A)
+
+
+def test_a_container_that_starts_again_in_its_pod_has_not_left() -> None:
+    departures = Departures()
+    departures.leaving(deletion("u9", "b"), {"a": A})
+    assert not departures.has_left(Member("a", "a-2", pod_uid="u1"))
+
+
+def test_an_old_pods_end_does_not_touch_the_new_pod_of_that_name() -> None:
+    departures = Departures()
+    assert departures.leaving(deletion("u0", still_running=False), {"a": A}) is None
+    assert not departures.has_left(A)
+
+
+def test_an_actor_is_known_by_its_uid_whatever_its_name() -> None:
+    renamed = Member("actor-0", "p", pod_uid="u1")
+    assert Departures().leaving(deletion(), {"actor-0": renamed, "a": Member("a", "q", pod_uid="u2")}) == (
+        MembersLeaving((renamed,), "its pod is being deleted", True)
+    )
+
+
+def test_one_that_does_not_know_its_uid_is_known_by_its_name_and_its_process() -> None:
+    departures = Departures()
+    assert departures.leaving(deletion(), {"a": NAMELESS}) == MembersLeaving(
+        (NAMELESS,), "its pod is being deleted", True
+    )
+    assert departures.has_left(NAMELESS)
+    assert not departures.has_left(Member("a", "a-2"))
+    assert not departures.has_left(Member("b", "b-1")), "an empty uid is nobody's"
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    departures = Departures()
+    for number in range(MOST_REMEMBERED + 1):
+        departures.leaving(deletion(f"u{number}"), {})
+    assert not departures.has_left(Member("a", "p", pod_uid="u0"))
+    assert departures.has_left(Member("a", "p", pod_uid="u1"))
+
+
+def test_an_arrival_is_told_once_and_again_after_an_eviction() -> None:
+    attendance = Attendance()
+    attendance.registers(A)
+    assert attendance.serves(A, 1, 0) == [MemberChange("joined", A, 1, 0)]
+    assert attendance.serves(A, 1, 1) == []
+    assert attendance.put_out("a", 2, 1, "too slow", left=False) == [MemberChange("evicted", A, 2, 1, "too slow")]
+    assert attendance.serves(A, 3, 2) == [MemberChange("joined", A, 3, 2)]
+    again = Member("a", "a-2", pod_uid="u1")
+    attendance.registers(again)
+    assert attendance.serves(again, 4, 3) == [MemberChange("joined", again, 4, 3)]
+
+
+def test_a_departure_is_told_once_by_the_epoch_or_by_the_registration() -> None:
+    attendance = Attendance()
+    attendance.registers(A)
+    attendance.serves(A, 1, 0)
+    assert attendance.put_out("a", 1, 0, "its pod", left=True) == [MemberChange("left", A, 1, 0, "its pod")]
+    assert attendance.goes("a", 1, 0, "its pod", left=True) == []
+    attendance.registers(A)
+    attendance.serves(A, 2, 1)
+    assert attendance.goes("a", 2, 1, "stopped", left=False) == [MemberChange("evicted", A, 2, 1, "stopped")]
+    assert attendance.goes("a", 2, 1, "stopped", left=False) == []
+
+
+def test_one_that_never_served_is_told_of_when_an_epoch_puts_it_out_and_not_when_it_goes() -> None:
+    attendance = Attendance()
+    attendance.registers(A)
+    assert attendance.put_out("a", 1, -1, "did not come", left=False) == [
+        MemberChange("evicted", A, 1, -1, "did not come")
+    ]
+    assert attendance.goes("a", 1, -1, "stopped", left=False) == []
+    assert attendance.put_out("a", 1, -1, "unknown", left=False) == []
