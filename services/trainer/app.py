@@ -453,8 +453,8 @@ class TrainingRun:
         )
 
     def _status(self) -> trainer_pb2.TrainerStatus:
-        waiting_for = self._loop.waiting_for
         phase = self._phase
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
         if phase == trainer_pb2.TRAINER_PHASE_TRAINING and waiting_for:
             phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return trainer_pb2.TrainerStatus(
