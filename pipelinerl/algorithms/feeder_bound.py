@@ -31,7 +31,10 @@ class FeederBound:
     that actors serve, rather than the trainer's own, to have the bound hold for them too.
 
     **Unbounded** (max_lag None, the paper's setting): N(v) <= v * K + `backlog_groups`, so that streams stay bounded;
-    by the same argument the lag of an issue-order trainer is then at most `ceil(backlog_groups / K) - 1`.
+    by the same argument the lag of an issue-order trainer is then at most `ceil(backlog_groups / K) - 1`. The backlog
+    may follow the number of actors. More of it lets more be issued at once; less of it takes nothing back: N(v) stays
+    above the limit, and nothing is issued, until steps have consumed the difference, groups that are all in flight.
+    What is in flight is at most the backlog that there was when the last of it was issued.
 
     **Conventional**: phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
     """

@@ -88,3 +88,23 @@ class CheckpointNowResponse(_message.Message):
     path: str
     policy_version: int
     def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class GetInitialModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class InitialModelChunk(_message.Message):
+    __slots__ = ("file", "size_bytes", "sha256", "data", "files")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    size_bytes: int
+    sha256: bytes
+    data: bytes
+    files: int
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., data: _Optional[bytes] = ..., files: _Optional[int] = ...) -> None: ...

@@ -49,6 +49,11 @@ class TrainerServiceStub:
                 request_serializer=pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowRequest.SerializeToString,
                 response_deserializer=pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowResponse.FromString,
                 _registered_method=True)
+        self.GetInitialModel = channel.unary_stream(
+                '/pipelinerl.v1.TrainerService/GetInitialModel',
+                request_serializer=pipelinerl_dot_v1_dot_trainer__pb2.GetInitialModelRequest.SerializeToString,
+                response_deserializer=pipelinerl_dot_v1_dot_trainer__pb2.InitialModelChunk.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer:
@@ -74,6 +79,14 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetInitialModel(self, request, context):
+        """The files of the initial policy that this run built, one after the other, for actors that share no disk with the
+        trainer. FAILED_PRECONDITION for a model that the run did not build, or another than the one asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +104,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.CheckpointNow,
                     request_deserializer=pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowRequest.FromString,
                     response_serializer=pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowResponse.SerializeToString,
+            ),
+            'GetInitialModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetInitialModel,
+                    request_deserializer=pipelinerl_dot_v1_dot_trainer__pb2.GetInitialModelRequest.FromString,
+                    response_serializer=pipelinerl_dot_v1_dot_trainer__pb2.InitialModelChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +192,33 @@ class TrainerService:
             '/pipelinerl.v1.TrainerService/CheckpointNow',
             pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowRequest.SerializeToString,
             pipelinerl_dot_v1_dot_trainer__pb2.CheckpointNowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetInitialModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pipelinerl.v1.TrainerService/GetInitialModel',
+            pipelinerl_dot_v1_dot_trainer__pb2.GetInitialModelRequest.SerializeToString,
+            pipelinerl_dot_v1_dot_trainer__pb2.InitialModelChunk.FromString,
             options,
             channel_credentials,
             insecure,

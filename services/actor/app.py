@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
 from prometheus_client import CollectorRegistry
@@ -22,8 +23,10 @@ from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.control import RunEnd
+from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.retry import until_taken
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -31,10 +34,10 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
 from pipelinerl.service.tls import server_credentials
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import actor_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.actor.deletion_cost import DeletionCost
-from services.actor.engine_start import StartStopped
 from services.actor.finishing import Finisher
 from services.actor.gate import ServingGate
 from services.actor.generation import GenerationLoop
@@ -74,17 +77,22 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        engine = await stack.enter_async_context(start_engine(recipe, settings.model_dir or recipe.model.name, stop))
-        bus = await stack.enter_async_context(
-            connect(
-                settings.nats_url,
-                settings.run,
-                name=settings.instance,
-                credentials=settings.nats_credentials,
-                tls_dir=settings.nats_tls_dir,
-                connect_timeout_s=CONNECT_TIMEOUT_S,
+        engine = await stack.enter_async_context(start_engine(recipe, model_source(recipe, settings), stop))
+        readiness.set_not_ready("waiting for NATS")
+
+        def connected() -> Awaitable[Bus]:
+            return stack.enter_async_context(
+                connect(
+                    settings.nats_url,
+                    settings.run,
+                    name=settings.instance,
+                    credentials=settings.nats_credentials,
+                    tls_dir=settings.nats_tls_dir,
+                    connect_timeout_s=CONNECT_TIMEOUT_S,
+                )
             )
-        )
+
+        bus = await unless_stopped(until_taken(connected, "connect"), stop)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         actor = Actor(settings, recipe, engine, bus, verifier, registry, context, stop)
         server = await stack.enter_async_context(
@@ -98,8 +106,8 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
         )
         await server.set_serving(True)
         address = ServiceAddress(
-            grpc=f"{settings.advertise_host}:{server.port}",
-            http=f"{settings.advertise_host}:{http_port}",
+            grpc=host_port(settings.advertise_host, server.port),
+            http=host_port(settings.advertise_host, http_port),
             pid=os.getpid(),
         )
         if settings.address_file:

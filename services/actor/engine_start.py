@@ -13,17 +13,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.service.until_stopped import StartStopped
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 
 _Built = TypeVar("_Built")
-
-
-class StartStopped(PipelineRLError):
-    """The process was told to stop before it was up."""
 
 
 async def build_off_loop(

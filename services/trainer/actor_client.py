@@ -39,6 +39,9 @@ class ActorLoad:
     uptime_s: float
     generated_tokens: int
     policy_version: int
+    sequences_in_progress: int
+    """Now."""
+    sequences_finished: int
 
 
 class ActorClient:
@@ -105,7 +108,14 @@ class ActorClient:
             state = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._unreachable("GetState", error) from error
-        return ActorLoad(state.busy_s, state.uptime_s, state.generated_tokens, state.policy_version)
+        return ActorLoad(
+            busy_s=state.busy_s,
+            uptime_s=state.uptime_s,
+            generated_tokens=state.generated_tokens,
+            policy_version=state.policy_version,
+            sequences_in_progress=state.sequences_in_progress,
+            sequences_finished=state.sequences_finished,
+        )
 
     def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
         return ServiceError(

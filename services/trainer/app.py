@@ -12,7 +12,8 @@ import asyncio
 import functools
 import logging
 import os
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, suppress
 
 from grpc import aio
 from prometheus_client import CollectorRegistry
@@ -27,8 +28,10 @@ from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.control import RunEnd
 from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.retry import until_taken
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -36,15 +39,17 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
 from pipelinerl.service.tls import server_credentials
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
-from services.trainer.actor_client import ActorClient
+from services.trainer.actor_client import ActorClient, ActorLoad
 from services.trainer.attendance import MemberChange
 from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator
 from services.trainer.events import RunEvents, run_events
 from services.trainer.feeder import Feeder
+from services.trainer.initial_files import initial_files
 from services.trainer.intake import Intake
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
@@ -60,6 +65,7 @@ from services.trainer.resume.continuation import Continuation, reserve
 from services.trainer.resume.lineage_file import write_lineage
 from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
+from services.trainer.scaling import ReplicaAdvice
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
@@ -74,6 +80,11 @@ DISMISS_S = 1.5
 
 async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
+    with suppress(StartStopped):
+        await _serve(settings, ranks, stop, context)
+
+
+async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     recipe = load_recipe(settings.recipe)
     registry, readiness = CollectorRegistry(), Readiness("the model is loading")
     async with AsyncExitStack() as stack:
@@ -85,18 +96,24 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
-        bus = await stack.enter_async_context(
-            connect(
-                settings.nats_url,
-                settings.run,
-                limits=stream_limits(settings),
-                name=settings.instance,
-                credentials=settings.nats_credentials,
-                tls_dir=settings.nats_tls_dir,
-                connect_timeout_s=CONNECT_TIMEOUT_S,
+        readiness.set_not_ready("waiting for NATS")
+
+        def connected() -> Awaitable[Bus]:
+            return stack.enter_async_context(
+                connect(
+                    settings.nats_url,
+                    settings.run,
+                    limits=stream_limits(settings),
+                    name=settings.instance,
+                    credentials=settings.nats_credentials,
+                    tls_dir=settings.nats_tls_dir,
+                    connect_timeout_s=CONNECT_TIMEOUT_S,
+                )
             )
-        )
-        await bus.create_streams(fresh=not start.again)
+
+        bus = await unless_stopped(until_taken(connected, "connect"), stop)
+        made = until_taken(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
+        await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
@@ -115,7 +132,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         readiness.set_ready()
         if settings.address_file:
             host = settings.advertise_host
-            address = ServiceAddress(grpc=f"{host}:{server.port}", http=f"{host}:{http_port}", pid=os.getpid())
+            address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await run.run(stop)
 
@@ -127,7 +144,7 @@ def stream_limits(settings: TrainerSettings) -> StreamLimits:
 
 
 def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
-    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy."""
+    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy. Pure."""
     groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
     in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
     return FeederBound(
@@ -161,6 +178,7 @@ class TrainingRun:
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
         self._metrics = TrainerMetrics(registry)
+        self._replicas = ReplicaAdvice(recipe, registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed(files.kept)
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
@@ -175,7 +193,7 @@ class TrainingRun:
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
-            on_joined=self._report.joined,
+            on_joined=self._joined,
             on_member=self._member_changed,
             on_aborted=events.update_failed,
         )
@@ -184,7 +202,7 @@ class TrainingRun:
             recipe,
             training_problems(recipe, policy.tokenizer),
             self._books,
-            bound,
+            lambda: feeder_bound(recipe, self._updater.num_present),
             lambda: self._loop.feeder_version,
             functools.partial(reserve, journal),
         )
@@ -247,7 +265,8 @@ class TrainingRun:
         )
 
     def add_to_server(self, server: aio.Server) -> None:
-        service = TrainerService(self._feed, self._status, self._loop.request_checkpoint)
+        initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
+        service = TrainerService(self._feed, self._status, self._loop.request_checkpoint, initial)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -260,12 +279,24 @@ class TrainingRun:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._write_summary(finished)
             self._continuation.end(finished=finished)
+            if finished:
+                self._replicas.finish()
             self._feed.end()
             try:
                 await self._say_end(finished)
+                if finished and self._settings.linger:
+                    await self._linger(stop)
                 await self._loop.dismiss(DISMISS_S)
             finally:
                 self._loop.close()
+
+    async def _linger(self, stop: asyncio.Event) -> None:
+        """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
+        log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._loop.beat())
+            await stop.wait()
+            beating.cancel()
 
     def _write_summary(self, finished: bool) -> None:
         ledger = self._books.ledger
@@ -328,15 +359,11 @@ class TrainingRun:
 
     async def _has_gone_on(self, stop: asyncio.Event) -> bool:
         """False when it was told to stop before that was possible: NATS may be away."""
-        going, stopping = asyncio.create_task(self._continuation.begin()), asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((going, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if going.done():
-                await going
-            return going.done()
-        finally:
-            going.cancel()
-            stopping.cancel()
+            await unless_stopped(self._continuation.begin(), stop)
+        except StartStopped:
+            return False
+        return True
 
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
@@ -349,25 +376,34 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        timeout_s = self._recipe.weights.join_timeout_s
+        """Raises `ServiceError` when too few register in time; a trainer that lingers says so and goes on waiting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._updater.wait_for_members(expected)
-        except TimeoutError as error:
-            raise ServiceError(
-                f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-                f"{timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}. Look at the actors' logs, or raise it"
-            ) from error
+        while True:
+            try:
+                async with asyncio.timeout(self._recipe.weights.join_timeout_s):
+                    return await self._updater.wait_for_members(expected)
+            except TimeoutError as error:
+                if not self._settings.linger:
+                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise it") from error
+            log.warning("%s; still waiting", self._too_few(expected))
+
+    def _too_few(self, expected: int) -> str:
+        return (
+            f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}"
+        )
 
     async def _poll_actors(self) -> None:
         while True:
+            loads: dict[str, ActorLoad] = {}
             for name, address in self._member_addresses().items():
                 try:
                     async with self._actor_client(name, address) as client:
-                        self._report.actor_loads({name: await client.load(timeout_s=LOAD_EVERY_S)})
+                        loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)
+            self._report.actor_loads(loads)
+            self._replicas.actors(loads, measuring=self._loop.measuring)
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
@@ -382,6 +418,10 @@ class TrainingRun:
 
     def _member_addresses(self) -> dict[str, str]:
         return {name: member.grpc_address for name, member in self._updater.members.items()}
+
+    def _joined(self, actor: str, update: UpdateRecord) -> None:
+        self._report.joined(actor, update)
+        self._feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
 
     def _version_served(self, update: UpdateRecord) -> None:
         self._report.update_served(update)
@@ -401,6 +441,7 @@ class TrainingRun:
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
+        self._replicas.step(record)
         self._journal.flush()
         self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)
@@ -412,8 +453,8 @@ class TrainingRun:
         )
 
     def _status(self) -> trainer_pb2.TrainerStatus:
-        waiting_for = self._loop.waiting_for
         phase = self._phase
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
         if phase == trainer_pb2.TRAINER_PHASE_TRAINING and waiting_for:
             phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return trainer_pb2.TrainerStatus(

@@ -61,7 +61,7 @@ async def _no_reservation(groups: int) -> None:
 
 
 class Feeder:
-    """See the module. `version()` is the version that the bound counts from.
+    """See the module. `version()` is the version that the bound counts from; `bound()` follows the number of actors.
 
     `reserve(n)` returns once it is on disk that groups numbered below n may be published.
     """
@@ -72,7 +72,7 @@ class Feeder:
         recipe: Recipe,
         problems: ProblemStream,
         books: Books,
-        bound: FeederBound,
+        bound: Callable[[], FeederBound],
         version: Callable[[], int],
         reserve: Callable[[int], Awaitable[None]] = _no_reservation,
     ) -> None:
@@ -87,10 +87,10 @@ class Feeder:
     @property
     def allowance(self) -> int:
         """Groups that may be issued now."""
-        return self._bound.groups_allowed(self._version(), self._books.issued_groups, self._books.lost_groups)
+        return self._bound().groups_allowed(self._version(), self._books.issued_groups, self._books.lost_groups)
 
     def look_again(self) -> None:
-        """The version or the books changed."""
+        """The version, the books or the bound changed."""
         self._look.set()
 
     async def run(self) -> None:

@@ -156,6 +156,11 @@ class OptimizerLoop:
         """What the staleness bound counts from: the version that every actor serves, which new tokens are sampled by."""
         return max(0, self._updater.served_version)
 
+    @property
+    def measuring(self) -> bool:
+        """Whether actors are being evaluated or compared beside the steps."""
+        return self._measuring is not None and not self._measuring.done()
+
     async def run(self) -> None:
         """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
         try:

@@ -17,6 +17,7 @@ import torch
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import FieldError
+from pipelinerl.initial_model import model_source
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.weights.manifest import aligned
 from pipelinerl_torch.group import Backend, GroupStore
@@ -157,7 +158,7 @@ def load_policy_trainer(
     """
     start = start or Start()
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
-    source = settings.model_dir or recipe.model.name
+    source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
     lead = Lead(load_learner(recipe, source, ranks, resume=start.tensors))
     log.info("policy ready", extra=policy_facts(lead.learner))

@@ -1,4 +1,4 @@
-"""TrainerService over gRPC: status, the stream of step records, a checkpoint on demand.
+"""TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
 Reads the run's state through `status`; changes nothing but through `request_checkpoint`.
 """
@@ -12,6 +12,7 @@ import grpc
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.initial_files import InitialFiles
 from services.trainer.records import StepRecord, to_json
 
 
@@ -62,7 +63,8 @@ class StepFeed:
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` describes the run now; `request_checkpoint()` returns (folder, version) once written.
 
-    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION.
+    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION;
+    `initial` refuses a model that it does not have in the same way.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         feed: StepFeed,
         status: Callable[[], trainer_pb2.TrainerStatus],
         request_checkpoint: Callable[[], Awaitable[tuple[str, int]]],
+        initial: InitialFiles,
     ) -> None:
         self._feed, self._status, self._request_checkpoint = feed, status, request_checkpoint
+        self._initial = initial
 
     async def GetStatus(
         self, request: trainer_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -92,3 +96,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         except ServiceError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return trainer_pb2.CheckpointNowResponse(path=path, policy_version=version)
+
+    async def GetInitialModel(
+        self, request: trainer_pb2.GetInitialModelRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+        try:
+            async for chunk in self._initial.chunks(request.name):
+                yield chunk
+        except ServiceError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

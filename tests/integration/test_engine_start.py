@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from pipelinerl.config.recipe import Recipe
+from pipelinerl.service.until_stopped import StartStopped
 from pipelinerl.types import SamplingParams
 from services.actor.engine import GenerationRequest
-from services.actor.engine_start import StartStopped
 from services.actor.vllm_engine import start_engine
 from services.trainer.warmstart.tokenizer import character_tokenizer
 from tests.integration.test_weight_parity import random_model

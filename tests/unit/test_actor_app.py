@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.codec import decode_group, encode_group
 from pipelinerl.config.settings import ActorSettings
+from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.until_stopped import StartStopped
 from pipelinerl.types import PolicyVersion, SamplingParams
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
-from services.actor.engine_start import StartStopped
 from tests.unit.builders import RUN, make_group, make_recipe
 from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
 
@@ -173,3 +175,48 @@ async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: py
     monkeypatch.setattr(app, "start_engine", start_engine)
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
     await app.serve(settings(), asyncio.Event(), LogContext(RUN, "actor", "a"))
+
+
+@pytest.fixture
+def light_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors generate with a stand-in for vLLM, and try for 0.2 s at a time to reach NATS."""
+
+    @asynccontextmanager
+    async def start_engine(*_: object) -> AsyncIterator[ScriptedEngine]:
+        engine = ScriptedEngine()
+        engine.llm = None  # type: ignore[attr-defined]
+        yield engine
+
+    monkeypatch.setattr(app, "start_engine", start_engine)
+    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+    monkeypatch.setattr(app, "connect", lambda *a, **k: connect(*a, **k | {"connect_timeout_s": 0.2}))
+
+
+@pytest.mark.usefixtures("light_engine")
+async def test_an_actor_that_is_up_before_nats_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop, address_file = asyncio.Event(), tmp_path / "address.json"
+    with NatsServer(tmp_path / "nats") as nats:
+        url = nats.url
+    nats.port = int(url.rpartition(":")[2])
+    given = settings().model_copy(update={"nats_url": url, "address_file": address_file})
+    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a")))
+    async with asyncio.timeout(30):
+        while "cannot connect, trying again until it works: cannot connect to NATS" not in caplog.text:
+            await asyncio.sleep(0.01)
+        async with nats:
+            while not address_file.exists():
+                await asyncio.sleep(0.01)
+            stop.set()
+            await actor
+
+
+@pytest.mark.usefixtures("light_engine")
+async def test_a_stop_is_heard_while_an_actor_waits_for_nats(caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+    given = settings().model_copy(update={"nats_url": "nats://127.0.0.1:1"})
+    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a")))
+    async with asyncio.timeout(30):
+        while "trying again until it works" not in caplog.text:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await actor

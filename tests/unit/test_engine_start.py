@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from services.actor.engine_start import StartStopped, build_off_loop
+from pipelinerl.service.until_stopped import StartStopped
+from services.actor.engine_start import build_off_loop
 
 
 class Child:

@@ -18,6 +18,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import UserError
 from pipelinerl.types import PromptGroup, Sequence, VersionSpan
 from pipelinerl.v1 import sequence_pb2
+from services.trainer.app import feeder_bound
 from services.trainer.books import Books
 from services.trainer.feeder import EncodedProblem, Feeder, group_seed
 from services.trainer.intake import Intake
@@ -30,17 +31,14 @@ class Desk:
     def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
         self.bus, self.recipe, self.version = bus, recipe, 0
         self.books = Books()
-        self.bound = FeederBound(
-            groups_per_step=recipe.trainer.batch_size // recipe.sampling.group_size,
-            mode=recipe.mode,
-            max_lag=recipe.algorithm.max_lag,
-            conventional_g=recipe.algorithm.conventional_g,
-            total_steps=recipe.trainer.steps,
-        )
+        self.num_actors = 1
         self.prompt_length = prompt_length
         self.odd_problems: dict[int, EncodedProblem] = {}
         self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version)
-        self.intake = Intake(bus, recipe, self.books, self.bound, vocab_size=100, on_loss=self.feeder.look_again)
+        self.intake = Intake(bus, recipe, self.books, self.bound(), vocab_size=100, on_loss=self.feeder.look_again)
+
+    def bound(self) -> FeederBound:
+        return feeder_bound(self.recipe, self.num_actors)
 
     def problem(self, index: int) -> EncodedProblem:
         return self.odd_problems.get(index) or EncodedProblem(
@@ -88,6 +86,26 @@ async def test_issues_what_the_bound_allows_and_more_with_each_version() -> None
         one.version = 1
         one.feeder.look_again()
         assert [group.problem_index for group in await one.take_issued()] == [4, 5]
+
+
+async def test_without_max_lag_what_is_in_flight_follows_the_number_of_actors() -> None:
+    # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups in flight.
+    unbounded = make_recipe(
+        algorithm={"max_lag": None},
+        actor={"sequences_in_progress": 6},
+        trainer={"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64},
+    )
+    async with desk(unbounded) as one:
+        assert len(await one.take_issued()) == 10
+        one.num_actors = 8
+        one.feeder.look_again()
+        assert len(await one.take_issued()) == 52 - 10
+        one.num_actors = 1
+        for version, more in ((1, 0), (21, 0), (22, 2)):  # 10 are left of 52 when 21 steps have consumed 42
+            one.version = version
+            one.feeder.look_again()
+            assert len(await one.take_issued()) == more
+        assert one.books.issued_groups == 54
 
 
 async def test_a_batch_is_complete_groups_with_their_advantages() -> None:

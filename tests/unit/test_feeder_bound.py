@@ -86,3 +86,21 @@ def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, d
         batch, waiting = waiting[:per_step], waiting[per_step:]
         assert len(batch) == per_step
         assert all(version - sampled <= max_lag for sampled in batch)
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 8), min_size=12, max_size=12), st.data())
+def test_a_backlog_that_follows_the_actors_bounds_what_is_in_flight_and_starves_nobody(
+    per_step: int, actors: list[int], data: st.DataObject
+) -> None:
+    """What is in flight is at most the largest backlog so far, and a step can always be taken."""
+    issued = lost = largest = 0
+    for version, num_actors in enumerate(actors):
+        backlog = default_backlog(per_step, 6 * max(1, num_actors), 2)
+        bound, largest = FeederBound(per_step, backlog_groups=backlog), max(largest, backlog)
+        allowed = bound.groups_allowed(version, issued, lost)
+        in_flight = issued - lost - version * per_step
+        assert allowed == max(0, backlog - in_flight)
+        issued += allowed
+        in_flight += allowed
+        assert backlog <= in_flight <= largest
+        lost += data.draw(st.integers(0, in_flight - per_step))

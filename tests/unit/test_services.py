@@ -8,7 +8,8 @@ import pytest
 
 from pipelinerl.config.load import recipe_from_data
 from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
-from pipelinerl.local.initial_model import build_config, cache_folder, cache_key
+from pipelinerl.initial_model import build_config, cache_key
+from pipelinerl.local.initial_model import cache_folder
 from pipelinerl.local.process import Launch
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches

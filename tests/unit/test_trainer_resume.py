@@ -62,7 +62,9 @@ class Life:
         self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
         self.books = Books(self.journal.write)
         self.bound = feeder_bound(recipe, 1)
-        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version, self.reserve)
+        self.feeder = Feeder(
+            bus, recipe, self.problem, self.books, lambda: self.bound, lambda: self.version, self.reserve
+        )
         self.intake = Intake(
             bus,
             recipe,

@@ -13,6 +13,7 @@ import pytest
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.initial_files import InitialFiles
 from services.trainer.server import StepFeed, TrainerService
 
 
@@ -24,7 +25,8 @@ async def written() -> tuple[str, int]:
 async def service(
     feed: StepFeed, request_checkpoint: Callable[[], Awaitable[tuple[str, int]]] = written
 ) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
-    servicer = TrainerService(feed, lambda: trainer_pb2.TrainerStatus(run="unit", policy_version=7), request_checkpoint)
+    status = trainer_pb2.TrainerStatus(run="unit", policy_version=7)
+    servicer = TrainerService(feed, lambda: status, request_checkpoint, InitialFiles("", None, "none"))
 
     def register(server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)

@@ -21,10 +21,12 @@ from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
 from services.trainer import app
 from services.trainer.events import RunEvents
+from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
+from services.trainer.updater import WeightUpdater
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
 
@@ -43,9 +45,9 @@ class Heard:
 
 @asynccontextmanager
 async def training_run(
-    run_dir: Path, stop_checkpoint_s: float = 10.0
+    run_dir: Path, stop_checkpoint_s: float = 10.0, *, linger: bool = False, **sections: object
 ) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
-    """A run at version 1 whose next step is under way until `policy.may_step` is set."""
+    """A run of no actors that has not begun; `sections` of its recipe."""
     settings = TrainerSettings(
         run=RUN,
         recipe=run_dir / "recipe.yaml",
@@ -53,6 +55,7 @@ async def training_run(
         verifier="nowhere:1",
         run_dir=run_dir,
         stop_checkpoint_s=stop_checkpoint_s,
+        linger=linger,
     )
     policy, verifier = FakePolicy(run_dir), FakeVerifier()
     async with MemoryBus(RUN) as bus:
@@ -60,7 +63,7 @@ async def training_run(
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             run = app.TrainingRun(
                 settings,
-                make_recipe(task=TASK),
+                make_recipe(task=TASK, **sections),
                 policy,  # type: ignore[arg-type]
                 bus,
                 verifier,  # type: ignore[arg-type]
@@ -168,3 +171,17 @@ async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
         assert raised.group_contains(RuntimeError, match="closed by peer")
+
+
+async def test_what_may_be_issued_follows_the_actors_that_are_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups.
+    changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
+    trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
+    async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
+        assert run._feeder.allowance == 10
+        monkeypatch.setattr(WeightUpdater, "num_present", 8)
+        run._feeder._look.clear()
+        run._joined("actor-7", UpdateRecord(0))
+        assert (run._feeder.allowance, run._feeder._look.is_set()) == (52, True)

@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from pipelinerl.config.recipe import ModelConfig, TaskConfig
 from pipelinerl.config.warmstart import WarmStartConfig
 from pipelinerl.errors import FieldError
+from pipelinerl.initial_model import COMPLETE
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Split
 from services.trainer.warmstart import smollm2
-from services.trainer.warmstart.build import COMPLETE, build, demonstration_questions, make_llama, save
+from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
 from services.trainer.warmstart.demonstrations import Demonstration, demonstrate, parse_sum
 from services.trainer.warmstart.supervised import IGNORED, careful_at, encode, learning_rate_factor
 from services.trainer.warmstart.tokenizer import character_tokenizer

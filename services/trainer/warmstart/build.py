@@ -1,7 +1,7 @@
 """Makes the folder of an initial policy: weights as safetensors, configuration, tokenizer.
 
 A folder counts as built when it has `config.json`, which is put there last: whoever is killed on the way leaves no folder
-that looks complete. Keeping built models for the next run is the caller's business (`pipelinerl/local/initial_model.py`).
+that looks complete. Keeping built models for the next run is the caller's business (`pipelinerl/initial_model.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from transformers import (
 from pipelinerl.config.recipe import ModelConfig, TaskConfig
 from pipelinerl.config.warmstart import WarmStartConfig
 from pipelinerl.errors import FieldError
+from pipelinerl.initial_model import COMPLETE, is_complete
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Split
 from services.trainer.warmstart.smollm2 import load_smollm2
 from services.trainer.warmstart.supervised import OnStep, train
 from services.trainer.warmstart.tokenizer import character_tokenizer
 
-COMPLETE = "config.json"
 _UNFINISHED = ".unfinished"
 _READABLE = 0o644
 """Whoever may enter the folder may read the weights: services may run as another user than the builder."""
@@ -44,7 +44,7 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
 
     `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
     """
-    if (out / COMPLETE).is_file():
+    if is_complete(out):
         say(f"{out} holds a model already")
         return
     if model.source == "warmstart":

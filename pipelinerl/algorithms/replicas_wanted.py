@@ -1,0 +1,169 @@
+"""How many actors would keep the trainer busy within the lag bound: what an autoscaler of the actors is to follow.
+
+Stepped by what the trainer measures anyway: its steps, and the counters that actors answer with. Pure state: no clock, no
+metric, no Kubernetes. It scales nothing.
+
+**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds in which the
+trainer does not wait for sequences. Without any waiting it consumes `C = n / s` a second: the median over the last steps.
+
+**Production.** An actor finishes `p` sequences per second in which it has any in progress, H of them at most. How fast it is
+with all H is measured when its slots are nearly full. Actors that have less to do, because the bound allows no more, finish
+fewer: with a share `o` of the slots in use, p is too low by a factor of 1 (saturated already) to 1 / o (batching costs
+nothing). As long as they have never been full, `p / sqrt(o)`, the middle of that, is believed: fewer actors are wanted, their
+slots fill up, and the next measurement is better. Once they have been full, that
+measurement stays until they are full again.
+
+**Replicas.** `C / P` of them keep up, P the rate of a full actor. More than `ceil(M / H)` would share the M sequences that the
+lag bound lets be in flight, and leave slots empty: M = (1 + max_lag) * B, or G * B in conventional mode. At least one is
+wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+STEPS = 20
+"""Last steps that the consumption is the median of."""
+FEWEST_STEPS = 3
+FEWEST_BUSY_S = 60.0
+"""What the measured production must rest on, summed over actors, besides one step's sequences."""
+FULL = 0.85
+"""Share of an actor's slots from which on it counts as full: those between two sequences are empty."""
+_UP, _DOWN = 0.1, 0.1
+"""Hysteresis: actors that may be lacking, and share of the actors that may be too many, before the number changes."""
+
+
+@dataclass(frozen=True)
+class ActorCounts:
+    """One actor's counters. `finished` and `busy_s` since its start; `in_progress` now."""
+
+    finished: int
+    busy_s: float
+    in_progress: int
+
+
+@dataclass(frozen=True)
+class _Production:
+    """Of one actor between two looks. `slot_s`: seconds of slots in use."""
+
+    finished: int
+    busy_s: float
+    slot_s: float
+
+
+class _Window:
+    """The newest of what actors did: at least `fewest` sequences and a minute, and not much more."""
+
+    def __init__(self, fewest: int) -> None:
+        self._fewest = fewest
+        self._produced: deque[_Production] = deque()
+        self._finished, self._busy_s, self._slot_s = 0, 0.0, 0.0
+
+    def add(self, produced: _Production) -> None:
+        self._produced.append(produced)
+        self._sum(produced, 1)
+        while self._enough_without(self._produced[0]):
+            self._sum(self._produced.popleft(), -1)
+
+    @property
+    def enough(self) -> bool:
+        return self._finished >= self._fewest and self._busy_s >= FEWEST_BUSY_S
+
+    @property
+    def rate(self) -> float:
+        """Sequences per second of a busy actor."""
+        return self._finished / self._busy_s
+
+    @property
+    def in_progress(self) -> float:
+        """Of a busy actor, on average."""
+        return self._slot_s / self._busy_s
+
+    def _enough_without(self, oldest: _Production) -> bool:
+        finished, busy_s = self._finished - oldest.finished, self._busy_s - oldest.busy_s
+        return finished >= self._fewest and busy_s >= FEWEST_BUSY_S
+
+    def _sum(self, produced: _Production, sign: int) -> None:
+        self._finished += sign * produced.finished
+        self._busy_s += sign * produced.busy_s
+        self._slot_s += sign * produced.slot_s
+
+
+def full_rate(rate: float, occupancy: float, known: float | None) -> float:
+    """Sequences per second of an actor with all slots in use, from its `rate` at `occupancy` (0, 1]; `known`: measured when
+    it was full. See the module."""
+    return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
+
+
+def most_useful(in_flight: int | None, slots: int) -> int | None:
+    """ceil(M / H): actors that `in_flight` sequences occupy; None where nothing bounds them."""
+    return None if in_flight is None else max(1, math.ceil(in_flight / slots))
+
+
+def replicas_wanted(needed: float, most: int | None, current: int | None = None) -> int:
+    """Whole actors for `needed` = C / P, of which `most` are of use. `current`: what was wanted so far; kept while it lacks
+    no more than 0.1 actors, and has no more than one and a tenth of itself to spare."""
+    enough = max(1, math.ceil(needed))
+    if current is not None and (current - 1 - _DOWN * current) <= needed <= current + _UP:
+        enough = current
+    return enough if most is None else min(enough, most)
+
+
+class ReplicasWanted:
+    """`slots`: H. `batch_size`: B. `in_flight`: M, None = unbounded. `wanted` None: not known yet."""
+
+    def __init__(self, *, slots: int, batch_size: int, in_flight: int | None) -> None:
+        self._slots, self._most = slots, most_useful(in_flight, slots)
+        self._consumption: deque[float] = deque(maxlen=STEPS)
+        self._warm = False
+        self._seen: dict[str, ActorCounts] = {}
+        self._lately, self._when_full = _Window(batch_size), _Window(batch_size)
+        self.wanted: int | None = None
+
+    def step(self, consumed: int, seconds: float) -> None:
+        """A step that used up `consumed` sequences in `seconds` without waiting for any. The first one only warms up."""
+        if self._warm and consumed > 0 and seconds > 0:
+            self._consumption.append(consumed / seconds)
+            self._update()
+        self._warm = True
+
+    def actors(self, counts: Mapping[str, ActorCounts], *, measuring: bool = False) -> None:
+        """All actors of now. While they are `measuring` (an evaluation runs beside), their production tells nothing."""
+        before, self._seen = self._seen, {} if measuring else dict(counts)
+        for name, now in self._seen.items():
+            produced = _between(before[name], now) if name in before else None
+            if produced is not None and produced.busy_s > 0:
+                self._lately.add(produced)
+                if produced.slot_s >= FULL * self._slots * produced.busy_s:
+                    self._when_full.add(produced)
+        self._update()
+
+    def finish(self) -> None:
+        """The run has ended."""
+        self.wanted = 1
+
+    def _update(self) -> None:
+        full = self._full_actor()
+        if full and len(self._consumption) >= FEWEST_STEPS:
+            self.wanted = replicas_wanted(median(self._consumption) / full, self._most, self.wanted)
+
+    def _full_actor(self) -> float | None:
+        """Sequences per second of an actor with all slots in use, as far as that is known."""
+        known = self._when_full.rate if self._when_full.enough else None
+        lately = self._lately
+        if not lately.enough:
+            return known
+        occupancy = max(lately.in_progress, 1.0) / self._slots
+        return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)
+
+
+def _between(before: ActorCounts, now: ActorCounts) -> _Production | None:
+    """None for an actor that has started anew in between."""
+    finished, busy_s = now.finished - before.finished, now.busy_s - before.busy_s
+    if finished < 0 or busy_s < 0:
+        return None
+    return _Production(finished, busy_s, busy_s * (before.in_progress + now.in_progress) / 2)

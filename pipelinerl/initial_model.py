@@ -1,0 +1,116 @@
+"""The initial policy of a run: where it is found, and under which name those that a run builds itself are kept.
+
+A folder of the cache counts as complete when it has `config.json`, and is put there whole by a rename: nobody sees half a
+model. Building is `services.trainer.warmstart`, fetching from the trainer `services.actor.initial_model`; nothing here needs
+torch or the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.recipe import ModelConfig, Recipe
+from pipelinerl.config.settings import PolicySettings
+from pipelinerl.errors import FieldError
+
+COMPLETE = "config.json"
+THREADS = 2
+"""Of the builder: more do not help models this small, and with as many threads everywhere the weights are the same."""
+CHUNK_BYTES = 1024**2
+MOST_FILES, MOST_BYTES = 64, 16 * 1024**3
+"""Of a built model, when a trainer sends it to an actor."""
+_FORMAT = 1
+"""Part of the key: raised when the same configuration would build other weights."""
+_ABANDONED_S = 24 * 3600
+"""A folder that somebody was filling and has not touched for so long belongs to a process that was killed."""
+_READABLE = 0o755
+"""Whoever may enter the cache may read the weights: services may run as another user than the builder."""
+
+
+def is_built(model: ModelConfig) -> bool:
+    """Whether the run itself makes this model, rather than taking one that is there. Pure."""
+    return model.source in ("warmstart", "smollm2")
+
+
+def build_config(recipe: Recipe) -> dict[str, Any]:
+    """All that the built weights depend on, as the builder reads it. Pure."""
+    return {"model": recipe.model.model_dump(mode="json"), "task": recipe.task.model_dump(mode="json")}
+
+
+def cache_key(config: Mapping[str, Any]) -> str:
+    """Names what `config` builds: equal configurations, equal keys. Pure."""
+    text = json.dumps({"format": _FORMAT, **config}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def built_name(recipe: Recipe) -> str:
+    """Name of the model's folder in a cache, `<recipe>-<key>`: the same in every process of the run. Pure."""
+    return f"{recipe.name}-{cache_key(build_config(recipe))}"
+
+
+def built_folder(recipe: Recipe, cache: Path | None) -> Path:
+    """Where the cache keeps what this recipe builds, there or not. Raises `FieldError` when there is no cache."""
+    if cache is None:
+        fix = (
+            f"model.source = {recipe.model.source!r} is built by the run: name a folder for it, or PIPELINERL_MODEL_DIR"
+        )
+        raise FieldError("PIPELINERL_MODEL_CACHE", "", fix)
+    return cache / built_name(recipe)
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE).is_file()
+
+
+def model_source(recipe: Recipe, settings: PolicySettings) -> str:
+    """What to load the initial policy from: a folder, or a hub id. Raises `FieldError` for a built model that is not there."""
+    if settings.model_dir or not is_built(recipe.model):
+        return settings.model_dir or recipe.model.name
+    folder = built_folder(recipe, settings.model_cache)
+    if not is_complete(folder):
+        fix = (
+            f"holds no complete {folder.name}; `python -m services.trainer.warmstart --recipe-model` builds it for the "
+            "trainer, `python -m services.actor.initial_model` fetches it for an actor"
+        )
+        raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)
+    return str(folder)
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `folder`, which takes its place at the block's end.
+
+    Where another process was faster, its folder stays. What an error leaves is removed, as is what killed ones left.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    beside = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
+    try:
+        yield beside
+        beside.chmod(_READABLE)
+        try:
+            beside.rename(folder)
+        except OSError:
+            if not is_complete(folder):
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}."
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for left in folder.parent.glob(f"{_prefix(folder)}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""`python -m services.actor.initial_model`: fetches the initial model that the run built from the trainer, before the actor.
+
+What the actor's pod runs first. A hub model or a folder needs no fetching, and nothing is done; nor where the model is in
+PIPELINERL_MODEL_CACHE already. Waits without end for a trainer that is not up, or serves another recipe's model: in a cluster
+both are being started, and a log line says what it waits for. Loads no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from pipelinerl.config.load import load_recipe
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import ActorSettings
+from pipelinerl.errors import FieldError, MessageError, ServiceError
+from pipelinerl.initial_model import (
+    COMPLETE,
+    MOST_BYTES,
+    MOST_FILES,
+    built_folder,
+    filling,
+    is_built,
+    is_complete,
+)
+from pipelinerl.service.grpc_channel import explained, open_channel
+from pipelinerl.service.lifecycle import run_service
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
+from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger("services.actor.initial_model")
+
+SILENT_S = 60.0
+"""A trainer that sends nothing for so long is asked again. It reads a file whole, for its checksum, before the first byte."""
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 5.0
+SAY_EVERY_S = 60.0
+"""How often the same reason for waiting is logged."""
+
+
+@dataclass
+class _File:
+    """One file on its way: what its first chunk said of it, and what has come."""
+
+    size_bytes: int
+    sha256: bytes
+    received: int = 0
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.size_bytes
+
+
+class Receiver:
+    """Writes chunks into files of an empty folder. What the sender says is checked before it is believed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _File] = {}
+        self._expected = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.received for file in self._files.values())
+
+    def take(self, chunk: trainer_pb2.InitialModelChunk) -> None:
+        """Raises `MessageError` for a chunk that does not belong here."""
+        file = self._files.get(chunk.file) or self._begin(chunk)
+        if (chunk.size_bytes, chunk.sha256) != (file.size_bytes, file.sha256):
+            raise _wrong("size_bytes", f"{chunk.file} changed while it was sent")
+        file.received += len(chunk.data)
+        if file.received > file.size_bytes:
+            raise _wrong("data", f"{chunk.file} is longer than its {file.size_bytes} bytes")
+        file.digest.update(chunk.data)
+        with (self._folder / chunk.file).open("ab") as out:
+            out.write(chunk.data)
+        if file.complete and file.digest.digest() != file.sha256:
+            raise _wrong("sha256", f"{chunk.file} arrived damaged")
+
+    def finish(self) -> None:
+        """Raises `MessageError` unless every file is here, whole."""
+        missing = [name for name, file in self._files.items() if not file.complete]
+        if missing or len(self._files) != self._expected or COMPLETE not in self._files:
+            here = len(self._files) - len(missing)
+            raise _wrong("files", f"{here} of {self._expected} files are complete")
+
+    def _begin(self, chunk: trainer_pb2.InitialModelChunk) -> _File:
+        if not chunk.file or chunk.file.startswith(".") or any(char in chunk.file for char in "/\\\0"):
+            raise _wrong("file", f"{chunk.file!r} is no name of a model's file")
+        announced = sum(file.size_bytes for file in self._files.values()) + chunk.size_bytes
+        if announced > MOST_BYTES or chunk.files > MOST_FILES or len(self._files) >= chunk.files:
+            raise _wrong("files", f"{chunk.files} files of at least {announced} bytes are not one model")
+        self._expected = chunk.files
+        self._files[chunk.file] = _File(chunk.size_bytes, chunk.sha256)
+        return self._files[chunk.file]
+
+
+def _wrong(field_name: str, problem: str) -> MessageError:
+    return MessageError("InitialModelChunk", field_name, problem)
+
+
+async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
+    """Returns when the model is there. Raises `FieldError`, and `ServiceError` when `stop` was set before."""
+    recipe = load_recipe(settings.recipe)
+    if settings.model_dir or not is_built(recipe.model):
+        log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
+        return
+    try:
+        await unless_stopped(fetch_built(recipe, settings), stop)
+    except StartStopped as error:
+        raise ServiceError("stopped before the initial model was there") from error
+
+
+async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
+    """Puts the model that the run builds into the cache, unless it is there. Raises `FieldError`."""
+    folder = built_folder(recipe, settings.model_cache)
+    if is_complete(folder):
+        log.info("initial model from the cache: %s", folder)
+        return
+    if not settings.trainer:
+        raise FieldError("PIPELINERL_TRAINER", "", f"host:port of the trainer, which has {folder.name}")
+    waiting, delay_s = _Waiting(), RETRY_FIRST_S
+    while True:
+        try:
+            with filling(folder) as beside:
+                received = await fetch(settings, folder.name, beside)
+        except (grpc.aio.AioRpcError, MessageError, TimeoutError) as error:
+            waiting.tell(settings.trainer, _reason(error, settings.tls_dir))
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MOST_S)
+        else:
+            log.info("initial model fetched: %s", folder, extra={"bytes": received})
+            return
+
+
+async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
+    """Fills the empty `folder` and returns the number of bytes. A channel of its own looks up the trainer's name anew.
+
+    Raises `FieldError` on `tls_dir`, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk.
+    """
+    receiver = Receiver(folder)
+    async with open_channel(settings.trainer, settings.tls_dir) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        chunks = stub.GetInitialModel(trainer_pb2.GetInitialModelRequest(name=name))
+        async for chunk in _heard(chunks):
+            receiver.take(chunk)
+    receiver.finish()
+    return receiver.size_bytes
+
+
+async def _heard(chunks: grpc.aio.UnaryStreamCall) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+    while True:
+        async with asyncio.timeout(SILENT_S):
+            chunk = await chunks.read()
+        if chunk is grpc.aio.EOF:
+            return
+        yield chunk
+
+
+def _reason(error: Exception, tls_dir: Path | None) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return explained(error, tls_dir)
+    return str(error) or f"nothing came for {SILENT_S:.0f} s"
+
+
+class _Waiting:
+    """Says why the model is not there yet: each new reason at once, an old one every `SAY_EVERY_S`."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def tell(self, trainer: str, reason: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said.get(reason, -SAY_EVERY_S) >= SAY_EVERY_S:
+            log.info("waiting for the initial model of trainer %s: %s", trainer, reason)
+            self._said = {reason: now_s}
+
+
+def main() -> int:
+    return run_service(ActorSettings, "actor", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

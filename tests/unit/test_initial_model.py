@@ -1,0 +1,297 @@
+"""The initial model that a run builds: its name, its cache, and its way from the trainer to an actor over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pipelinerl.config.load import recipe_from_data, recipe_yaml
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import ActorSettings
+from pipelinerl.errors import FieldError, MessageError, ServiceError
+from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
+from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.tls import server_credentials
+from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from services.actor.initial_model import Receiver, fetch, run
+from services.trainer.initial_files import InitialFiles, initial_files
+from services.trainer.server import StepFeed, TrainerService
+from tests.certificates import Authority
+
+TINY = {
+    "name": "tiny",
+    "model": {
+        "source": "warmstart",
+        "max_context": 64,
+        "warmstart": {
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 1,
+            "intermediate_size": 32,
+            "steps": 2,
+            "batch_size": 4,
+            "task_config": {"min_terms": 2},
+        },
+    },
+    "task": {
+        "config": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+        "prompt_style": "compact",
+        "heldout_problems": 8,
+    },
+    "sampling": {"max_tokens": 16},
+}
+FILES = {"config.json": b"{}", "empty.txt": b"", "model.safetensors": os.urandom(2 * CHUNK_BYTES + 7)}
+
+
+def recipe_of(**changes: Any) -> Recipe:
+    return recipe_from_data({**TINY, **changes}, "tiny")
+
+
+def actor_settings(tmp_path: Path, trainer: str = "", recipe: Recipe | None = None, **changes: Any) -> ActorSettings:
+    tmp_path.mkdir(exist_ok=True)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_yaml(recipe or recipe_of()))
+    given = {"run": "r", "recipe": file, "instance": "a", "verifier": "v", "model_cache": tmp_path / "models"}
+    return ActorSettings(**given | {"trainer": trainer} | changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    """A model folder as the trainer has it; nobody here loads it."""
+    folder = tmp_path / "of-trainer" / built_name(recipe_of())
+    with filling(folder) as beside:
+        for name, content in FILES.items():
+            (beside / name).write_bytes(content)
+        (beside / ".hidden").write_bytes(b"not sent")
+        (beside / "folder").mkdir()
+    return folder
+
+
+@asynccontextmanager
+async def trainer(initial: InitialFiles, port: int = 0, tls_dir: Path | None = None) -> AsyncIterator[str]:
+    async def no_checkpoint() -> tuple[str, int]:
+        raise AssertionError
+
+    servicer = TrainerService(StepFeed(), trainer_pb2.TrainerStatus, no_checkpoint, initial)
+
+    def register(server: grpc.aio.Server) -> None:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+
+    credentials = server_credentials(tls_dir)
+    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1, credentials=credentials) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+async def fetched(settings: ActorSettings) -> None:
+    await run(settings, asyncio.Event(), LogContext("r", "actor", "a"))
+
+
+# Names and folders
+
+
+def test_the_name_depends_on_model_and_task_alone() -> None:
+    assert built_name(recipe_of(seed=1)) == built_name(recipe_of(seed=2))
+    assert built_name(recipe_of()).startswith("tiny-")
+    changed = recipe_of(task={**TINY["task"], "heldout_problems": 9})  # type: ignore[dict-item]
+    assert built_name(changed) != built_name(recipe_of())
+
+
+def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) -> None:
+    hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
+    settings = actor_settings(tmp_path)
+    assert model_source(hub, settings) == "org/model"
+    assert model_source(hub, settings.model_copy(update={"model_dir": "/given"})) == "/given"
+    assert model_source(recipe_of(), settings.model_copy(update={"model_cache": built.parent})) == str(built)
+    with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
+        model_source(recipe_of(), settings)
+    with pytest.raises(
+        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'warmstart' is built by the run"
+    ):
+        model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "model"
+    with pytest.raises(ZeroDivisionError), filling(folder) as beside:
+        (beside / "config.json").write_text("half") / 0
+    assert list(folder.parent.iterdir()) == []
+    with filling(folder) as slower:
+        (slower / "config.json").write_text("slower")
+        with filling(folder) as faster:
+            (faster / "config.json").write_text("faster")
+    assert contents(folder) == {"config.json": b"faster"}
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> None:
+    old, new = tmp_path / ".model.abc", tmp_path / ".model.def"
+    for left in (old, new):
+        left.mkdir()
+    os.utime(old, (time.time() - 90_000,) * 2)
+    with filling(tmp_path / "model"):
+        assert not old.exists()
+        assert new.exists()
+
+
+# From trainer to actor
+
+
+async def test_an_actor_fetches_what_the_trainer_built(tmp_path: Path, built: Path) -> None:
+    async with trainer(initial_files(recipe_of(), str(built))) as address:
+        settings = actor_settings(tmp_path / "actor", address)
+        await fetched(settings)
+    folder = built_folder(recipe_of(), settings.model_cache)
+    assert contents(folder) == FILES
+    assert list(folder.parent.iterdir()) == [folder]
+    assert model_source(recipe_of(), settings) == str(folder)
+    await fetched(settings)  # the trainer is gone: nothing is asked for again
+
+
+async def test_an_actor_waits_for_the_trainer_and_says_so(
+    tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    caplog.set_level(logging.INFO)
+    settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
+    fetching = asyncio.create_task(fetched(settings))
+    async with asyncio.timeout(30):
+        while f"waiting for the initial model of trainer 127.0.0.1:{port}: UNAVAILABLE" not in caplog.text:
+            await asyncio.sleep(0.01)
+        async with trainer(initial_files(recipe_of(), str(built)), port):
+            await fetching
+    assert caplog.text.count("waiting for") == 1
+
+
+async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
+    authority = Authority()
+    trainers, actors = (authority.issue(tmp_path / name, "127.0.0.1") for name in ("trainer-tls", "actor-tls"))
+    async with trainer(initial_files(recipe_of(), str(built)), tls_dir=trainers) as address:
+        settings = actor_settings(tmp_path / "actor", address)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await fetch(settings, built.name, tmp_path)
+        await fetched(settings.model_copy(update={"tls_dir": actors}))
+    assert contents(built_folder(recipe_of(), settings.model_cache)) == FILES
+
+
+async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, built: Path) -> None:
+    hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
+    other = recipe_of(model={**TINY["model"], "max_context": 65})  # type: ignore[dict-item]
+    for initial, reason in (
+        (initial_files(hub, "org/model"), "is a hub model, org/model: it is not sent to actors"),
+        (initial_files(other, str(built)), "its recipe is another one"),
+    ):
+        async with trainer(initial) as address:
+            with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
+                await fetch(actor_settings(tmp_path, address), built_name(recipe_of()), tmp_path)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_hub_model_is_not_fetched(tmp_path: Path) -> None:
+    settings = actor_settings(tmp_path, "", recipe_of(model={"source": "hub", "name": "org/model"}, task={}))
+    await fetched(settings)
+    with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': host:port of the trainer, which has tiny-"):
+        await fetched(actor_settings(tmp_path))
+
+
+async def test_a_signal_ends_the_waiting(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(ServiceError, match="stopped before the initial model was there"):
+        await run(actor_settings(tmp_path, "127.0.0.1:1"), stop, LogContext("r", "actor", "a"))
+
+
+def chunk(file: str = "config.json", data: bytes = b"{}", **fields: Any) -> trainer_pb2.InitialModelChunk:
+    given = {"size_bytes": len(data), "sha256": hashlib.sha256(data).digest(), "files": 2} | fields
+    return trainer_pb2.InitialModelChunk(file=file, data=data, **given)
+
+
+def receive(folder: Path, chunks: list[trainer_pb2.InitialModelChunk]) -> None:
+    receiver = Receiver(folder)
+    for one in chunks:
+        receiver.take(one)
+    receiver.finish()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "problem"),
+    [
+        ([chunk("../config.json")], "is no name of a model's file"),
+        ([chunk("/etc/passwd")], "is no name of a model's file"),
+        ([chunk("..")], "is no name of a model's file"),
+        ([chunk("")], "is no name of a model's file"),
+        ([chunk(sha256=b"other")], "config.json arrived damaged"),
+        ([chunk(size_bytes=1)], "config.json is longer than its 1 bytes"),
+        ([chunk(size_bytes=2**60)], "are not one model"),
+        ([chunk(files=1000)], "are not one model"),
+        ([chunk("a"), chunk("b"), chunk("c")], "are not one model"),
+        ([chunk(size_bytes=4), chunk(size_bytes=5)], "changed while it was sent"),
+        ([chunk()], "1 of 2 files are complete"),
+        ([chunk("a"), chunk(size_bytes=4)], "1 of 2 files are complete"),
+        ([chunk("a"), chunk("b")], "2 of 2 files are complete"),
+        ([], "0 of 0 files are complete"),
+    ],
+)
+def test_what_an_actor_does_not_believe(
+    tmp_path: Path, chunks: list[trainer_pb2.InitialModelChunk], problem: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(MessageError, match=problem):
+        receive(folder, chunks)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+# The command of the trainer's pod
+
+
+def building(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Arguments of the process that builds in `folder`/models."""
+    (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
+    own = {"RUN": "r", "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": "run"}
+    own |= {"MODEL_CACHE": str(folder / "models"), "LOG_FORMAT": "json"}
+    environment = {**os.environ, **{f"PIPELINERL_{name}": value for name, value in own.items()}}
+    command = [sys.executable, "-m", "services.trainer.warmstart", "--recipe-model"]
+    return {"args": command, "cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
+
+
+def test_the_trainers_pod_builds_its_recipes_model_once(tmp_path: Path) -> None:
+    arguments = building(tmp_path, recipe_of())
+    assert "initial model built" in subprocess.run(**arguments, check=True).stderr
+    (folder,) = (tmp_path / "models").iterdir()
+    assert folder == built_folder(recipe_of(), tmp_path / "models")
+    assert (folder / "model.safetensors").is_file()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert "initial model from the cache" in subprocess.run(**arguments, check=True).stderr
+    assert list((tmp_path / "models").iterdir()) == [folder]
+
+
+def test_a_signal_ends_the_building_without_a_trace(tmp_path: Path) -> None:
+    model: dict[str, Any] = {**TINY["model"]}  # type: ignore[dict-item]
+    model["warmstart"] = {**model["warmstart"], "steps": 1_000_000}
+    with subprocess.Popen(**building(tmp_path, recipe_of(model=model))) as process:
+        next(line for line in process.stderr if "initial model: warm-start" in line)
+        assert [path.name[0] for path in (tmp_path / "models").iterdir()] == ["."]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 1
+    assert list((tmp_path / "models").iterdir()) == []

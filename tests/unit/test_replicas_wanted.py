@@ -1,0 +1,206 @@
+"""How many actors are wanted: by hand, as properties, and in a loop with an autoscaler that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pipelinerl.algorithms.replicas_wanted import (
+    ActorCounts,
+    ReplicasWanted,
+    full_rate,
+    most_useful,
+    replicas_wanted,
+)
+from services.trainer.actor_client import ActorLoad
+from services.trainer.scaling import METRIC, ReplicaAdvice, most_in_flight
+from tests.unit.builders import make_recipe
+
+RATES = st.floats(0.01, 1000.0)
+
+
+def test_by_hand() -> None:
+    # The trainer uses up 512 sequences in 32 s, 16 a second; a full actor makes 2.5 a second: 6.4 actors.
+    assert replicas_wanted(512 / 32 / 2.5, most_useful(None, 64)) == 7
+    # max_lag 1 lets 1024 sequences be in flight: at 256 each, 4 actors have slots for all of them.
+    assert most_useful(2 * 512, 256) == 4
+    assert most_useful(2 * 512, 255) == 5
+    assert replicas_wanted(6.4, 4) == 4
+    assert replicas_wanted(0.01, 4) == 1
+
+
+def test_a_full_actors_rate_by_hand() -> None:
+    assert full_rate(2.0, occupancy=0.25, known=None) == 4.0
+    assert full_rate(2.0, occupancy=0.25, known=3.0) == 3.0
+    assert full_rate(3.5, occupancy=0.25, known=3.0) == 3.5
+
+
+def test_small_changes_change_nothing() -> None:
+    # Of 10, up to 10.1 may be needed, and down to 10 - 1 - 1 = 8.
+    assert [replicas_wanted(needed, None, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
+    assert [replicas_wanted(needed, None, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]
+    assert replicas_wanted(10.0, most=3, current=10) == 3
+
+
+@given(RATES, RATES, st.none() | st.integers(1, 50), st.none() | st.integers(1, 100))
+def test_monotone_and_bounded(one: float, other: float, most: int | None, current: int | None) -> None:
+    fewer, more = (replicas_wanted(needed, most, current) for needed in sorted((one, other)))
+    assert 1 <= fewer <= more
+    assert more <= (most or more)
+    if current is None and most is None:
+        assert more - 1 < max(one, other) <= more or more == 1
+
+
+@given(RATES, st.floats(0.01, 1.0))
+def test_a_full_actor_is_at_least_as_fast_and_no_faster_than_its_slots_allow(rate: float, occupancy: float) -> None:
+    assert rate <= full_rate(rate, occupancy, None) <= rate / occupancy * (1 + 1e-9)
+
+
+def advice(**changes: int | None) -> ReplicasWanted:
+    given: dict[str, int | None] = {"slots": 10, "batch_size": 100, "in_flight": None}
+    return ReplicasWanted(**given | changes)  # type: ignore[arg-type]
+
+
+def counts(*actors: tuple[int, float, int]) -> dict[str, ActorCounts]:
+    return {f"actor-{number}": ActorCounts(*one) for number, one in enumerate(actors)}
+
+
+def test_from_steps_and_counters_by_hand() -> None:
+    one = advice()
+    one.actors(counts((0, 0.0, 10), (50, 100.0, 10)))
+    one.actors(counts((60, 30.0, 10), (110, 130.0, 10)))  # 120 sequences in 60 busy seconds, full: 2 a second
+    assert one.wanted is None
+    for seconds in (1000.0, 10.0, 10.0, 25.0):  # the first is left out; the median of the others is 10
+        assert one.wanted is None
+        one.step(100, seconds)
+    assert one.wanted == 5  # 100 / 10 / 2
+
+
+def test_too_little_to_judge_by() -> None:
+    one = advice()
+    for _ in range(5):
+        one.step(100, 10.0)
+    one.actors(counts((0, 0.0, 10)))
+    one.actors(counts((99, 100.0, 10)))  # fewer than one step's sequences
+    assert one.wanted is None
+    one = advice()
+    for _ in range(5):
+        one.step(100, 10.0)
+    one.actors(counts((0, 0.0, 10)))
+    one.actors(counts((1000, 59.0, 10)))  # less than a minute
+    assert one.wanted is None
+    one.step(100, 0.0)
+    one.step(0, 10.0)
+    one.actors({})
+    assert one.wanted is None
+
+
+def test_actors_that_start_anew_or_measure_tell_nothing() -> None:
+    one = advice()
+    for _ in range(4):
+        one.step(100, 10.0)
+    one.actors(counts((1000, 500.0, 10)))
+    one.actors(counts((900, 90.0, 10)))  # another process
+    assert one.wanted is None
+    one.actors({}, measuring=True)
+    one.actors(counts((1900, 590.0, 10)))
+    assert one.wanted is None
+    one.actors(counts((2100, 690.0, 10)))  # 200 in 100 s
+    assert one.wanted == 5
+
+
+def test_the_end_needs_no_actors() -> None:
+    one = advice()
+    one.finish()
+    assert one.wanted == 1
+
+
+def linear(in_progress: float) -> float:
+    return in_progress / 10
+
+
+def saturating(in_progress: float) -> float:
+    """As fast with a fifth of 10 slots as with all."""
+    return min(in_progress, 2) / 2
+
+
+def bending(in_progress: float) -> float:
+    return in_progress / 5 / (1 + in_progress / 10)
+
+
+def follow(rate: Callable[[float], float], consumption: float, actors: int, in_flight: int | None) -> list[int]:
+    """Numbers of actors of an autoscaler that does what is wanted at once. `rate(n)`: of an actor with n in progress."""
+    one, slots, history = advice(in_flight=in_flight), 10, []
+    finished, busy_s = 0.0, 0.0
+    one.step(100, 1.0)
+    for _ in range(400):
+        most = min(slots, (in_flight or 10**9) / actors)
+        in_progress = most
+        if actors * rate(most) > consumption:  # the bound keeps the actors from going faster
+            low, high = 0.0, most
+            for _ in range(50):
+                middle = (low + high) / 2
+                low, high = (middle, high) if actors * rate(middle) < consumption else (low, middle)
+            in_progress = high
+        one.step(100, 100 / consumption)
+        finished, busy_s = finished + 30 * rate(in_progress), busy_s + 30
+        one.actors({str(n): ActorCounts(round(finished), busy_s, round(in_progress)) for n in range(actors)})
+        actors = one.wanted or actors
+        history.append(actors)
+    return history
+
+
+@pytest.mark.parametrize("rate", [linear, saturating, bending])
+@pytest.mark.parametrize("actors", [1, 3, 8, 30])
+@pytest.mark.parametrize("consumption", [0.4, 2.95, 7.6])
+def test_an_autoscaler_that_follows_comes_to_rest_at_what_is_needed(
+    rate: Callable[[float], float], actors: int, consumption: float
+) -> None:
+    history = follow(rate, consumption, actors, in_flight=None)
+    needed = consumption / rate(10)
+    assert len(set(history[200:])) == 1, history
+    assert needed - 0.15 <= history[-1] <= max(1, needed * 1.15 + 2.1)
+
+
+def test_more_actors_than_the_bound_occupies_are_not_wanted() -> None:
+    assert follow(linear, consumption=100.0, actors=1, in_flight=40)[-1] == 4
+
+
+# In the trainer
+
+
+def load(finished: int, busy_s: float) -> ActorLoad:
+    return ActorLoad(busy_s, 1000.0, 0, 0, sequences_in_progress=8, sequences_finished=finished)
+
+
+def step_record(trained: int, dropped: int, total_s: float, wait_s: float) -> dict[str, Any]:
+    sequences = {"issued": 999, "trained": trained, "dropped_stale": dropped, "dropped_filtered": 0, "failed": 0}
+    return {"sequences": {**sequences, "in_flight": 7}, "step_s": {"total": total_s, "wait": wait_s, "compute": 1.0}}
+
+
+def test_the_metric_has_no_value_until_it_is_known() -> None:
+    registry = CollectorRegistry()
+    advice = ReplicaAdvice(make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}), registry)
+    advice.actors({"a": load(0, 0.0)}, measuring=False)
+    advice.actors({"a": load(60, 60.0)}, measuring=False)  # one a second
+    for step in range(1, 5):  # 4 trained and 6 dropped in 2 s without waiting: 5 a second
+        assert registry.get_sample_value(METRIC) is None
+        assert f"# TYPE {METRIC} gauge" in generate_latest(registry).decode()
+        advice.step(step_record(4 * step, 6 * step, total_s=9.0, wait_s=7.0))
+    assert registry.get_sample_value(METRIC) == 5.0
+    advice.actors({"a": load(600, 60.1)}, measuring=True)
+    assert registry.get_sample_value(METRIC) == 5.0
+    advice.finish()
+    assert registry.get_sample_value(METRIC) == 1.0
+
+
+def test_what_a_recipe_lets_be_in_flight() -> None:
+    assert most_in_flight(make_recipe(algorithm={"max_lag": 2})) == 3 * 4
+    assert most_in_flight(make_recipe(algorithm={"max_lag": None})) is None
+    conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
+    assert most_in_flight(conventional) == 2 * 4
