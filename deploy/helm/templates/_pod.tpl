@@ -1,0 +1,212 @@
+{{/* Parts of a pod that several services share. */}}
+
+{{/* Pod-level security: the `restricted` Pod Security Standard. Claims become writable through the group. */}}
+{{- define "pipelinerl.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "pipelinerl.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own. */}}
+{{- define "pipelinerl.scheduling" -}}
+{{- $values := index .root.Values .component -}}
+{{- $spec := dict -}}
+{{- with .root.Values.images.pullSecrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" "priorityClassName" -}}
+{{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
+{{- end -}}
+{{- $spread := list -}}
+{{- range $values.topologySpreadConstraints -}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "pipelinerl.selectorLabels" $ | fromYaml)) -}}
+{{- $spread = append $spread (hasKey . "labelSelector" | ternary . (merge $own .)) -}}
+{{- end -}}
+{{- with $spread -}}{{- $_ := set $spec "topologySpreadConstraints" . -}}{{- end -}}
+{{- with $spec -}}{{- toYaml . -}}{{- end -}}
+{{- end -}}
+
+{{/* dict values, gpus, root: requests and limits, with GPUs and RDMA devices added. */}}
+{{- define "pipelinerl.resources" -}}
+{{- $devices := dict -}}
+{{- if gt (int .gpus) 0 -}}
+{{- $_ := set $devices .root.Values.gpu.resource (int .gpus) -}}
+{{- end -}}
+{{- range $name, $count := .values.rdma -}}
+{{- $_ := set $devices $name $count -}}
+{{- end -}}
+{{- $resources := deepCopy .values.resources -}}
+{{- if $devices -}}
+{{- $resources = mergeOverwrite (dict "limits" (dict) "requests" (dict)) $resources (dict "limits" $devices "requests" $devices) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Probes of a service: /healthz says that its loop turns, /readyz that it does its work. Takes the seconds it may take to start. */}}
+{{- define "pipelinerl.probes" -}}
+startupProbe:
+  httpGet: {path: /healthz, port: http}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (div (int .) 5) }}
+livenessProbe:
+  httpGet: {path: /healthz, port: http}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: http}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+{{- end -}}
+
+{{/* dict own (YAML list), extra (list): a container's environment. What the values name replaces the chart's own. */}}
+{{- define "pipelinerl.environment" -}}
+{{- $names := list -}}
+{{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $kept := list -}}
+{{- range .own | fromYamlArray -}}
+{{- if not (has .name $names) -}}{{- $kept = append $kept . -}}{{- end -}}
+{{- end -}}
+{{- concat $kept .extra | toYaml -}}
+{{- end -}}
+
+{{/* dict root, component: environment that every service reads. */}}
+{{- define "pipelinerl.env" -}}
+- {name: PIPELINERL_RUN, value: {{ include "pipelinerl.run" .root | quote }}}
+- {name: PIPELINERL_RECIPE, value: /etc/pipelinerl/recipe/recipe.yaml}
+- name: PIPELINERL_INSTANCE
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- {name: PIPELINERL_GRPC_HOST, value: {{ .root.Values.network.bindHost | quote }}}
+- {name: PIPELINERL_GRPC_PORT, value: "50051"}
+- {name: PIPELINERL_HTTP_HOST, value: {{ .root.Values.network.bindHost | quote }}}
+- {name: PIPELINERL_HTTP_PORT, value: "8080"}
+- name: PIPELINERL_ADVERTISE_HOST
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: PIPELINERL_LOG_FORMAT, value: {{ .root.Values.log.format }}}
+- {name: PIPELINERL_LOG_LEVEL, value: {{ .root.Values.log.level }}}
+{{- if .root.Values.tls.grpc.enabled }}
+- {name: PIPELINERL_TLS_DIR, value: /etc/pipelinerl/tls}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of the actor and the trainer beyond that. */}}
+{{- define "pipelinerl.policyEnv" -}}
+{{- $values := index .root.Values .component -}}
+{{- $full := include "pipelinerl.fullname" .root -}}
+- {name: PIPELINERL_NATS_URL, value: {{ include "pipelinerl.nats.url" .root | quote }}}
+{{- if include "pipelinerl.nats.authSecret" .root }}
+- {name: PIPELINERL_NATS_CREDENTIALS, value: /etc/pipelinerl/nats/credentials}
+{{- end }}
+{{- if include "pipelinerl.nats.caSecret" .root }}
+- {name: PIPELINERL_NATS_TLS_DIR, value: /etc/pipelinerl/nats-tls}
+{{- end }}
+- {name: PIPELINERL_VERIFIER, value: {{ printf "dns:///%s-verifier:50051" $full | quote }}}
+- {name: PIPELINERL_MODEL_CACHE, value: /var/lib/pipelinerl/models}
+{{- if .root.Values.kubernetesApi.enabled }}
+- name: PIPELINERL_POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: PIPELINERL_POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: PIPELINERL_POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+{{- end }}
+- {name: HF_HOME, value: /var/lib/pipelinerl/huggingface}
+{{- with include "pipelinerl.huggingface.secret" .root }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.root.Values.huggingface.key }}}}
+{{- end }}
+- {name: HOME, value: /tmp}
+- {name: USER, value: pipelinerl}
+- {name: TMPDIR, value: /tmp}
+- {name: XDG_CACHE_HOME, value: /tmp/cache}
+{{- with $values.threads }}
+- {name: OMP_NUM_THREADS, value: {{ . | int | quote }}}
+- {name: MKL_NUM_THREADS, value: {{ . | int | quote }}}
+{{- end }}
+{{- with .root.Values.network.interface }}
+- {name: NCCL_SOCKET_IFNAME, value: {{ . | quote }}}
+- {name: GLOO_SOCKET_IFNAME, value: {{ . | quote }}}
+{{- end }}
+{{- with .root.Values.network.infinibandDevices }}
+- {name: NCCL_IB_HCA, value: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, component: mounts of the read-only configuration and of /tmp. */}}
+{{- define "pipelinerl.mounts" -}}
+- {name: recipe, mountPath: /etc/pipelinerl/recipe, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if .root.Values.tls.grpc.enabled }}
+- {name: tls, mountPath: /etc/pipelinerl/tls, readOnly: true}
+{{- end }}
+{{- with (index .root.Values .component).extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "pipelinerl.volumes" -}}
+- name: recipe
+  configMap: {name: {{ include "pipelinerl.fullname" .root }}-recipe}
+- name: tmp
+  emptyDir: {}
+{{- if .root.Values.tls.grpc.enabled }}
+- name: tls
+  secret: {secretName: {{ include "pipelinerl.tls.secret" . }}}
+{{- end }}
+{{- with (index .root.Values .component).extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The same for what only the actor and the trainer have: the login and the CA of NATS, shared memory. */}}
+{{- define "pipelinerl.policyMounts" -}}
+- {name: data, mountPath: /var/lib/pipelinerl}
+- {name: shm, mountPath: /dev/shm}
+{{- if include "pipelinerl.nats.authSecret" .root }}
+- {name: nats-credentials, mountPath: /etc/pipelinerl/nats, readOnly: true}
+{{- end }}
+{{- if include "pipelinerl.nats.caSecret" .root }}
+- {name: nats-tls, mountPath: /etc/pipelinerl/nats-tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "pipelinerl.policyVolumes" -}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ (index .root.Values .component).sharedMemory }}}
+{{- with include "pipelinerl.nats.authSecret" .root }}
+- name: nats-credentials
+  secret:
+    secretName: {{ . }}
+    items: [{key: {{ $.component }}-credentials, path: credentials}]
+{{- end }}
+{{- with include "pipelinerl.nats.caSecret" .root }}
+- name: nats-tls
+  secret:
+    secretName: {{ . }}
+{{- if $.root.Values.nats.enabled }}
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Name of the Secret with the Hugging Face token, or nothing. */}}
+{{- define "pipelinerl.huggingface.secret" -}}
+{{- if .Values.huggingface.existingSecret -}}
+{{- .Values.huggingface.existingSecret -}}
+{{- else if .Values.huggingface.token -}}
+{{- printf "%s-huggingface" (include "pipelinerl.fullname" .) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,66 @@
+{{/* The recipe that the services read: a file of recipes/ or recipe.inline, then model.name, then recipe.set over it. YAML. */}}
+{{- define "pipelinerl.recipe" -}}
+{{- $recipe := dict -}}
+{{- if .Values.recipe.inline -}}
+{{- $recipe = deepCopy .Values.recipe.inline -}}
+{{- else -}}
+{{- $file := printf "recipes/%s.yaml" .Values.recipe.name -}}
+{{- $text := .Files.Get $file -}}
+{{- if not $text -}}
+{{- $known := list -}}
+{{- range $path, $_ := .Files.Glob "recipes/*.yaml" -}}
+{{- $known = append $known (trimSuffix ".yaml" (base $path)) -}}
+{{- end -}}
+{{- include "pipelinerl.fail" (printf "recipe.name: the chart has no recipe %q; use one of %s, or give a whole recipe in recipe.inline" .Values.recipe.name (join ", " $known)) -}}
+{{- end -}}
+{{- $recipe = fromYaml $text -}}
+{{- end -}}
+{{- with .Values.model.name -}}
+{{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" "hub" "name" .)) -}}
+{{- end -}}
+{{- $recipe = mergeOverwrite $recipe (deepCopy .Values.recipe.set) -}}
+{{- include "pipelinerl.recipe.check" $recipe -}}
+{{- toYaml $recipe -}}
+{{- end -}}
+
+{{/* What the chart itself needs of a recipe. Everything else the services check, with the same messages as `pipelinerl validate`. */}}
+{{- define "pipelinerl.recipe.check" -}}
+{{- range $section := list "name" "model" "task" -}}
+{{- if not (index $ $section) -}}
+{{- include "pipelinerl.fail" (printf "recipe.inline: the recipe has no %s; give it there or in recipe.set.%s%s" $section $section (eq $section "model" | ternary ", or set model.name to a Hugging Face id" "")) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (has (default "hub" .model.source) (list "hub" "path")) (not .model.name) -}}
+{{- include "pipelinerl.fail" "model.name: the recipe names no model; set model.name to a Hugging Face id such as Qwen/Qwen2.5-7B, or recipe.set.model" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the run itself builds its initial model: warmstart or smollm2. "true" or nothing. */}}
+{{- define "pipelinerl.buildsModel" -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- if has (default "hub" $recipe.model.source) (list "warmstart" "smollm2") -}}true{{- end -}}
+{{- end -}}
+
+{{/* GPUs of an actor pod: the engine's tensor parallel size, or 0. */}}
+{{- define "pipelinerl.actor.gpus" -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- $size := dig "actor" "engine" "tensor_parallel_size" 1 $recipe | int -}}
+{{- $gpus := .Values.actor.gpus -}}
+{{- if kindIs "invalid" $gpus -}}
+{{- $size -}}
+{{- else if and (ne (int $gpus) 0) (ne (int $gpus) $size) -}}
+{{- include "pipelinerl.fail" (printf "actor.gpus: %d is not the recipe's actor.engine.tensor_parallel_size = %d; set recipe.set.actor.engine.tensor_parallel_size, or leave actor.gpus at null" (int $gpus) $size) -}}
+{{- else -}}
+{{- int $gpus -}}
+{{- end -}}
+{{- end -}}
+
+{{/* GPUs, and so ranks, of a trainer pod: the recipe's trainer.nproc unless given. */}}
+{{- define "pipelinerl.trainer.gpus" -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- if kindIs "invalid" .Values.trainer.gpus -}}
+{{- dig "trainer" "nproc" 1 $recipe | int -}}
+{{- else -}}
+{{- int .Values.trainer.gpus -}}
+{{- end -}}
+{{- end -}}

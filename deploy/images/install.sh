@@ -1,0 +1,14 @@
+#!/bin/sh
+# In a build stage: makes the virtual environment /opt/pipelinerl out of a requirements file and of the package in the working
+# directory. No bytecode yet.
+#   install.sh requirements/images/verifier.txt
+set -eu
+requirements=$1
+pip="/opt/pipelinerl/bin/python -m pip --disable-pip-version-check --no-cache-dir"
+
+python3 -m venv /opt/pipelinerl
+$pip install --no-compile --upgrade -r requirements/images/build.txt
+$pip install --no-compile --no-deps --no-build-isolation -r "$requirements"
+$pip install --no-compile --no-deps --no-build-isolation .
+grep -q '^setuptools==' "$requirements" || $pip uninstall --yes setuptools
+$pip uninstall --yes pip

@@ -1,0 +1,105 @@
+"""Values that the chart is rendered with: each case turns on what the others leave off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chart.rendering import CPU_VALUES
+
+EVERYWHERE: dict[str, Any] = {
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}]
+            }
+        }
+    },
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "high",
+    "podLabels": {"kueue.x-k8s.io/queue-name": "rl", "team": "a"},
+    "podAnnotations": {"example.com/note": "yes"},
+    "extraEnv": [{"name": "HOME", "value": "/elsewhere"}, {"name": "NCCL_DEBUG", "value": "INFO"}],
+    "extraVolumes": [{"name": "problems", "configMap": {"name": "problems"}}],
+    "extraVolumeMounts": [{"name": "problems", "mountPath": "/problems", "readOnly": True}],
+    "serviceAccount": {"annotations": {"example.com/role": "x"}},
+}
+MONITORED = {part: {"enabled": True, "labels": {"release": "prometheus"}} for part in ("podMonitor", "prometheusRule")}
+ISSUER = {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
+TLS = {"grpc": {"enabled": True}, "nats": {"enabled": True}}
+SECRETS = {name: f"{name}-certificate" for name in ("actor", "trainer", "verifier", "nats")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`cpu`: values-cpu.yaml below `values`. `release`: its name."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    cpu: bool = False
+    release: str = "pipelinerl"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (CPU_VALUES,) if self.cpu else ()
+
+
+CASES: dict[str, Case] = {
+    "default": Case(),
+    "model": Case({"model": {"name": "Qwen/Qwen3-8B"}}),
+    "cpu": Case(cpu=True),
+    "everything": Case(
+        {
+            "model": {"name": "Qwen/Qwen3-8B"},
+            "recipe": {"set": {"trainer": {"steps": 10}, "actor": {"engine": {"tensor_parallel_size": 2}}}},
+            "run": "all-of-it",
+            "huggingface": {"token": "hf_x"},
+            "images": {"registry": "registry.example.com/ml", "tag": "1.2.3", "pullSecrets": [{"name": "login"}]},
+            "actor": EVERYWHERE
+            | {
+                "rdma": {"rdma/hca": 1},
+                "threads": 8,
+                "cache": {"existingClaim": "models"},
+                "autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090", "authentication": "t"}},
+            },
+            "trainer": EVERYWHERE
+            | {"nodes": 2, "gpus": 8, "rdma": {"rdma/hca": 8}, "persistence": {"accessMode": "ReadWriteMany"}},
+            "verifier": EVERYWHERE,
+            "nats": EVERYWHERE | {"replicas": 3, "persistence": {"storageClass": "fast"}},
+            "tls": TLS | {"certManager": ISSUER},
+            "network": {"interface": "net1", "infinibandDevices": "mlx5"},
+            "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
+            "metrics": MONITORED | {"dashboards": {"enabled": True, "annotations": {"folder": "rl"}}},
+            "commonLabels": {"team": "rl"},
+        }
+    ),
+    "tls-cert-manager": Case({"tls": TLS | {"certManager": ISSUER}}, cpu=True),
+    "tls-secrets": Case({"tls": TLS | {"secrets": SECRETS}, "nats": {"replicas": 3}}, cpu=True),
+    "tls-grpc-only": Case({"tls": {"grpc": {"enabled": True}, "certManager": ISSUER}}, cpu=True),
+    "external-nats": Case(
+        {
+            "nats": {
+                "enabled": False,
+                "url": "tls://nats.messaging:4222",
+                "existingSecret": "login",
+                "tlsSecret": "nats-ca",
+                "streamReplicas": 3,
+            }
+        },
+        cpu=True,
+    ),
+    "external-nats-open": Case({"nats": {"enabled": False, "url": "nats://nats.messaging:4222"}}, cpu=True),
+    "nats-3": Case({"nats": {"replicas": 3}}),
+    "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
+    "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
+    "keda": Case({"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}}),
+    "hpa": Case({"actor": {"replicas": None, "autoscaling": {"enabled": True, "kind": "hpa"}}}),
+    "no-policies": Case({"networkPolicy": {"enabled": False}}),
+    "no-rbac": Case({"rbac": {"create": False}, "actor": {"serviceAccount": {"create": False, "name": "mine"}}}),
+    "no-kubernetes-api": Case({"kubernetesApi": {"enabled": False}, "test": {"enabled": False}}, cpu=True),
+    "other-name": Case({"recipe": {"name": "smollm2"}, "network": {"bindHost": "::"}}, cpu=True, release="blue"),
+}

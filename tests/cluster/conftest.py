@@ -1,0 +1,14 @@
+"""Where pods cannot be run as processes, the tests here are skipped, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.kernel import why_not_here
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel() -> None:
+    reason = why_not_here()
+    if reason:
+        pytest.skip(f"the mini cluster: {reason}")

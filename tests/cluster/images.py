@@ -1,0 +1,117 @@
+"""What stands for a container image: this checkout and its environment, read-only, at their own paths.
+
+Entry point, command, user, working folder and variables are those of the Dockerfile; PATH and PYTHONPATH name the checkout and
+its environment instead, and CC, which only the image has, is left out. Nothing else of the test's own environment is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.cluster.objects import ClusterError
+
+SOURCE = Path(__file__).resolve().parents[2]
+USER = 10001
+
+
+@dataclass(frozen=True)
+class Image:
+    """`init`: the entry point is tini, which stays the first process. `entrypoint`: what stands before a Pod's args."""
+
+    entrypoint: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    init: bool = False
+    user: int = 0
+    group: int = 0
+    workdir: str = "/"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, command: Sequence[str] | None, arguments: Sequence[str] | None) -> list[str]:
+        """The Pod's `command` replaces entry point and arguments of the image, its `args` only the latter."""
+        if command:
+            return [*command, *(arguments or ())]
+        return [*self.entrypoint, *(self.arguments if arguments is None else arguments)]
+
+
+NATS = Image(entrypoint=("nats-server",), arguments=("--config", "nats-server.conf"))
+"""The official image's entry point puts `nats-server` before arguments that begin with a dash, and execs."""
+_NOT_HERE = ("PATH", "CC")
+
+
+def docker_image(dockerfile: Path) -> Image:
+    """Of the last stage. tini, the entry point, is what the shim does where `init` is set."""
+    stage = list(_instructions(dockerfile.read_text()))
+    last = max(number for number, (kind, _) in enumerate(stage) if kind == "FROM")
+    said: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    for kind, rest in stage[last + 1 :]:
+        if kind == "ENV":
+            environment |= dict(word.split("=", 1) for word in shlex.split(rest))
+        else:
+            said[kind] = rest
+    user, _, group = said["USER"].partition(":")
+    entrypoint = json.loads(said["ENTRYPOINT"])
+    if entrypoint != ["tini", "--"]:
+        raise ClusterError(f"{dockerfile}: entry point {entrypoint} is not modelled")
+    return Image(
+        arguments=tuple(json.loads(said["CMD"])),
+        init=True,
+        user=int(user),
+        group=int(group),
+        workdir=said["WORKDIR"],
+        environment={name: value for name, value in environment.items() if name not in _NOT_HERE},
+    )
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
+        kind, _, rest = instruction.strip().partition(" ")
+        yield kind, rest.strip()
+
+
+def product_images() -> dict[str, Image]:
+    """By service; `nats` too."""
+    names = ("actor", "trainer", "verifier")
+    return {name: docker_image(SOURCE / "services" / name / "Dockerfile") for name in names} | {"nats": NATS}
+
+
+def image_of(reference: str, images: Mapping[str, Image]) -> Image:
+    """By the last part of the repository: registry.example/team/pipelinerl-actor:1.2 is `actor`."""
+    name = reference.partition("@")[0].rpartition("/")[2].partition(":")[0]
+    for known, image in images.items():
+        if name == known or name.endswith(f"-{known}"):
+            return image
+    raise ClusterError(f"image {reference!r}: no such image; there are {', '.join(images)}")
+
+
+def image_paths() -> list[str]:
+    """Folders of this machine that the containers see: the checkout, the virtual environment, its interpreter."""
+    interpreter = Path(os.path.realpath(sys.executable)).parents[1]
+    candidates = (SOURCE, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), interpreter)
+    return sorted({str(path) for path in candidates if path not in (Path("/usr"), Path("/"))})
+
+
+def image_environment(image: Image) -> dict[str, str]:
+    """What a container starts with, before the Pod's own variables."""
+    path = f"{Path(sys.prefix) / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return {"PATH": path, "PYTHONPATH": str(SOURCE), "HOME": "/", **image.environment}
+
+
+def image_files(pod_name: str, ip: str, nameserver: str, namespace: str) -> dict[str, str]:
+    """Files that the image or the kubelet brings. Users: root, and the one that the Dockerfiles make."""
+    search = " ".join(f"{prefix}svc.cluster.local" for prefix in (f"{namespace}.", "")) + " cluster.local"
+    return {
+        "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\npipelinerl:x:{USER}:{USER}::/nonexistent:/usr/sbin/nologin\n",
+        "/etc/group": f"root:x:0:\npipelinerl:x:{USER}:\n",
+        "/etc/hostname": f"{pod_name}\n",
+        "/etc/hosts": f"127.0.0.1 localhost\n::1 localhost\n{ip} {pod_name}\n",
+        "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "/etc/resolv.conf": f"search {search}\nnameserver {nameserver}\noptions ndots:5\n",
+    }

@@ -1,0 +1,210 @@
+"""The chart, run as it says: its pods train on this machine, are scaled, deleted and started again.
+
+Small models and few steps; whatever else the values say (probes, grace periods, users, read-only roots, permissions) is as rendered.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.certificates import Authority
+from tests.chart.rendering import CPU_VALUES, NAMESPACE, rendered_text
+from tests.cluster.cluster import DELETION_COST, Cluster, mini_cluster
+from tests.cluster.images import product_images
+from tests.cluster.objects import Object, Objects, name_of
+from tests.cluster.pod import Pod
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STARTS_S, TRAINS_S = 240.0, 240.0
+TRAINER, ACTOR = "pipelinerl-trainer-0", "pipelinerl-actor"
+RUN_DIR = "/var/lib/pipelinerl/runs/arithmetic"
+SMALL = {
+    "model": {
+        "warmstart": {"steps": 40, "batch_size": 32, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128},
+    },
+    "task": {"heldout_problems": 32},
+    "actor": {"sequences_in_progress": 32, "engine": {"kv_cache_gib": 0.25}},
+    "trainer": {"steps": 8, "batch_size": 32, "warmup_steps": 0},
+    "weights": {"probe_every": 2},
+    "evaluation": {"every_steps": 4},
+    "checkpoint": {"every_steps": 4},
+}
+ENDLESS = {**SMALL, "trainer": {**SMALL["trainer"], "steps": 1_000_000}, "evaluation": {"every_steps": 0}}
+CERTIFICATES = {
+    "grpc": {"enabled": True},
+    "nats": {"enabled": True},
+    "certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "Issuer"}},
+}
+
+
+@dataclass
+class Release:
+    """The installed chart, and what its run has written to the trainer's volume."""
+
+    cluster: Cluster
+
+    @property
+    def run_dir(self) -> Path:
+        return self.cluster.folder / "claims" / "pipelinerl-trainer" / "runs" / "arithmetic"
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def trainer(self) -> Pod:
+        return self.cluster.pods[TRAINER]
+
+    async def ready(self, actors: int = 1) -> None:
+        for component, count in (("nats", 1), ("verifier", 1), ("trainer", 1), ("actor", actors)):
+            what = f"{count} of {component} are ready"
+            await self.cluster.until(lambda c=component, n=count: self.cluster.all_ready(c, n), STARTS_S, what)
+
+    async def more_steps(self, count: int) -> None:
+        wanted = len(self.steps) + count
+        await self.cluster.until(lambda: len(self.steps) >= wanted, TRAINS_S, f"{wanted} steps are taken")
+
+    async def event(self, reason: str, about: str) -> None:
+        def told() -> bool:
+            return any(event["involvedObject"]["name"] == about for event in self.cluster.api.events_of(reason))
+
+        await self.cluster.until(told, TRAINS_S, f"there is an Event {reason} about {about}")
+
+    async def audit(self) -> dict[str, Any]:
+        """As `kubectl exec pipelinerl-trainer-0 -- pipelinerl audit RUN_DIR`, which finds NATS by the pod's environment."""
+        command = ["pipelinerl", "audit", RUN_DIR, "--json"]
+        code, said = await self.trainer.containers["trainer"].process.execute(command, 60)
+        assert code == 0, said
+        return dict(json.loads(said))
+
+    def no_call_was_refused(self) -> None:
+        """Neither by the roles, nor would the policies have kept two pods apart that talked."""
+        assert self.cluster.api.denied == []
+        assert self.cluster.traffic.forbidden() == []
+
+
+Install = Callable[..., AbstractAsyncContextManager[Release]]
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Install:
+    """`helm install`: values over values-cpu.yaml."""
+
+    @asynccontextmanager
+    async def installed(recipe: dict[str, Any], **values: Any) -> AsyncIterator[Release]:
+        threads = {"actor": {"threads": 1}, "trainer": {"threads": 1}}
+        objects = Objects.parse(rendered_text({**threads, "recipe": {"set": recipe}, **values}, [CPU_VALUES]))
+        objects.installed += issued(objects, tmp_path)
+        async with mini_cluster(tmp_path / "cluster", objects, NAMESPACE, product_images()) as cluster:
+            yield Release(cluster)
+
+    return installed
+
+
+def issued(objects: Objects, folder: Path) -> list[Object]:
+    """What cert-manager makes of the rendered Certificates."""
+    authority = Authority()
+    return [
+        secret(one["spec"]["secretName"], authority.issue(folder / name_of(one), *one["spec"]["dnsNames"]))
+        for one in objects.of("Certificate")
+    ]
+
+
+def secret(name: str, folder: Path) -> Object:
+    data = {path.name: base64.b64encode(path.read_bytes()).decode() for path in folder.iterdir()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+
+
+def restarts(cluster: Cluster) -> list[str]:
+    return [pod.name for pod in [*cluster.gone, *cluster.pods.values()] if pod.restarts]
+
+
+async def test_the_release_trains_to_the_runs_end_over_tls(install: Install) -> None:
+    async with install(SMALL, tls=CERTIFICATES) as release:
+        cluster = release.cluster
+        cluster.start()
+        await release.ready()
+        await release.event("RunFinished", TRAINER)
+        summary = json.loads((release.run_dir / "summary.json").read_text())
+        assert (summary["policy_version"], summary["interrupted"]) == (8, False)
+        assert [one["version"] for one in summary["heldout"]] == [0, 4, 8]
+        assert summary["parity_failures"] == 0
+        audit = await release.audit()
+        assert (audit["ok"], audit["streams"] is not None) == (True, True)
+        reasons = {event["reason"] for event in cluster.api.events}
+        assert reasons >= {"RunStarted", "ActorJoined", "CheckpointWritten", "RunFinished"}
+        assert release.trainer.ready  # a run that is finished can still be asked
+        assert cluster.traffic.components() >= {
+            ("actor", "nats", 4222),
+            ("actor", "verifier", 50051),
+            ("actor", "kubernetes", 443),
+            ("trainer", "nats", 4222),
+            ("trainer", "actor", 50051),
+            ("trainer", "kubernetes", 443),
+        }
+        release.no_call_was_refused()
+        gone = await cluster.delete(TRAINER)
+        assert gone.containers["trainer"].exit_codes == [0]
+        assert restarts(cluster) == []
+
+
+async def test_actors_come_and_go_and_the_trainer_is_replaced_while_it_trains(install: Install) -> None:
+    async with install(ENDLESS) as release:
+        cluster = release.cluster
+        cluster.start()
+        await release.ready()
+        await release.more_steps(3)
+        (first,) = cluster.of("actor")
+
+        cluster.scale(ACTOR, 2)
+        await release.ready(actors=2)
+        (second,) = (pod for pod in cluster.of("actor") if pod is not first)
+        await release.event("ActorJoined", second.name)
+        await release.more_steps(2)
+        costs = {pod.name: cluster.annotation(pod, DELETION_COST) for pod in (first, second)}
+        assert all(cost is not None and int(cost) >= 0 for cost in costs.values()), costs
+
+        cluster.scale(ACTOR, 1)
+        (leaving,) = (pod for pod in (first, second) if pod.deleting)
+        await release.event("ActorLeft", leaving.name)
+        await cluster.until(lambda: leaving in cluster.gone, 60, f"{leaving.name} is gone within its grace period")
+        assert leaving.containers["actor"].exit_codes == [0]
+        handed_over = re.search(r"stopped; (\d+) groups in hand went back", leaving.logs())
+        assert handed_over, leaving.logs()
+        assert int(handed_over[1]) > 0
+        assert cluster.api.events_of("ActorEvicted") == []
+        await release.more_steps(3)
+
+        before = len(release.steps)
+        old = await cluster.delete(TRAINER)
+        assert old.containers["trainer"].exit_codes == [0]
+        await release.event("RunResumed", TRAINER)
+        await cluster.until(lambda: len(release.steps) >= before + 3, TRAINS_S, "steps are taken after the restart")
+        assert [step["version"] for step in release.steps] == list(range(1, len(release.steps) + 1))
+        audit = await release.audit()
+        assert (audit["ok"], audit["incarnation"]) == (True, 2)
+        release.no_call_was_refused()
+        assert restarts(cluster) == []
+
+
+async def test_helm_test_succeeds(install: Install) -> None:
+    async with install(SMALL) as release:
+        cluster = release.cluster
+        (manifest,) = cluster.objects.hook("test")
+        cluster.objects.installed += cluster.objects.hook("test", "ConfigMap")
+        pod = cluster.create(manifest)
+        assert pod is not None, cluster.failures
+        await cluster.until(lambda: pod.finished, STARTS_S + TRAINS_S, "the test pod ends")
+        assert pod.phase == "Succeeded", pod.logs()
+        assert "run ended" in pod.containers["trainer"].process.logs()

@@ -1,0 +1,69 @@
+"""NetworkPolicies are judged as Kubernetes documents them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cluster.objects import Objects
+from tests.cluster.policies import Peer, dns_server, why_not
+from tests.cluster.traffic import _end
+
+
+def peer(app: str, namespace: str = "n") -> Peer:
+    ports = [{"ports": [{"name": "web", "containerPort": 8080}]}]
+    pod = {"metadata": {"name": app, "labels": {"app": app}}, "spec": {"containers": ports}}
+    return Peer(app, "10.0.0.9", namespace, pod)
+
+
+A, B, OUTSIDE = peer("a"), peer("b"), Peer("outside", "192.0.2.7")
+TO_B = {"podSelector": {"matchLabels": {"app": "b"}}}
+
+
+def policy(app: str, **spec: Any) -> dict[str, Any]:
+    selector = {"matchLabels": {"app": app}} if app else {}
+    return {"kind": "NetworkPolicy", "metadata": {"name": app}, "spec": {"podSelector": selector, **spec}}
+
+
+def egress(*rules: Any) -> dict[str, Any]:
+    return policy("a", policyTypes=["Egress"], egress=list(rules))
+
+
+@pytest.mark.parametrize(
+    ("policies", "target", "port", "passes"),
+    [
+        ([], B, 8080, True),
+        ([policy("", policyTypes=["Ingress", "Egress"])], B, 8080, False),
+        ([policy("b", policyTypes=["Egress"])], B, 8080, True),
+        ([policy("b", ingress=[])], B, 8080, False),
+        ([egress({"to": [TO_B]})], B, 8080, True),
+        ([egress({"to": [TO_B]})], peer("c"), 8080, False),
+        ([egress({"to": [TO_B]})], peer("b", "other"), 8080, False),
+        ([egress({"to": [{"namespaceSelector": {}, **TO_B}]})], peer("b", "other"), 8080, True),
+        ([egress({"to": [TO_B], "ports": [{"port": 8081}]})], B, 8080, False),
+        ([egress({"to": [TO_B], "ports": [{"port": "web"}]})], B, 8080, True),
+        ([egress({"to": [TO_B], "ports": [{"port": "wbe"}]})], B, 8080, False),
+        ([egress({"to": [TO_B], "ports": [{"port": 8000, "endPort": 9000}]})], B, 8080, True),
+        ([egress({"to": [TO_B], "ports": [{"port": 8080, "protocol": "UDP"}]})], B, 8080, False),
+        ([egress({"to": [TO_B]}), policy("b", ingress=[{"from": [{"podSelector": {}}]}])], B, 8080, True),
+        ([egress({"to": [TO_B]}), policy("b", ingress=[{"from": [TO_B]}])], B, 8080, False),
+        ([egress({"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]})], OUTSIDE, 443, True),
+        ([egress({"to": [{"ipBlock": {"cidr": "192.0.2.0/24", "except": ["192.0.2.7/32"]}}]})], OUTSIDE, 443, False),
+        ([egress({"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]})], B, 8080, False),
+    ],
+)
+def test_a_connection_passes_or_not(policies: list[Any], target: Peer, port: int, passes: bool) -> None:
+    assert (why_not(Objects(policies), A, target, port) == "") == passes
+
+
+def test_names_are_looked_up_over_udp() -> None:
+    to_dns = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
+    objects = Objects([egress({"to": [to_dns], "ports": [{"port": 53, "protocol": "UDP"}]})])
+    assert why_not(objects, A, dns_server("10.0.0.1"), 53, "UDP") == ""
+    assert "no policy lets a out to coredns" in why_not(objects, A, dns_server("10.0.0.1"), 53)
+
+
+def test_addresses_of_the_kernels_tables() -> None:
+    assert _end("0100007F:1F90") == ("127.0.0.1", 8080)
+    assert _end("0000000000000000FFFF00000200D50A:1538") == ("10.213.0.2", 5432)
