@@ -92,6 +92,7 @@ def discovery(path: str) -> Object | None:
 def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # headers and body in one packet: two would wait for each other's acknowledgement
 
         def do_GET(self) -> None:
             url = urlparse(self.path)

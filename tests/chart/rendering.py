@@ -5,6 +5,7 @@ Nothing here is a second opinion of the chart: it runs helm and reads YAML.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ def rendered_text(
 ) -> str:
     """All manifests, hooks included. `values` are laid over `files`."""
     given = [part for file in files for part in ("--values", str(file))]
-    text = yaml.safe_dump(dict(values or {}))
+    text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
     return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)
 
 

@@ -216,6 +216,16 @@ def test_labels_of_a_selector_never_change(rendered: Rendered, case: str) -> Non
         assert set(item["spec"]["selector"]["matchLabels"]) == {f"app.kubernetes.io/{name}" for name in names}
 
 
+def test_labels_of_values_are_added_and_the_charts_own_win() -> None:
+    deployment = rendered_case("everything").one("Deployment", "pipelinerl-actor")
+    assert deployment["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "rl"
+    assert deployment["metadata"]["labels"]["team"] == "rl"  # commonLabels
+    assert deployment["metadata"]["labels"]["app.kubernetes.io/name"] == "pipelinerl"
+    pod = rendered_case("everything").pod("actor")
+    assert pod.labels["team"] == "a"  # podLabels before commonLabels
+    assert "kueue.x-k8s.io/queue-name" not in pod.labels
+
+
 def test_images_are_pinned(rendered: Rendered) -> None:
     for pod in rendered.pods:
         for container in pod.containers:
@@ -230,9 +240,9 @@ def test_cpu_images_have_a_tag_of_their_own() -> None:
     tags = {pod.component: pod.main["image"].rpartition(":")[2] for pod in rendered.pods}
     assert tags["actor"] == tags["trainer"] == tags["test"] == "0.1.0-cpu"
     assert tags["verifier"] == "0.1.0"
-    assert rendered_case("default").pod("actor").main["image"] == "pipelinerl-actor:0.1.0"
-    assert rendered_case("default").pod("test").main["image"] == "pipelinerl-trainer:0.1.0-cpu"
-    assert rendered_case("everything").pod("actor").main["image"] == "registry.example.com/ml/pipelinerl-actor:1.2.3"
+    assert rendered_case("default").pod("actor").main["image"] == "pipelinerl/actor:0.1.0"
+    assert rendered_case("default").pod("test").main["image"] == "pipelinerl/trainer:0.1.0-cpu"
+    assert rendered_case("everything").pod("actor").main["image"] == "registry.example.com/ml/pipelinerl/actor:1.2.3"
 
 
 def test_a_reference_is_taken_as_it_is() -> None:

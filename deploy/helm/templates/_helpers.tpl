@@ -28,26 +28,27 @@
 
 {{/* dict root, component. What selectors use: never changes for a release. */}}
 {{- define "pipelinerl.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "pipelinerl.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "pipelinerl.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* dict root, component ("" for objects of no one service). The chart's own labels win over commonLabels. */}}
+{{/* dict root, component ("" for objects of no one service), optional extra. The chart's own labels win over `extra`, and that over
+     commonLabels. */}}
 {{- define "pipelinerl.labels" -}}
 {{- $own := include "pipelinerl.selectorLabels" . | fromYaml -}}
 {{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
 {{- $_ := set $own "app.kubernetes.io/part-of" "pipelinerl" -}}
 {{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
-{{- merge $own .root.Values.commonLabels | toYaml -}}
+{{- merge $own (default dict .extra) .root.Values.commonLabels | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component: labels of the service's pods. */}}
 {{- define "pipelinerl.podLabels" -}}
-{{- merge (include "pipelinerl.labels" . | fromYaml) (index .root.Values .component).podLabels | toYaml -}}
+{{- include "pipelinerl.labels" (dict "root" .root "component" .component "extra" (index .root.Values .component).podLabels) -}}
 {{- end -}}
 
 {{/* dict root, component, optional variant (cuda, cpu). A service's own image wins over images.*; a reference has no variant. */}}
@@ -61,7 +62,7 @@ app.kubernetes.io/component: {{ . }}
 {{- if and (eq (default $images.variant .variant) "cpu") (ne .component "verifier") -}}
 {{- $tag = printf "%s-cpu" $tag -}}
 {{- end -}}
-{{- printf "%s:%s" (list $images.registry (default (printf "pipelinerl-%s" .component) $own.repository) | compact | join "/") $tag -}}
+{{- printf "%s:%s" (list $images.registry (default (printf "pipelinerl/%s" .component) $own.repository) | compact | join "/") $tag -}}
 {{- end -}}
 {{- end -}}
 

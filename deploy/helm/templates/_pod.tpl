@@ -126,7 +126,7 @@ readinessProbe:
 - {name: HF_HOME, value: /var/lib/pipelinerl/huggingface}
 {{- with include "pipelinerl.huggingface.secret" .root }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.root.Values.huggingface.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.root.Values.huggingface.key | quote }}}}
 {{- end }}
 - {name: HOME, value: /tmp}
 - {name: USER, value: pipelinerl}
@@ -164,7 +164,7 @@ readinessProbe:
   emptyDir: {}
 {{- if .root.Values.tls.grpc.enabled }}
 - name: tls
-  secret: {secretName: {{ include "pipelinerl.tls.secret" . }}}
+  secret: {secretName: {{ include "pipelinerl.tls.secret" . | quote }}}
 {{- end }}
 {{- with (index .root.Values .component).extraVolumes }}
 {{ toYaml . }}
@@ -189,13 +189,13 @@ readinessProbe:
 {{- with include "pipelinerl.nats.authSecret" .root }}
 - name: nats-credentials
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     items: [{key: {{ $.component }}-credentials, path: credentials}]
 {{- end }}
 {{- with include "pipelinerl.nats.caSecret" .root }}
 - name: nats-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
 {{- if $.root.Values.nats.enabled }}
     items: [{key: ca.crt, path: ca.crt}]
 {{- end }}

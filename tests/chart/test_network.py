@@ -1,0 +1,146 @@
+"""NetworkPolicies let pass what docs/architecture.md draws, and nothing else.
+
+The policies are evaluated as Kubernetes defines them, for pods of one namespace: a connection passes when the sender's egress and
+the receiver's ingress allow it. What a cluster's network plugin makes of them is not tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.chart.conftest import rendered_case
+from tests.chart.rendering import NAMESPACE, Object, Pod, Rendered, render
+
+ANY_PORT = 41234
+"""One that the system chose, as for NCCL and Gloo."""
+
+
+def _matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    assert set(selector) <= {"matchLabels"}
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def _peer(peer: Object, pod: Pod) -> bool:
+    if "ipBlock" in peer:
+        return False
+    spaces = peer.get("namespaceSelector")
+    if spaces is not None and not _matches(spaces, {"kubernetes.io/metadata.name": NAMESPACE}):
+        return False
+    return _matches(peer.get("podSelector", {}), pod.labels)
+
+
+def _port(entry: Object, pod: Pod, port: int, protocol: str = "TCP") -> bool:
+    wanted = pod.ports.get(entry["port"], -1) if isinstance(entry["port"], str) else entry["port"]
+    return bool(entry["protocol"] == protocol and wanted <= port <= entry.get("endPort", wanted))
+
+
+def _rules(rendered: Rendered, pod: Pod, side: str) -> Iterator[Object] | None:
+    """None where no policy selects the pod: everything passes."""
+    policies = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
+    own = [spec for spec in policies if _matches(spec["podSelector"], pod.labels) and side in spec["policyTypes"]]
+    return (rule for spec in own for rule in spec.get(side.lower(), [])) if own else None
+
+
+def passes(rendered: Rendered, sender: str, receiver: str, port: int) -> bool:
+    source, target = rendered.pod(sender), rendered.pod(receiver)
+    out, into = _rules(rendered, source, "Egress"), _rules(rendered, target, "Ingress")
+    leaves = out is None or any(_allows(rule, "to", target, target, port) for rule in out)
+    enters = into is None or any(_allows(rule, "from", source, target, port) for rule in into)
+    return leaves and enters
+
+
+def _allows(rule: Object, side: str, other: Pod, target: Pod, port: int) -> bool:
+    return any(_peer(peer, other) for peer in rule[side]) and any(_port(entry, target, port) for entry in rule["ports"])
+
+
+PORTS = (50051, 8080, 4222, 6222, 8222, ANY_PORT)
+DRAWN = {
+    ("actor", "verifier", 50051),
+    ("trainer", "verifier", 50051),
+    ("actor", "nats", 4222),
+    ("trainer", "nats", 4222),
+    ("nats", "nats", 6222),
+    *((a, b, port) for a in ("actor", "trainer") for b in ("actor", "trainer") for port in PORTS),
+}
+PODS = ("actor", "trainer", "verifier", "nats", "test")
+
+
+def test_the_drawn_arrows_pass_and_no_others() -> None:
+    rendered = rendered_case("nats-3")
+    passing = {
+        (sender, receiver, port)
+        for sender in PODS
+        for receiver in PODS
+        for port in PORTS
+        if passes(rendered, sender, receiver, port)
+    }
+    assert passing == DRAWN
+
+
+def test_one_server_needs_no_cluster_port() -> None:
+    assert not passes(rendered_case("default"), "nats", "nats", 6222)
+
+
+def test_the_verifier_calls_nobody() -> None:
+    rendered = rendered_case("everything")
+    egress = _rules(rendered, rendered.pod("verifier"), "Egress")
+    assert egress is not None
+    assert list(egress) == []
+
+
+def test_without_policies_everything_passes() -> None:
+    assert rendered_case("no-policies").of_kind("NetworkPolicy") == []
+    assert passes(rendered_case("no-policies"), "verifier", "nats", 4222)
+
+
+def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
+    """Addresses and ports outside that a pod may call."""
+    egress = _rules(rendered, rendered.pod(component), "Egress")
+    assert egress is not None
+    return [
+        (peer["ipBlock"]["cidr"], [entry["port"] for entry in rule.get("ports", [])])
+        for rule in egress
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+
+
+@pytest.mark.parametrize("component", ["actor", "trainer"])
+def test_ways_out_are_values(component: str) -> None:
+    api, hub = ("0.0.0.0/0", [443, 6443]), ("0.0.0.0/0", [443])
+    assert _outside(rendered_case("default"), component) == [api, hub]
+    assert _outside(rendered_case("cpu"), component) == [api]
+    assert _outside(rendered_case("no-kubernetes-api"), component) == []
+    assert _outside(rendered_case("external-nats"), component) == [("0.0.0.0/0", [4222]), api]
+    assert ("10.0.0.0/8", []) in _outside(rendered_case("everything"), component)
+
+
+def test_addresses_of_the_api_can_be_narrowed() -> None:
+    rendered = render({"networkPolicy": {"kubernetesApi": {"cidrs": ["10.1.0.5/32"]}, "hub": {"enabled": False}}})
+    assert _outside(rendered, "trainer") == [("10.1.0.5/32", [443, 6443])]
+
+
+def test_names_are_resolved() -> None:
+    for component in ("actor", "trainer"):
+        egress = _rules(rendered_case("default"), rendered_case("default").pod(component), "Egress")
+        assert egress is not None
+        ports = [entry for rule in egress for entry in rule["ports"] if entry["port"] == 53]
+        assert {entry["protocol"] for entry in ports} == {"UDP", "TCP"}
+
+
+def test_prometheus_reaches_metrics(rendered: Rendered) -> None:
+    """From its namespace, at the named port of each pod that has one."""
+    for policy in rendered.of_kind("NetworkPolicy"):
+        for pod in rendered.selected(policy["spec"]["podSelector"]["matchLabels"]):
+            for rule in policy["spec"].get("ingress", []):
+                for entry in rule["ports"]:
+                    assert not isinstance(entry["port"], str) or entry["port"] in pod.ports
+    if rendered.of_kind("NetworkPolicy"):
+        for component in ("actor", "trainer", "verifier"):
+            ingress = _rules(rendered, rendered.pod(component), "Ingress")
+            assert ingress is not None
+            scraped = [rule for rule in ingress if "namespaceSelector" in rule["from"][0]]
+            assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]

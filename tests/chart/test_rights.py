@@ -1,0 +1,134 @@
+"""Rights on the Kubernetes API and on NATS are those that the code says it needs, and no more."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.bus.permissions import Permissions, permissions
+from pipelinerl.kube import permissions as kube
+from pipelinerl.local.nats_server import find_nats_server
+from tests.certificates import Authority
+from tests.chart.cases import CASES
+from tests.chart.conftest import rendered_case
+from tests.chart.rendering import Object, Rendered, environment
+
+RIGHTS = {"actor": kube.ACTOR, "trainer": kube.TRAINER}
+
+
+def _granted(role: Object) -> set[tuple[str, str, str]]:
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def _asked(rights: Iterable[kube.Permission]) -> set[tuple[str, str, str]]:
+    return {(right.api_group, right.resource, right.verb) for right in rights}
+
+
+def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: str) -> None:
+    roles = rendered.of_kind("Role")
+    if case in ("no-rbac", "no-kubernetes-api"):
+        assert roles == rendered.of_kind("RoleBinding") == []
+        return
+    assert len(roles) == len(RIGHTS)
+    for role in roles:
+        service = role["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert _granted(role) == _asked(RIGHTS[service])
+        binding = rendered.one("RoleBinding", role["metadata"]["name"])
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == (rendered.pod(service).spec["serviceAccountName"], "train")
+
+
+def test_nothing_is_granted_beyond_the_namespace(rendered: Rendered) -> None:
+    assert rendered.of_kind("ClusterRole", "ClusterRoleBinding") == []
+
+
+def _configuration(rendered: Rendered, name: str = "pipelinerl-nats") -> str:
+    return str(rendered.one("ConfigMap", name)["data"]["nats.conf"])
+
+
+def _subjects(block: str, side: str) -> tuple[str, ...]:
+    found = re.search(rf"{side}: \[(.*?)\]", block, re.DOTALL)
+    assert found
+    return tuple(re.findall(r'"([^"]+)"', found[1]))
+
+
+@pytest.mark.parametrize(("case", "run"), [("default", "gsm"), ("everything", "all-of-it"), ("cpu", "arithmetic")])
+def test_users_of_nats_may_do_what_the_bus_says(case: str, run: str) -> None:
+    blocks = {block.split(",")[0]: block for block in _configuration(rendered_case(case)).split("user: ")[1:]}
+    blocks.pop("route", None)  # a server of the cluster
+    given = {user: Permissions(_subjects(block, "publish"), _subjects(block, "subscribe")) for user, block in blocks.items()}
+    assert given == permissions(run)
+    assert all(f"password: ${user.upper()}_PASSWORD" in block for user, block in blocks.items())
+
+
+def _server_environment(rendered: Rendered) -> dict[str, str]:
+    """Of the first server, with passwords such as the chart makes them."""
+    values: dict[str, str] = {"PATH": os.environ["PATH"]}
+    for name, entry in environment(rendered.pod("nats").main).items():
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            values[name] = "pipelinerl-nats-0"
+        elif "secretKeyRef" in source:
+            values[name] = "e1e5" + "0" * 36
+        else:
+            values[name] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], entry["value"])
+    return values
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("external-nats", "external-nats-open")])
+def test_nats_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
+    rendered = rendered_case(case)
+    name = rendered.one("ConfigMap", rendered.of_kind("StatefulSet")[0]["metadata"]["name"])["metadata"]["name"]
+    assert name.endswith("-nats")
+    text = _configuration(rendered, name)
+    if "/etc/nats-tls" in text:
+        Authority().issue(tmp_path, "pipelinerl-nats")
+    for at in ("/etc/nats-tls", "/data", "/var/run/nats"):
+        text = text.replace(at, str(tmp_path))
+    file = tmp_path / "nats.conf"
+    file.write_text(text)
+    done = subprocess.run(
+        [find_nats_server(), "-t", "--config", file],
+        env=_server_environment(rendered),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is valid" in done.stderr
+
+
+def test_each_server_of_a_cluster_has_a_route_to_each() -> None:
+    rendered = rendered_case("nats-3")
+    text, entries = _configuration(rendered), environment(rendered.pod("nats").main)
+    routes = [name for name in entries if name.startswith("ROUTE_") and name != "ROUTE_PASSWORD"]
+    assert re.findall(r"\$(ROUTE_\d)", text) == routes == ["ROUTE_0", "ROUTE_1", "ROUTE_2"]
+    assert [entries[route]["value"] for route in routes] == [
+        f"nats://route:$(ROUTE_PASSWORD)@pipelinerl-nats-{index}.pipelinerl-nats-headless:6222" for index in range(3)
+    ]
+    # A variable may only stand for one that comes before it.
+    assert list(entries).index("ROUTE_PASSWORD") < list(entries).index("ROUTE_0")
+    assert "$ROUTE_" not in _configuration(rendered_case("default"))
+
+
+def test_services_log_in_with_their_own_credentials(rendered: Rendered) -> None:
+    secrets = {item["metadata"]["name"]: item for item in rendered.of_kind("Secret")}
+    for service in ("actor", "trainer"):
+        volumes = [volume for volume in rendered.pod(service).spec["volumes"] if volume["name"] == "nats-credentials"]
+        for volume in volumes:
+            (item,) = volume["secret"]["items"]
+            assert item == {"key": f"{service}-credentials", "path": "credentials"}
+            if volume["secret"]["secretName"] in secrets:
+                assert item["key"] in secrets[volume["secret"]["secretName"]]["data"]

@@ -1,0 +1,147 @@
+"""values.schema.json says what values.yaml says, refuses what is misspelt, and lets through only what renders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
+from tests.chart.rendering import CHART, CPU_VALUES, HelmError, render
+from tests.chart.schema_values import allowed
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+RENEW = "python -m deploy.tools.recipe_schema --write"
+
+
+def _values(properties: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(dotted path, schema) of every value that is no section of the chart's own."""
+    for name, schema in properties.items():
+        at = f"{path}.{name}" if path else name
+        if "properties" in schema and "default" not in schema:
+            yield from _values(schema["properties"], at)
+        else:
+            yield at, schema
+
+
+def _at(path: str) -> Any:
+    found: Any = VALUES
+    for name in path.split("."):
+        found = found[name]
+    return found
+
+
+LEAVES = dict(_values(SCHEMA["properties"]))
+
+
+def test_the_schema_is_draft_7() -> None:
+    assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def test_the_recipes_part_is_what_the_models_say() -> None:
+    assert text(with_recipe(SCHEMA)) == (CHART / "values.schema.json").read_text(encoding="utf-8"), RENEW
+    assert set(recipe_definitions()) <= set(SCHEMA["definitions"])
+
+
+def test_every_value_has_a_description_and_the_default_of_values_yaml() -> None:
+    assert len(LEAVES) > 150
+    for path, schema in LEAVES.items():
+        assert schema.get("description", "").endswith("."), path
+        assert "default" in schema, path
+        assert schema["default"] == _at(path), path
+
+
+def test_sections_have_descriptions_and_are_closed() -> None:
+    def sections(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, part in schema.get("properties", {}).items():
+            if "properties" in part:
+                yield f"{path}.{name}", part
+                yield from sections(part, f"{path}.{name}")
+
+    assert SCHEMA["additionalProperties"] is False
+    for path, section in sections(SCHEMA, ""):
+        assert section["additionalProperties"] is False, path
+        assert section["description"], path
+
+
+def test_values_come_in_the_order_of_values_yaml() -> None:
+    assert list(SCHEMA["properties"]) == list(VALUES)
+    for name in ("actor", "trainer", "verifier", "nats"):
+        assert list(SCHEMA["properties"][name]["properties"]) == list(VALUES[name])
+
+
+def test_every_value_is_commented_in_values_yaml_or_speaks_for_itself() -> None:
+    """Top-level values have a line above them; a reader goes through the file once."""
+    lines = (CHART / "values.yaml").read_text(encoding="utf-8").splitlines()
+    for section in ("model", "recipe", "images", "gpu", "actor", "trainer", "verifier", "nats", "tls", "networkPolicy"):
+        at = lines.index(f"{section}:")
+        assert any(line.lstrip().startswith("#") for line in lines[at - 2 : at + 3]), section
+
+
+def test_the_values_that_ship_are_valid() -> None:
+    validator = jsonschema.Draft7Validator(SCHEMA)
+    assert list(validator.iter_errors(VALUES)) == []
+    assert list(validator.iter_errors(yaml.safe_load(CPU_VALUES.read_text(encoding="utf-8")))) == []
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "unknown value": {"actors": {}},
+    "unknown value of a section": {"actor": {"replica": 3}},
+    "unknown value of a part": {"nats": {"persistence": {"sizes": "1Gi"}}},
+    "misspelt recipe field": {"recipe": {"set": {"trainer": {"stepz": 3}}}},
+    "misspelt recipe section": {"recipe": {"set": {"trainers": {"steps": 3}}}},
+    "misspelt field of a whole recipe": {"recipe": {"inline": {"name": "a", "modle": {}}}},
+    "text for a number": {"actor": {"replicas": "three"}},
+    "text for a number of the recipe": {"recipe": {"set": {"trainer": {"learning_rate": "small"}}}},
+    "number for text": {"run": 7},
+    "number out of range": {"recipe": {"set": {"sampling": {"temperature": 9}}}},
+    "null for a number": {"recipe": {"set": {"trainer": {"steps": None}}}},
+    "not a choice": {"recipe": {"set": {"algorithm": {"loss": "reinforze"}}}},
+    "two servers of NATS": {"nats": {"replicas": 2}},
+    "true for a section": {"tls": True},
+    "a path as a model": {"model": {"name": "/models/llama"}},
+    "a run that cannot be a subject": {"run": "My.Run"},
+    "a size without a unit": {"nats": {"persistence": {"size": "32"}}},
+    "a variable of the chart's own": {"actor": {"extraEnv": [{"name": "PIPELINERL_RUN", "value": "x"}]}},
+    "a volume of the chart's own": {"actor": {"extraVolumes": [{"name": "data", "emptyDir": {}}]}},
+    "labels that are no labels": {"actor": {"podLabels": {"queue": "a b"}}},
+    "a port out of range": {"networkPolicy": {"hub": {"ports": [70000]}}},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_helm_refuses(why: str) -> None:
+    with pytest.raises(HelmError, match="values don't meet the specifications of the schema"):
+        render(REFUSED[why])
+
+
+def _generated() -> st.SearchStrategy[dict[str, Any]]:
+    """Any sections of what the schema allows, but for the recipe's fields: those are test_recipe.py's."""
+    sections = dict(SCHEMA["properties"])
+    recipe = {"type": "object", "properties": {"name": {"enum": ["gsm", "arithmetic"]}}}
+    parts = {name: allowed(schema, SCHEMA["definitions"]) for name, schema in (sections | {"recipe": recipe}).items()}
+    return st.fixed_dictionaries({}, optional=parts)
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # without shrinking: an example takes half a second
+)
+@given(_generated())
+def test_what_the_schema_allows_renders_or_is_refused_by_name(values: dict[str, Any]) -> None:
+    try:
+        rendered = render(values)
+    except HelmError as error:
+        assert "\n\npipelinerl: " in str(error), str(error)
+    else:
+        assert rendered.of_kind("Deployment")
