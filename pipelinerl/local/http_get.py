@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from pipelinerl.service.address import split_host_port
+
 
 async def http_status(address: str, path: str, timeout_s: float) -> int | None:
     """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
@@ -15,8 +17,7 @@ async def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 async def _get(address: str, path: str) -> int:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    reader, writer = await asyncio.open_connection(*split_host_port(address))
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
         await writer.drain()

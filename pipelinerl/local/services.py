@@ -13,7 +13,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.local.process import Launch
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.threads import ThreadPlan
-from pipelinerl.service.address import ServiceAddress
+from pipelinerl.service.address import ServiceAddress, split_host_port
 
 
 def _module(name: str) -> tuple[str, ...]:
@@ -85,4 +85,4 @@ class ServiceLaunches:
 
 
 def _port(address: str) -> str:
-    return address.rpartition(":")[2]
+    return str(split_host_port(address)[1])

@@ -1,7 +1,7 @@
 """How the processes of a local run share the cores.
 
 Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a
-parallel region waits for its slowest thread. Pure but for `available_cores`. Says nothing about GPUs, where these
+parallel region waits for its slowest thread. Pure but for what asks the machine. Says nothing about GPUs, where these
 threads only feed kernels.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +58,24 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 def available_cores() -> int:
     """Cores this process may use: its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores(_CGROUP_QUOTA.read_text() if _CGROUP_QUOTA.is_file() else "max 100000")
+    allowed, quota = _allowed_cores(), _quota_cores()
     return max(1, min(allowed, quota)) if quota else allowed
+
+
+def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
+    """Sets OMP_NUM_THREADS for so many processes in a container whose CPU quota is below the cores that they see: torch would
+    start a thread for each of those. What is set already stays."""
+    if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
+        environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quota_cores() -> int:
+    """0 = no limit, and where there is no cgroup v2."""
+    return _cgroup_cores(_CGROUP_QUOTA.read_text() if _CGROUP_QUOTA.is_file() else "max 100000")
 
 
 def _cgroup_cores(cpu_max: str) -> int:

@@ -1,4 +1,4 @@
-"""The address file: how a process started on port 0 tells its runner where it listens."""
+"""`host:port` texts, and the address file: how a process started on port 0 tells its runner where it listens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ class ServiceAddress:
     grpc: str
     http: str
     pid: int
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, as everything that takes an address reads it: an IPv6 address in brackets. Pure."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """The reverse. Raises `ValueError` for a text without a port. Pure."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def write_address(path: Path, address: ServiceAddress) -> None:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.service.address import host_port
 from pipelinerl.service.grpc_errors import ErrorBoundary
 
 MAX_MESSAGE_BYTES = 256 * 1024**2
@@ -85,7 +86,7 @@ async def serve_grpc(
 
 
 def _bind(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = host_port(host, port)
     try:
         if credentials is not None:
             return server.add_secure_port(address, credentials)

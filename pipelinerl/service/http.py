@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.service.address import host_port
 
 _GRACEFUL_S = 2
 
@@ -43,7 +44,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ServiceError(
-            f"http_port = {port}: cannot listen on {host}:{port} ({error.strerror}); "
+            f"http_port = {port}: cannot listen on {host_port(host, port)} ({error.strerror}); "
             "give another port, or 0 for any free one"
         ) from error
     return listener

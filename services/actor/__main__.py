@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from pipelinerl.config.settings import ActorSettings
+from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
+    keep_to_quota(os.environ, 1)  # before anything loads torch
     from services.actor.app import serve
 
     await serve(settings, stop, context)

@@ -26,7 +26,7 @@ from pipelinerl.control import RunEnd
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.retry import until_taken
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -106,8 +106,8 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
         )
         await server.set_serving(True)
         address = ServiceAddress(
-            grpc=f"{settings.advertise_host}:{server.port}",
-            http=f"{settings.advertise_host}:{http_port}",
+            grpc=host_port(settings.advertise_host, server.port),
+            http=host_port(settings.advertise_host, http_port),
             pid=os.getpid(),
         )
         if settings.address_file:

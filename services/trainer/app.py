@@ -31,7 +31,7 @@ from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.retry import until_taken
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -132,7 +132,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         readiness.set_ready()
         if settings.address_file:
             host = settings.advertise_host
-            address = ServiceAddress(grpc=f"{host}:{server.port}", http=f"{host}:{http_port}", pid=os.getpid())
+            address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await run.run(stop)
 
@@ -193,9 +193,9 @@ class TrainingRun:
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
+            on_joined=self._joined,
             on_member=self._member_changed,
             on_aborted=events.update_failed,
-            on_joined=self._joined,
         )
         self._feeder = Feeder(
             bus,
@@ -453,8 +453,8 @@ class TrainingRun:
         )
 
     def _status(self) -> trainer_pb2.TrainerStatus:
-        waiting_for = self._loop.waiting_for
         phase = self._phase
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
         if phase == trainer_pb2.TRAINER_PHASE_TRAINING and waiting_for:
             phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return trainer_pb2.TrainerStatus(

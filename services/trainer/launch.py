@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.environment import read_settings
 from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
 
@@ -26,6 +28,8 @@ RANK = (sys.executable, "-m", "services.trainer")
 """What each rank runs: it finds its place in the environment that torchrun gives it."""
 SHUTDOWN_S = 30
 """Beyond the last checkpoint, for ranks that were told to stop, before they are killed."""
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
 """How long a node waits for the others: images may have to be pulled."""
 
@@ -38,6 +42,7 @@ def launch_ranks() -> int | None:
         settings = read_settings(TrainerSettings)
         recipe = load_recipe(settings.recipe)
         several = num_ranks(settings, recipe) > 1
+        keep_to_quota(os.environ, ranks_here(settings, recipe))
         codes.append(run_ranks(settings, ranks_here(settings, recipe), RANK) if several else None)
 
     failed = exit_code(launch)
@@ -102,10 +107,10 @@ def _agent(settings: TrainerSettings) -> dict[str, Any]:
         "run_id": settings.run,
         "max_restarts": 0,
         "monitor_interval": 0.2,
-        "local_addr": settings.advertise_host,
         "shutdown_timeout": math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,
     }
     if settings.nodes == 1:
-        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{settings.advertise_host}:0"}
+        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{LOOPBACK}:0", "local_addr": LOOPBACK}
     meeting = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
+    agent["local_addr"] = settings.advertise_host
     return agent | {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous, "rdzv_configs": meeting}

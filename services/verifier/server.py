@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import VerifierSettings
-from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
@@ -109,7 +109,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         log.info("serving rewards of task %s by scorer %s", recipe.task.name, recipe.reward.scorer, extra=where)
         if settings.address_file is not None:
             host = settings.advertise_host
-            address = ServiceAddress(f"{host}:{grpc_server.port}", f"{host}:{http_port}", os.getpid())
+            address = ServiceAddress(host_port(host, grpc_server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await stop.wait()
         readiness.set_not_ready("stopping")

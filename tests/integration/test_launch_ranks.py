@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.
 dist.destroy_process_group()
 """
 RANK_1_FAILS = "import os, sys, time\nsys.exit(2) if os.environ['RANK'] == '1' else time.sleep(600)"
+LISTENS = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+open(f"{sys.argv[0]}.met.{dist.get_rank()}.{os.getpid()}", "x").close()
+word = torch.zeros(1)
+try:
+    while True:
+        if dist.get_rank() == 0:
+            dist.send(word, 1)
+            time.sleep(0.05)
+        else:
+            dist.recv(word, 0)
+except RuntimeError:
+    os._exit(1)
+"""
 WAITS = "import os, time\nos.write(1, f'pid {os.getpid()}\\n'.encode())\ntime.sleep(600)"
 WAIT_S = 120.0
 
@@ -111,6 +128,32 @@ def test_the_ranks_of_two_nodes_meet_and_node_0_has_rank_0(start_agent: Agents) 
     assert (first.returncode, second.returncode) == (0, 0)
     assert sorted(outputs[0].splitlines()) == ["rank 0 of 4: 10", "rank 1 of 4: 10"]
     assert sorted(outputs[1].splitlines()) == ["rank 2 of 4: 10", "rank 3 of 4: 10"]
+
+
+def test_when_a_node_is_lost_the_other_ends_and_both_meet_again_in_the_same_place(
+    start_agent: Agents, tmp_path: Path
+) -> None:
+    rendezvous = f"127.0.0.1:{free_port()}"
+
+    def start(node: int) -> subprocess.Popen[str]:
+        return start_agent(LISTENS, 1, nodes=2, node=node, rendezvous=rendezvous)
+
+    def until_met(times: int) -> None:
+        """Starts again what ends, as a StatefulSet does."""
+        latest = time.monotonic() + WAIT_S
+        while {len(list(tmp_path.glob(f"worker.py.met.{rank}.*"))) for rank in (0, 1)} != {times}:
+            assert time.monotonic() < latest
+            for node in nodes:
+                if (code := nodes[node].poll()) is not None:
+                    assert code == (-signal.SIGKILL if node == lost else 1)
+                    nodes[node] = start(node)
+            time.sleep(0.05)
+
+    nodes, lost = {node: start(node) for node in (0, 1)}, -1
+    until_met(1)
+    for times, lost in enumerate((1, 0), start=2):
+        nodes[lost].kill()
+        until_met(times)
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(start_agent: Agents) -> None:

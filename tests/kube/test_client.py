@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.kube import client as client_module
 from pipelinerl.kube.client import KubeClient, in_cluster
 from pipelinerl.kube.errors import KubeError
 from pipelinerl.kube.permissions import ACTOR, CREATE_EVENTS, LIST_PODS, PATCH_PODS, TRAINER, WATCH_PODS
@@ -150,7 +151,17 @@ async def test_a_line_that_comes_in_pieces_is_one_change(api: ApiServer, trainer
             assert await anext(changes) == PodChange("BOOKMARK", None, "7")
 
 
-async def test_leaving_a_silent_watch_ends_its_thread(api: ApiServer, trainer: KubeClient) -> None:
+async def test_leaving_a_silent_watch_ends_its_thread(
+    api: ApiServer, trainer: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, next_line = threading.Event(), client_module._WatchStream.next_line
+
+    def note_and_read(stream: client_module._WatchStream) -> bytes | None:
+        reading.set()
+        return next_line(stream)
+
+    monkeypatch.setattr(client_module._WatchStream, "next_line", note_and_read)
+
     async def threads_end() -> None:
         async with asyncio.timeout(SOON_S):
             while any(thread.name == "kubernetes" for thread in threading.enumerate()):
@@ -160,8 +171,7 @@ async def test_leaving_a_silent_watch_ends_its_thread(api: ApiServer, trainer: K
     async with trainer.watch_pods(SELECTOR, "1000") as changes:
         waiting = asyncio.ensure_future(anext(changes))
         await api.watched()
-        while not any(thread.name == "kubernetes" for thread in threading.enumerate()):
-            await asyncio.sleep(0.005)
+        assert await asyncio.to_thread(reading.wait, SOON_S)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting

@@ -19,7 +19,7 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
     `role` is a function of a module. Raises AssertionError with the traceback of the first rank that fails.
     """
     context = multiprocessing.get_context("spawn")
-    port, started = _free_port(), []
+    port, started = free_port(), []
     for rank in range(size):
         ours, theirs = context.Pipe()
         process = context.Process(target=_play, args=(theirs, rank, size, port, role, arguments), daemon=True)
@@ -59,7 +59,7 @@ def _play(
     said.poll(WAIT_S)  # the groups live until the test has heard everybody
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

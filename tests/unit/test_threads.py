@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.local.threads import ThreadPlan, _cgroup_cores, available_cores, plan_threads
+from pipelinerl.local.threads import ThreadPlan, _cgroup_cores, available_cores, keep_to_quota, plan_threads
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,31 @@ def test_cgroup_quota_rounds_up(cpu_max: str, cores: int) -> None:
 
 def test_this_machine_has_a_core() -> None:
     assert available_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "processes", "given", "threads"),
+    [
+        ("400000 100000", 1, {}, "4"),
+        ("400000 100000", 3, {}, "1"),
+        ("400000 100000", 8, {}, "1"),
+        ("400000 100000", 1, {"OMP_NUM_THREADS": "9"}, "9"),
+        ("1600000 100000", 1, {}, None),
+        ("max 100000", 1, {}, None),
+    ],
+)
+def test_a_container_keeps_to_its_quota(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    quota: str,
+    processes: int,
+    given: dict[str, str],
+    threads: str | None,
+) -> None:
+    """On a machine of 16 cores."""
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr("pipelinerl.local.threads._CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    environment = dict(given)
+    keep_to_quota(environment, processes)
+    assert environment.get("OMP_NUM_THREADS") == threads

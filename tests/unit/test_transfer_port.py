@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.errors import TransferError
+from pipelinerl.service.address import split_host_port
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
@@ -19,16 +20,16 @@ WEIGHTS = {"w": torch.arange(5000.0)}
 VERSION = PolicyVersion(1, 3)
 
 
-def port_and_snapshot(stall_timeout_s: float = 10.0):
+def port_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
     sender = WeightSender(describe(WEIGHTS.items(), chunk_bytes=4096), stall_timeout_s=stall_timeout_s)
-    return CollectivePort(sender, GroupStore(), host="127.0.0.1"), sender.snapshot(VERSION, WEIGHTS)
+    return CollectivePort(sender, GroupStore(host), host=host), sender.snapshot(VERSION, WEIGHTS)
 
 
 async def meeting(port: CollectivePort, epoch: int) -> tuple[CollectiveGroup, WeightGroup]:
     """The trainer's end and an actor's."""
     group = await port.open_group(epoch, 2, 10)
-    host, _, number = group.store_address.rpartition(":")
-    spec = GroupSpec(host, int(number), f"epoch-{epoch}", 1, 2, "gloo", "127.0.0.1")
+    host, number = split_host_port(group.store_address)
+    spec = GroupSpec(host, number, f"epoch-{epoch}", 1, 2, "gloo", host)
     actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), group.built())
     return group, actor
 
@@ -47,6 +48,17 @@ async def test_version_arrives_with_the_checksum_that_the_port_reports() -> None
 
     assert sent.checksum == receiver.receipt.checksum
     assert sent.num_bytes == port.manifest.total_bytes
+    await group.abandon()
+
+
+async def test_versions_arrive_over_ipv6() -> None:
+    try:
+        port, snapshot = port_and_snapshot(host="::1")
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    group, actor = await meeting(port, 1)
+    assert group.store_address.startswith("[::1]:")
+    await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
     await group.abandon()
 
 

@@ -518,6 +518,18 @@ async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admi
         assert one.updater.num_present == 2, "the old pod's end does not touch the new one"
 
 
+async def test_a_departure_that_is_heard_after_its_successor_does_not_touch_it() -> None:
+    async with stage("a") as one:
+        await one.join("b", pod_uid="u2")
+        await one.send(0)
+        await one.until(lambda: sorted(one.updater.serving) == ["a", "b"])
+        one.updater._post(None, c.MembersLeaving((c.Member("b", "p0", pod_uid="u1"),), "its pod was deleted"))
+        await one.send(1)
+        assert sorted(one.updater.serving) == ["a", "b"]
+        assert one.told("b") == ["joined"]
+        assert sorted(one.updater.members) == ["a", "b"]
+
+
 async def test_a_pod_that_ends_before_its_actor_registers_does_not_come_in() -> None:
     async with stage("a") as one:
         one.updater.pod_ends(deletion("b", "u1"))

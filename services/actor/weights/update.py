@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.service.address import split_host_port
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import GroupFailed
 from pipelinerl.weights.manifest import Manifest
@@ -100,10 +101,10 @@ class WeightUpdateClient:
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
     ) -> None:
         """Meet the trainer and the other actors; leaves the group of the epoch before. Raises TransferError."""
-        host, _, port = store_address.rpartition(":")
+        host, port = split_host_port(store_address)
         order = wire.Join(
             host=host,
-            port=int(port),
+            port=port,
             name=f"epoch-{epoch}",
             first_rank=first_rank,
             world=world_size,

@@ -7,6 +7,7 @@ waiting ends with an error, and torchrun ends the other ranks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from services.trainer.learn.share import TRAIN, StepShare
 from services.trainer.learn.step import Learner
@@ -17,12 +18,16 @@ from services.trainer.ranks.saver import FollowingSaver
 log = logging.getLogger(__name__)
 
 
-def follow(learner: Learner) -> None:
-    """Returns after rank 0's last order. Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises."""
+def follow(learner: Learner, heard: Callable[[str], None] = lambda kind: None) -> None:
+    """Returns after rank 0's last order; `heard` is told of each one's kind.
+
+    Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises.
+    """
     links = learner.world.links
     assert links is not None, "a rank that is alone has nobody to follow"
     saver = FollowingSaver(learner)
     while (order := links.hear()).kind != END:
+        heard(order.kind)
         if order.kind == SAVE:
             saver.save()
         else:

@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from pipelinerl.errors import TransferError
+from pipelinerl.service.address import host_port
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.group import Backend, GroupSpec, GroupStore, WeightGroup
 from services.trainer.lane import SentBytes
@@ -34,7 +35,7 @@ class CollectivePort:
         meeting = asyncio.create_task(
             asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
         )
-        return CollectiveGroup(self._sender, f"{self._host}:{self._store.port}", meeting, given_up)
+        return CollectiveGroup(self._sender, host_port(self._host, self._store.port), meeting, given_up)
 
 
 class CollectiveGroup:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.light_members import Break
+from benchmarks.light_members import Break, LightMember
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.control import Commit, EpochStart
@@ -25,25 +24,11 @@ from services.actor.deletion_cost import ANNOTATION
 from services.trainer.pods import watch_actor_pods
 from tests.faults.stage import FaultStage, fault_stage
 from tests.integration.actor_stage import RUN, actor_stage
-from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer, api_server, service_account
-from tests.kube.certificates import make_certificates
+from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
 from tests.unit.builders import make_recipe
 
+Account = Callable[[str], Path]
 NEVER_EXPIRE = StreamLimits(member_ttl_s=3600, in_memory=True)
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    folder = tmp_path_factory.mktemp("tls")
-    return folder / "ca.crt", make_certificates(folder)
-
-
-@pytest.fixture
-async def api(tls: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
-    async with api_server(tls[1]) as server:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-        yield server
 
 
 def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSettings:
@@ -53,9 +38,9 @@ def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSett
 
 
 @asynccontextmanager
-async def watched_stage(folder: Path, ca: Path, api: ApiServer) -> AsyncIterator[FaultStage]:
+async def watched_stage(folder: Path, account: Account, api: ApiServer) -> AsyncIterator[FaultStage]:
     """A trainer that watches pods; nothing else tells it that an actor has left."""
-    settings = trainer_settings(folder, service_account(folder, ca, "trainer-token"))
+    settings = trainer_settings(folder, account("trainer-token"))
     async with fault_stage(folder, limits=NEVER_EXPIRE) as stage:
         watching = asyncio.create_task(watch_actor_pods(settings, stage.updater))
         try:
@@ -67,19 +52,27 @@ async def watched_stage(folder: Path, ca: Path, api: ApiServer) -> AsyncIterator
                 await watching
 
 
+async def served_by(
+    stage: FaultStage, api: ApiServer, *names: str, breaks: dict[str, Break] | None = None
+) -> list[LightMember]:
+    """Actors in pods, all serving version 0."""
+    for name in names:
+        api.add_pod(name)
+    started = await stage.start_all(*names, breaks=breaks, pods=True)
+    await api.watched()
+    await stage.update(0)
+    return started
+
+
 def told(stage: FaultStage, actor: str) -> list[str]:
     return [change.kind for change in stage.changes if change.member.actor == actor]
 
 
 async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
-    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+    tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
-    async with watched_stage(tmp_path, tls[0], api) as stage:
-        for name in "ab":
-            api.add_pod(name)
-        a, b = await stage.start_all("a", "b", pods=True)
-        await api.watched()
-        await stage.update(0)
+    async with watched_stage(tmp_path, account, api) as stage:
+        a, b = await served_by(stage, api, "a", "b")
         api.terminate("b")
         await stage.until(lambda: list(stage.updater.members) == ["a"])
         assert b.is_running, "it still has its grace period"
@@ -99,14 +92,10 @@ async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
 
 
 async def test_a_pod_that_is_gone_with_its_node_is_left_out_though_its_process_only_fell_silent(
-    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+    tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
-    async with watched_stage(tmp_path, tls[0], api) as stage:
-        for name in "ab":
-            api.add_pod(name)
-        a, b = await stage.start_all("a", "b", pods=True)
-        await api.watched()
-        await stage.update(0)
+    async with watched_stage(tmp_path, account, api) as stage:
+        a, b = await served_by(stage, api, "a", "b")
         b.send(signal.SIGSTOP)
         api.remove("b")
         await stage.until(lambda: list(stage.updater.members) == ["a"])
@@ -116,14 +105,10 @@ async def test_a_pod_that_is_gone_with_its_node_is_left_out_though_its_process_o
 
 
 async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_and_costs_no_new_epoch(
-    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+    tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
-    async with watched_stage(tmp_path, tls[0], api) as stage:
-        for name in "ab":
-            api.add_pod(name)
-        a, b = await stage.start_all("a", "b", breaks={"b": Break("staged", "hangs", 1)}, pods=True)
-        await api.watched()
-        await stage.update(0)
+    async with watched_stage(tmp_path, account, api) as stage:
+        a, b = await served_by(stage, api, "a", "b", breaks={"b": Break("staged", "hangs", 1)})
         await stage.offer(1)
         await b.until(lambda: b.broke)
         api.terminate("b")
@@ -135,15 +120,11 @@ async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_an
 
 
 async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(
-    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+    tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
-    async with watched_stage(tmp_path, tls[0], api) as stage:
-        for name in "abc":
-            api.add_pod(name)
+    async with watched_stage(tmp_path, account, api) as stage:
         breaks = {"b": Break("receiving", "hangs", 1)}
-        a, b, c = await stage.start_all("a", "b", "c", breaks=breaks, pods=True)
-        await api.watched()
-        await stage.update(0)
+        a, b, c = await served_by(stage, api, "a", "b", "c", breaks=breaks)
         await stage.offer(1)
         await b.until(lambda: b.broke)
         api.terminate("b")
@@ -188,11 +169,15 @@ def costs(api: ApiServer) -> list[int]:
 
 
 async def test_an_actors_process_tells_what_its_stop_would_cost_and_ends_though_the_api_hangs(
-    tmp_path: Path, tls: tuple[Path, ssl.SSLContext], api: ApiServer
+    tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
-    account = service_account(tmp_path, tls[0], "actor-token")
     api.add_pod("actor-x", "u1")
-    pod = {"pod_namespace": NAMESPACE, "pod_name": "actor-x", "pod_uid": "u1", "service_account_dir": account}
+    pod = {
+        "pod_namespace": NAMESPACE,
+        "pod_name": "actor-x",
+        "pod_uid": "u1",
+        "service_account_dir": account("actor-token"),
+    }
     async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
         actor = await one.start("x", pod=pod, version=1, token_s=0.002, deletion_cost_every_s=0.02)
         await api.until(lambda: costs(api) == [0])

@@ -1,0 +1,104 @@
+"""The first rank of a further node: it answers for its node's pod, from before its model is loaded to rank 0's last order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from pipelinerl.config.load import load_recipe, recipe_yaml
+from pipelinerl.config.settings import RankSettings, TrainerSettings
+from pipelinerl.service.logs import LogContext
+from services.trainer import rank
+from services.trainer.loading import load_learner
+from services.trainer.ranks.lead import Lead
+from services.trainer.ranks.world import leave_ranks
+from tests.unit.builders import make_recipe
+from tests.unit.ranks import free_port, on_ranks
+from tests.unit.test_learner import model_of
+
+WAIT_S = 60.0
+
+
+def settings(folder: str, port: int) -> TrainerSettings:
+    return TrainerSettings(
+        run="r",
+        recipe=Path(folder) / "recipe.yaml",
+        instance="trainer-1",
+        verifier="v",
+        run_dir=Path(folder),
+        http_port=port,
+        nodes=2,
+        node=1,
+    )
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """Status and text; (0, "") when nobody answers."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as answer:
+        return answer.code, answer.read().decode()
+    except URLError:
+        return 0, ""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    latest = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < latest
+        time.sleep(0.02)
+
+
+def play(folder: str, port: int) -> Any:
+    return rank_0(folder, port) if os.environ["RANK"] == "0" else rank_1(folder, port)
+
+
+def rank_0(folder: str, port: int) -> tuple[int, str]:
+    """What the other node's pod answers to /healthz once it is ready and has heard two orders."""
+    lead = Lead(load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2)))
+    until(lambda: get(port, "/readyz") == (200, "ready\n"))
+    lead.beat()
+    lead.beat()
+    until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat"} 2.0' in get(port, "/metrics")[1])
+    healthy = get(port, "/healthz")
+    lead.end()
+    leave_ranks()
+    return healthy
+
+
+def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str]:
+    """What it answers to /readyz before its model is loaded, and its name; returns when rank 0 has given its last order."""
+    asked, load, answers = threading.Event(), rank.load_learner, []
+
+    def load_when_asked(*arguments: Any) -> Any:
+        asked.wait(WAIT_S)
+        return load(*arguments)
+
+    def ask() -> None:
+        until(lambda: get(port, "/readyz")[0] != 0)
+        answers.append(get(port, "/readyz"))
+        asked.set()
+
+    rank.load_learner = load_when_asked
+    asking, context = threading.Thread(target=ask), LogContext("r", "trainer", "trainer-1")
+    asking.start()
+    asyncio.run(rank.serve_rank(settings(folder, port), RankSettings(rank=1, world_size=2, local_rank=0), context))
+    asking.join()
+    return answers[0], context.instance
+
+
+def test_the_pod_of_another_node_answers(tmp_path: Path) -> None:
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
+    recipe = make_recipe(model={"source": "path", "name": str(tmp_path), "max_context": 64})
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    first, second = on_ranks(2, play, str(tmp_path), free_port())
+    assert first == (200, "ok\n")
+    assert second == ((503, "the model is loading\n"), "trainer-1-rank1")
