@@ -12,7 +12,7 @@ from typing import Any
 from tests.cluster.api_server import ApiServer
 from tests.cluster.container import Process, identity
 from tests.cluster.environment import PodFacts, expanded, resolved_environment, service_links
-from tests.cluster.images import Image, image_environment, image_files, image_of, image_paths
+from tests.cluster.images import Image, absent_files, image_environment, image_files, image_of, image_paths
 from tests.cluster.objects import ClusterError, Object, Objects, name_of
 from tests.cluster.pod import Container, Pod
 from tests.cluster.probes import Prober
@@ -78,15 +78,15 @@ class PodBuilder:
     def _check_account(self, pod: Object) -> None:
         account = account_of(pod)
         if account != "default" and self.objects.find("ServiceAccount", account) is None:
-            raise ClusterError(f'error looking up service account {self.namespace}/{account}: serviceaccount "{account}" not found')
+            raise ClusterError(
+                f'error looking up service account {self.namespace}/{account}: serviceaccount "{account}" not found'
+            )
 
     def _process_spec(
         self, entry: Object, facts: PodFacts, volumes: Mapping[str, Volume], place: Place
     ) -> dict[str, Any]:
         image = image_of(entry["image"], self.images)
-        environment = resolved_environment(
-            entry, facts, self.objects, self._links(facts.pod), image_environment(image)
-        )
+        environment = resolved_environment(entry, facts, self.objects, self._links(facts.pod), image_environment(image))
         command = image.command(entry.get("command"), entry.get("args"))
         if not command:
             raise ClusterError(f"container {entry['name']}: no command specified")
@@ -96,6 +96,7 @@ class PodBuilder:
             "network_namespace": f"{NETWORK_NAMESPACES}/{place.namespace}",
             "hostname": name,
             "image_paths": image_paths(),
+            "absent": absent_files(image),
             "files": image_files(name, facts.ip, self.network.host, self.namespace),
             "mounts": self._mounts(entry, facts, volumes),
             "init": image.init and not entry.get("command"),
@@ -107,7 +108,11 @@ class PodBuilder:
     def _links(self, pod: Object) -> dict[str, str]:
         """The API server's address always, those of other Services unless the pod turns them off."""
         host = self.cluster_ips["kubernetes"]
-        links = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443", "KUBERNETES_PORT": f"tcp://{host}:443"}
+        links = {
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": "443",
+            "KUBERNETES_PORT": f"tcp://{host}:443",
+        }
         if pod["spec"].get("enableServiceLinks", True):
             links |= service_links(self.objects, lambda service: self.cluster_ips[name_of(service)])
         return links
