@@ -92,6 +92,7 @@ def check_contents(service: str, image: str) -> None:
         "writable": ["/tmp"], "plugins": ["pipelinerl"],
         "recipes": sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")),
     }  # fmt: skip
+    seen["plugins"] = [name for name in seen["plugins"] if name == "pipelinerl"]  # vLLM has some of its own
     wrong = {key: seen[key] for key, value in expected.items() if seen[key] != value}
     if wrong:
         sys.exit(f"{image}: {wrong}")

@@ -51,7 +51,7 @@ def test_a_base_is_an_argument_with_an_exact_tag(dockerfile: Dockerfile) -> None
     image, _, tag = dockerfile.arguments["BASE_IMAGE"].partition(":")
     assert image in ("debian", "nvidia/cuda")
     assert re.search(r"\d+\.\d+\.\d+|\d{8}", tag), tag
-    assert [stage.base for stage in dockerfile.stages[1:]] == ["base", "base"]
+    assert {stage.base for stage in dockerfile.stages[1:]} <= {"base", "on-${FLAVOUR}"}
 
 
 def test_the_cuda_base_is_the_one_the_wheels_are_built_for() -> None:
@@ -65,11 +65,11 @@ def test_the_cuda_base_is_the_one_the_wheels_are_built_for() -> None:
 
 
 def test_compilers_are_in_no_stage_that_the_final_one_stands_on(dockerfile: Dockerfile) -> None:
-    base, build, final = dockerfile.stages
-    assert "gcc" in " ".join(build.all("RUN"))
-    for stage in (base, final):
+    stages = {stage.name: stage for stage in dockerfile.stages}
+    assert "gcc" in " ".join(stages.pop("build").all("RUN"))
+    for stage in stages.values():
         assert not re.search(r"\b(gcc|g\+\+|clang|make|build-essential|python3-dev)\b", " ".join(stage.all("RUN")))
-    assert final.all("COPY") == ["--from=build /opt/pipelinerl /opt/pipelinerl"]
+    assert dockerfile.final.all("COPY") == ["--from=build /opt/pipelinerl /opt/pipelinerl"]
 
 
 def test_every_debian_package_is_pinned_to_a_version(dockerfile: Dockerfile) -> None:
@@ -94,8 +94,17 @@ def test_caches_are_where_a_read_only_root_lets_them_be(dockerfile: Dockerfile) 
 def test_what_compiles_on_a_gpu_has_a_writable_cache(service: str) -> None:
     variables = read_dockerfile(DOCKERFILES[service]).final.pairs("ENV")
     assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR", "HF_HOME"} <= set(variables)
-    assert variables["CC"] == "/opt/pipelinerl/bin/prebuilt-cc"
     assert ("VLLM_CACHE_ROOT" in variables) == (service == "actor")
+
+
+def test_what_stands_in_for_a_compiler_is_told_to_torch() -> None:
+    """On a GPU a compiler that has one answer ready; on a CPU vLLM compiles nothing."""
+    actor = {stage.name: stage.pairs("ENV") for stage in read_dockerfile(DOCKERFILES["actor"]).stages}
+    assert actor["on-cuda"] == {"CC": "/opt/pipelinerl/bin/prebuilt-cc"}
+    assert actor["on-cpu"] == {"TORCH_COMPILE_DISABLE": "1"}
+    trainer = read_dockerfile(DOCKERFILES["trainer"]).final.pairs("ENV")
+    assert trainer["CC"] == actor["on-cuda"]["CC"]
+    assert "TORCH_COMPILE_DISABLE" not in trainer
 
 
 def test_labels_are_complete_and_filled_from_arguments(service: str, dockerfile: Dockerfile) -> None:
