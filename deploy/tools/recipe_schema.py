@@ -3,8 +3,8 @@
     python -m deploy.tools.recipe_schema            # is it up to date? Exit code 1 if not
     python -m deploy.tools.recipe_schema --write    # bring it up to date
 
-Every field is optional there: recipe.set holds some of them, and what a whole recipe must hold the services check. Rules between
-fields are theirs too.
+Every field is optional there: recipe.set holds some of them. What a whole recipe must hold, and rules between fields, the
+services check.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def main() -> int:
     if write:
         SCHEMA.write_text(wanted, encoding="utf-8")
     elif now != wanted:
-        print(f"{SCHEMA} is not what the recipe's models say: python -m deploy.tools.recipe_schema --write", file=sys.stderr)
+        print(
+            f"{SCHEMA} is not what the recipe's models say: python -m deploy.tools.recipe_schema --write",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

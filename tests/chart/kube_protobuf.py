@@ -1,4 +1,4 @@
-"""A Secret as client-go sends it where helm stores a release: Kubernetes's protobuf, of which only the fields in use are read."""
+"""A Secret as client-go sends it where helm stores a release: in Kubernetes's protobuf. Only the fields in use are read."""
 
 from __future__ import annotations
 

@@ -67,9 +67,11 @@ def _string(schema: Schema) -> st.SearchStrategy[str]:
     strings = st.from_regex(schema["pattern"].replace("$", r"\Z")) if "pattern" in schema else _TEXT
     fewest, refused = schema.get("minLength", 0), schema.get("not", {})
     return strings.filter(
-        lambda text: len(text) >= fewest
-        and text not in refused.get("enum", ())
-        and not text.startswith(refused.get("pattern", "^\0").removeprefix("^"))
+        lambda text: (
+            len(text) >= fewest
+            and text not in refused.get("enum", ())
+            and not text.startswith(refused.get("pattern", "^\0").removeprefix("^"))
+        )
     )
 
 

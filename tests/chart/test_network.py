@@ -1,7 +1,7 @@
 """NetworkPolicies let pass what docs/architecture.md draws, and nothing else.
 
-The policies are evaluated as Kubernetes defines them, for pods of one namespace: a connection passes when the sender's egress and
-the receiver's ingress allow it. What a cluster's network plugin makes of them is not tested.
+The policies are evaluated as Kubernetes defines them, for pods of one namespace: a connection passes when the sender's egress
+and the receiver's ingress allow it. What a cluster's network plugin makes of them is not tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANY_PORT = 41234
 
 def _matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     assert set(selector) <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    return dict(selector.get("matchLabels") or {}).items() <= labels.items()
 
 
 def _peer(peer: Object, pod: Pod) -> bool:

@@ -156,7 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"nats": {"sequencesMaxGib": 25}},
         "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi",
     ),
-    "no certificates": ({"tls": {"grpc": {"enabled": True}}}, ": is empty; name a Secret with tls.crt, tls.key and ca.crt, or set"),
+    "no certificates": (
+        {"tls": {"grpc": {"enabled": True}}},
+        ": is empty; name a Secret with tls.crt, tls.key and ca.crt",
+    ),
     "no issuer": (
         {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
         "tls.certManager.issuerRef: has no name",

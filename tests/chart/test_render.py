@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils
 
 from tests.chart.cases import CASES
 from tests.chart.conftest import rendered_case
@@ -23,6 +25,14 @@ OF_OTHERS = {
 """Custom resources: their schemas are not Kubernetes's."""
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "python -m tests.chart.renew_snapshots"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_read_once() -> Iterator[None]:
+    """kubernetes_validate parses a file of definitions, 1 MB, for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @functools.cache
@@ -53,6 +63,13 @@ def test_kubernetes_takes_every_object(case: str, version: str) -> None:
         if problem:
             problems[f"{item['kind']}/{item['metadata']['name']}"] = problem
     assert not problems
+
+
+def test_an_unknown_field_would_be_found() -> None:
+    (deployment,) = [item for item in rendered_case("cpu").of_kind("Deployment") if "actor" in item["metadata"]["name"]]
+    wrong = json.loads(json.dumps(deployment))
+    wrong["spec"]["template"]["spec"]["nodeselector"] = {"a": "b"}
+    assert "nodeselector" in _invalid(json.dumps(wrong), VERSIONS[0])
 
 
 def test_custom_resources_are_rendered_somewhere() -> None:

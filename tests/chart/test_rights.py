@@ -68,7 +68,9 @@ def _subjects(block: str, side: str) -> tuple[str, ...]:
 def test_users_of_nats_may_do_what_the_bus_says(case: str, run: str) -> None:
     blocks = {block.split(",")[0]: block for block in _configuration(rendered_case(case)).split("user: ")[1:]}
     blocks.pop("route", None)  # a server of the cluster
-    given = {user: Permissions(_subjects(block, "publish"), _subjects(block, "subscribe")) for user, block in blocks.items()}
+    given = {
+        user: Permissions(_subjects(block, "publish"), _subjects(block, "subscribe")) for user, block in blocks.items()
+    }
     assert given == permissions(run)
     assert all(f"password: ${user.upper()}_PASSWORD" in block for user, block in blocks.items())
 

@@ -1,0 +1,87 @@
+"""docs/kubernetes.md is true of the chart: its table is generated, its values exist, its examples render."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.tools.values_reference import read_schema, reference, replaced
+from tests.chart.conftest import rendered_case
+from tests.chart.rendering import ROOT, render
+from tests.chart.test_schema import LEAVES
+
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+RENEW = "python -m deploy.tools.values_reference docs/kubernetes.md"
+OUTSIDE = {"secrets", "rules"}
+"""First keys of examples that are no values."""
+
+
+def _examples() -> Iterator[dict[str, Any]]:
+    for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL):
+        data = yaml.safe_load(block)
+        if not set(data) & OUTSIDE:
+            yield data
+
+
+def test_the_table_of_values_is_what_the_schema_says() -> None:
+    assert replaced(PAGE, read_schema()) == PAGE, RENEW
+
+
+def test_the_table_has_every_value_once() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \|", reference(read_schema()), re.MULTILINE)
+    assert sorted(rows) == sorted(LEAVES)
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        replaced("no marks", read_schema())
+
+
+@pytest.mark.parametrize("example", list(_examples()), ids=lambda data: "-".join(data))
+def test_examples_render(example: dict[str, Any]) -> None:
+    assert render(example).of_kind("Deployment")
+
+
+def test_there_are_examples() -> None:
+    assert len(list(_examples())) >= 6
+
+
+def test_values_that_the_text_names_exist() -> None:
+    text = PAGE.partition("<!-- values:")[0]
+    named = set(
+        re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", text)
+    )
+    known = {*LEAVES, *(path.rpartition(".")[0] for path in LEAVES)}
+    others = {"trainer.nproc", "actor.engine.tensor_parallel_size", "tls.crt", "tls.key"}  # recipe fields, files
+    assert len(named) > 15
+    assert named <= known | others, named - known
+
+
+def test_commands_of_the_text_name_objects_that_exist() -> None:
+    text = PAGE.partition("<!-- values:")[0]
+    objects = {item["metadata"]["name"] for item in rendered_case("nats-3").objects}
+    for kind, name in re.findall(r"(deployment|statefulset|service)/([\w-]+)", text):
+        assert name in objects, f"{kind}/{name}"
+    for name in re.findall(r"(?:delete|describe) (?:pvc|pod|secret) (pipelinerl-\w+)`", text):
+        assert name in objects, name
+    assert "pipelinerl-nats-auth" in objects
+
+
+def test_names_of_certificates_are_those_that_the_page_lists() -> None:
+    certificates = rendered_case("everything").of_kind("Certificate")
+    assert len(certificates) == 4
+    for certificate in certificates:
+        names = certificate["spec"]["dnsNames"]
+        short = [
+            name for name in names if name.count(".") == (1 if "-0." in name or "-1." in name or "-2." in name else 0)
+        ]
+        component = certificate["metadata"]["labels"]["app.kubernetes.io/component"]
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `tls.secrets.{component}` | `pipelinerl"))
+        for name in re.findall(r"`(pipelinerl[\w.-]*)`", row):
+            assert name in short, name
+        assert all(f"{name}.train.svc.cluster.local" in names for name in short)
+        assert not [name for name in names if "*" in name]
