@@ -80,7 +80,9 @@ class ApiServer:
         app.router.add_post("/apis/events.k8s.io/v1/namespaces/{namespace}/events", self._create_event)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        pair = Authority("cluster CA").issue(folder, "kubernetes", "kubernetes.default", "kubernetes.default.svc", address)
+        pair = Authority("cluster CA").issue(
+            folder, "kubernetes", "kubernetes.default", "kubernetes.default.svc", address
+        )
         self.ca = (pair / "ca.crt").read_bytes()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(pair / "tls.crt", pair / "tls.key")
@@ -159,8 +161,11 @@ class ApiServer:
         metadata = self.pods[name]["metadata"]
         if (patch.get("metadata") or {}).get("uid", metadata["uid"]) != metadata["uid"]:
             return _status(409, "Conflict", f"Precondition failed: UID in precondition is not that of {name}")
-        errors = [f"annotation {key}: {value!r} is not a string" for key, value in _annotations(patch).items()
-                  if not isinstance(value, str | None)]
+        errors = [
+            f"annotation {key}: {value!r} is not a string"
+            for key, value in _annotations(patch).items()
+            if not isinstance(value, str | None)
+        ]
         if errors:
             return _status(400, "BadRequest", "; ".join(errors))
         patched = _merged(self.pods[name], patch)
@@ -204,7 +209,9 @@ def _event_problem(event: Object, namespace: str) -> str:
         return str(error.message)
     regarding = event.get("involvedObject") or event.get("regarding") or {}
     if regarding.get("namespace") != namespace:
-        return f"involvedObject.namespace: Invalid value: {regarding.get('namespace')!r}: does not match event.namespace"
+        return (
+            f"involvedObject.namespace: Invalid value: {regarding.get('namespace')!r}: does not match event.namespace"
+        )
     if not (event["metadata"].get("name") or event["metadata"].get("generateName")):
         return "metadata.name: Required value: name or generateName is required"
     return ""
@@ -246,5 +253,12 @@ def _not_found(resource: str, name: str) -> web.Response:
 
 
 def _status(code: int, reason: str, message: str) -> web.Response:
-    body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": message, "code": code}
+    body = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "reason": reason,
+        "message": message,
+        "code": code,
+    }
     return web.json_response(body, status=code)

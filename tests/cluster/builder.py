@@ -78,15 +78,15 @@ class PodBuilder:
     def _check_account(self, pod: Object) -> None:
         account = account_of(pod)
         if account != "default" and self.objects.find("ServiceAccount", account) is None:
-            raise ClusterError(f'error looking up service account {self.namespace}/{account}: serviceaccount "{account}" not found')
+            raise ClusterError(
+                f'error looking up service account {self.namespace}/{account}: serviceaccount "{account}" not found'
+            )
 
     def _process_spec(
         self, entry: Object, facts: PodFacts, volumes: Mapping[str, Volume], place: Place
     ) -> dict[str, Any]:
         image = image_of(entry["image"], self.images)
-        environment = resolved_environment(
-            entry, facts, self.objects, self._links(facts.pod), image_environment(image)
-        )
+        environment = resolved_environment(entry, facts, self.objects, self._links(facts.pod), image_environment(image))
         command = image.command(entry.get("command"), entry.get("args"))
         if not command:
             raise ClusterError(f"container {entry['name']}: no command specified")
@@ -107,7 +107,11 @@ class PodBuilder:
     def _links(self, pod: Object) -> dict[str, str]:
         """The API server's address always, those of other Services unless the pod turns them off."""
         host = self.cluster_ips["kubernetes"]
-        links = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443", "KUBERNETES_PORT": f"tcp://{host}:443"}
+        links = {
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": "443",
+            "KUBERNETES_PORT": f"tcp://{host}:443",
+        }
         if pod["spec"].get("enableServiceLinks", True):
             links |= service_links(self.objects, lambda service: self.cluster_ips[name_of(service)])
         return links

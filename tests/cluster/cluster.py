@@ -91,7 +91,11 @@ class Cluster:
 
     def of(self, component: str) -> list[Pod]:
         """Pods of a component that are not being deleted."""
-        return [pod for pod in self.pods.values() if labels_of(pod.manifest).get(COMPONENT) == component and not pod.deleting]
+        return [
+            pod
+            for pod in self.pods.values()
+            if labels_of(pod.manifest).get(COMPONENT) == component and not pod.deleting
+        ]
 
     def all_ready(self, component: str, count: int = 1) -> bool:
         pods = self.of(component)

@@ -55,7 +55,11 @@ class PodFacts:
 
 
 def resolved_environment(
-    container: Mapping[str, Any], facts: PodFacts, objects: Objects, services: Mapping[str, str], image: Mapping[str, str]
+    container: Mapping[str, Any],
+    facts: PodFacts,
+    objects: Objects,
+    services: Mapping[str, str],
+    image: Mapping[str, str],
 ) -> dict[str, str]:
     """`services`: service links; `image`: what the image sets. Later sources win, `env` over `envFrom` over both.
 
@@ -169,5 +173,3 @@ def _keyed_value(kind: str, reference: Mapping[str, Any], objects: Objects) -> s
     if found is None:
         raise ClusterError(f'{kind.lower()} "{reference["name"]}" not found')
     raise ClusterError(f"couldn't find key {reference['key']} in {kind} {reference['name']}")
-
-

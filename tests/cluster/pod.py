@@ -226,7 +226,13 @@ class Pod:
             "conditions": [{"type": kind, "status": state} for kind in ("Ready", "ContainersReady")],
             "containerStatuses": [_status_of(container) for container in self.main],
         }
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.manifest["spec"], "status": status}
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": metadata,
+            "spec": self.manifest["spec"],
+            "status": status,
+        }
 
 
 def _first_word(group: BaseExceptionGroup[ClusterError]) -> str:

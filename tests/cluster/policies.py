@@ -58,7 +58,11 @@ def _passes(
 
 def _selects(policy: Object, peer: Peer) -> bool:
     here = peer.namespace and peer.namespace == policy["metadata"].get("namespace", peer.namespace)
-    return bool(here) and peer.pod is not None and label_selector_matches(policy["spec"]["podSelector"], labels_of(peer.pod))
+    return (
+        bool(here)
+        and peer.pod is not None
+        and label_selector_matches(policy["spec"]["podSelector"], labels_of(peer.pod))
+    )
 
 
 def _types(policy: Object) -> list[str]:

@@ -75,5 +75,3 @@ def mounts_token(objects: Objects, pod: Mapping[str, Any]) -> bool:
 
 def account_of(pod: Mapping[str, Any]) -> str:
     return pod["spec"].get("serviceAccountName") or "default"
-
-

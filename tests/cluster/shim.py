@@ -23,7 +23,21 @@ from typing import Any
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc")
 """Folders of the machine that stand for the image's own."""
-EMPTY = ("home", "media", "mnt", "opt", "root", "run", "srv", "tmp", "var", "var/cache", "var/lib", "var/log", "var/tmp")
+EMPTY = (
+    "home",
+    "media",
+    "mnt",
+    "opt",
+    "root",
+    "run",
+    "srv",
+    "tmp",
+    "var",
+    "var/cache",
+    "var/lib",
+    "var/log",
+    "var/tmp",
+)
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,7 +48,16 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -64,7 +87,9 @@ def main(mode: str, spec_file: str) -> int:
 
 def _execute(spec: dict[str, Any]) -> int:
     """Runs a command in the container whose first process is `spec["pid"]`."""
-    namespaces = [os.open(f"/proc/{spec['pid']}/ns/{name}", os.O_RDONLY) for name in ("net", "ipc", "uts", "pid", "mnt")]
+    namespaces = [
+        os.open(f"/proc/{spec['pid']}/ns/{name}", os.O_RDONLY) for name in ("net", "ipc", "uts", "pid", "mnt")
+    ]
     for namespace in namespaces:
         _checked(_libc.setns(namespace, 0), "setns")
         os.close(namespace)
@@ -198,7 +223,9 @@ def _inside(root: str, path: str) -> str:
         at = f"{at}/{part}"
         if os.path.islink(at):
             target = os.readlink(at)
-            at = _inside(root, target) if target.startswith("/") else os.path.normpath(f"{os.path.dirname(at)}/{target}")
+            at = (
+                _inside(root, target) if target.startswith("/") else os.path.normpath(f"{os.path.dirname(at)}/{target}")
+            )
     return at
 
 
@@ -240,7 +267,13 @@ def _enter_namespace(path: str, kind: int) -> None:
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    arguments = (source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None)
+    arguments = (
+        source.encode(),
+        target.encode(),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
     _checked(_libc.mount(*arguments), f"mount {source} on {target} {kind} {flags:#x} {options}")
 
 

@@ -100,7 +100,10 @@ async def test_volumes_have_the_content_the_owners_and_the_modes_of_the_kubelet(
         {"name": "config", "configMap": {"name": "c"}},
         {"name": "secret", "secret": {"secretName": "s", "defaultMode": 0o400, "items": [{"key": "k", "path": "a/b"}]}},
         {"name": "scratch", "emptyDir": {}},
-        {"name": "labels", "downwardAPI": {"items": [{"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}}]}},
+        {
+            "name": "labels",
+            "downwardAPI": {"items": [{"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}}]},
+        },
         {
             "name": "all",
             "projected": {"sources": [{"configMap": {"name": "c"}}, {"secret": {"name": "s"}}]},
@@ -197,7 +200,10 @@ async def test_environment_and_arguments_are_resolved_as_the_kubelet_does(cluste
         (pod(container("true", envFrom=[{"configMapRef": {"name": "no"}}])), 'configmap "no" not found'),
         (pod(container("true"), volumes=[{"name": "v", "secret": {"secretName": "no"}}]), 'secret "no" not found'),
         (
-            pod(container("true"), volumes=[{"name": "v", "secret": {"secretName": "s", "items": [{"key": "no", "path": "x"}]}}]),
+            pod(
+                container("true"),
+                volumes=[{"name": "v", "secret": {"secretName": "s", "items": [{"key": "no", "path": "x"}]}}],
+            ),
             "non-existent secret key: no of s",
         ),
         (pod(container("true", volumeMounts=[{"name": "no", "mountPath": "/x"}])), "volumeMounts: not found"),
@@ -242,7 +248,9 @@ async def test_a_container_that_never_gets_ready_is_not_ready(cluster_of: Start)
             await cluster.until(lambda: cluster.pods["p"].ready, 2, "it is ready")
 
 
-async def test_a_container_whose_liveness_probe_fails_is_started_again_and_fails_a_strict_test(cluster_of: Start) -> None:
+async def test_a_container_whose_liveness_probe_fails_is_started_again_and_fails_a_strict_test(
+    cluster_of: Start,
+) -> None:
     probe = QUICK | {"exec": {"command": ["false"]}, "terminationGracePeriodSeconds": 5}
     main = container("trap 'exit 7' TERM; while :; do sleep 0.05; done", livenessProbe=probe)
     async with cluster_of(pod(main, restartPolicy="Always")) as cluster:
@@ -302,7 +310,10 @@ def running(word: bytes) -> list[bytes]:
 
 async def test_init_containers_run_in_order_and_sidecars_beside_the_rest(cluster_of: Start) -> None:
     mounts = [{"name": "data", "mountPath": "/data"}]
-    side = server(restartPolicy="Always", startupProbe=QUICK | {"httpGet": {"path": "/tmp", "port": "http"}, "failureThreshold": 200}) | {"name": "side"}
+    side = server(
+        restartPolicy="Always",
+        startupProbe=QUICK | {"httpGet": {"path": "/tmp", "port": "http"}, "failureThreshold": 200},
+    ) | {"name": "side"}
     first = container("echo first > /data/log", volumeMounts=mounts) | {"name": "first"}
     main = container(
         "python -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080/tmp').status)\"; cat /data/log",
@@ -318,7 +329,10 @@ LOOK_UP = "import socket, sys; print(sorted({a[4][0] for a in socket.getaddrinfo
 
 
 def deployment(name: str, replicas: int, main: Object) -> Object:
-    template = {"metadata": {"labels": {"app": name}}, "spec": {"containers": [main], "terminationGracePeriodSeconds": 2}}
+    template = {
+        "metadata": {"labels": {"app": name}},
+        "spec": {"containers": [main], "terminationGracePeriodSeconds": 2},
+    }
     return made("Deployment", name, spec={"replicas": replicas, "template": template})
 
 
@@ -367,7 +381,9 @@ while len(seen) < 2:
     seen.add(channel.unary_unary("/t.T/Who")(b"", wait_for_ready=True, timeout=15))
 print("both")
 """
-    main = container("python", "-c", script, "$(HOSTNAME)", ports=PORTS, readinessProbe=QUICK | {"tcpSocket": {"port": "http"}})
+    main = container(
+        "python", "-c", script, "$(HOSTNAME)", ports=PORTS, readinessProbe=QUICK | {"tcpSocket": {"port": "http"}}
+    )
     main["env"] = [{"name": "HOSTNAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
     service = made("Service", "many", spec={"clusterIP": "None", "selector": {"app": "s"}, "ports": [{"port": 8080}]})
     async with cluster_of(deployment("s", 2, main), service) as cluster:
@@ -376,7 +392,9 @@ print("both")
         assert await output_of(cluster) == "both\n"
 
 
-async def test_a_stateful_set_gives_names_claims_and_indices_and_a_cluster_ip_reaches_a_ready_pod(cluster_of: Start) -> None:
+async def test_a_stateful_set_gives_names_claims_and_indices_and_a_cluster_ip_reaches_a_ready_pod(
+    cluster_of: Start,
+) -> None:
     template = {
         "metadata": {"labels": {"app": "s"}},
         "spec": {
@@ -437,8 +455,10 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
         assert lines == [cluster.pods["p"].uid, "p", "403 403 403"]
         assert cluster.annotation(cluster.pods["p"], DELETION_COST) == "7"
         assert [denied.split('"')[1:4:2] for denied in cluster.api.denied][0][0].endswith(":a")
-        assert ["cannot list", "cannot get", "cannot create"] == [
-            " ".join(denied.split()[2:4]) for denied in cluster.api.denied
+        assert [" ".join(denied.split()[2:4]) for denied in cluster.api.denied] == [
+            "cannot list",
+            "cannot get",
+            "cannot create",
         ]
 
 

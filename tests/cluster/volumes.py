@@ -108,7 +108,9 @@ class VolumeMaker:
             if item["key"] in data:
                 yield File(item["path"], data[item["key"]], item.get("mode", mode))
             elif not source.get("optional"):
-                raise ClusterError(f"MountVolume.SetUp failed: references non-existent {kind} key: {item['key']} of {name}")
+                raise ClusterError(
+                    f"MountVolume.SetUp failed: references non-existent {kind} key: {item['key']} of {name}"
+                )
 
     def _downward(self, item: Mapping[str, Any]) -> str:
         if "fieldRef" in item:
