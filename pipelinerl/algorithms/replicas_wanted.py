@@ -10,8 +10,7 @@ trainer does not wait for sequences. Without any waiting it consumes `C = n / s`
 with all H is measured when its slots are nearly full. Actors that have less to do, because the bound allows no more, finish
 fewer: with a share `o` of the slots in use, p is too low by a factor of 1 (saturated already) to 1 / o (batching costs
 nothing). As long as they have never been full, `p / sqrt(o)`, the middle of that, is believed: fewer actors are wanted, their
-slots fill up, and the next measurement is better. Once they have been full, that
-measurement stays until they are full again.
+slots fill up, and the next measurement is better. Once they have been full, that measurement stays until they are full again.
 
 **Replicas.** `C / P` of them keep up, P the rate of a full actor. More than `ceil(M / H)` would share the M sequences that the
 lag bound lets be in flight, and leave slots empty: M = (1 + max_lag) * B, or G * B in conventional mode. At least one is

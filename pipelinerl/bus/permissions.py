@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.bus.nats_streams import ACTORS
-from pipelinerl.bus.subjects import FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects
+from pipelinerl.bus.subjects import FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
+from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
 """The users: one per service, and one with full access for people."""
@@ -151,6 +152,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     run = parser.parse_args().run
+    try:
+        check_run_name(run)
+    except FieldError as error:
+        parser.error(str(error))
     passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in (TRAINER, ACTOR, ADMIN)}
     print(json.dumps({"authorization": authorization(run, passwords)}, indent=2))
     return 0

@@ -455,8 +455,10 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
         assert lines == [cluster.pods["p"].uid, "p", "403 403 403"]
         assert cluster.annotation(cluster.pods["p"], DELETION_COST) == "7"
         assert [denied.split('"')[1:4:2] for denied in cluster.api.denied][0][0].endswith(":a")
-        assert ["cannot list", "cannot get", "cannot create"] == [
-            " ".join(denied.split()[2:4]) for denied in cluster.api.denied
+        assert [" ".join(denied.split()[2:4]) for denied in cluster.api.denied] == [
+            "cannot list",
+            "cannot get",
+            "cannot create",
         ]
 
 

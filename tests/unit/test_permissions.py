@@ -116,3 +116,13 @@ def test_the_command_prints_users_for_nats_server(
     monkeypatch.setattr("sys.argv", ["permissions", "demo"])
     assert main() == 0
     assert permissions_in(json.loads(capsys.readouterr().out)["authorization"]) == permissions("demo")
+
+
+def test_the_command_refuses_a_name_that_no_run_can_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["permissions", "RUN"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "run = 'RUN': use 1-40 lowercase letters" in capsys.readouterr().err
