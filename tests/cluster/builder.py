@@ -12,7 +12,7 @@ from typing import Any
 from tests.cluster.api_server import ApiServer
 from tests.cluster.container import Process, identity
 from tests.cluster.environment import PodFacts, expanded, resolved_environment, service_links
-from tests.cluster.images import Image, image_environment, image_files, image_of, image_paths
+from tests.cluster.images import Image, absent_files, image_environment, image_files, image_of, image_paths
 from tests.cluster.objects import ClusterError, Object, Objects, name_of
 from tests.cluster.pod import Container, Pod
 from tests.cluster.probes import Prober
@@ -96,6 +96,7 @@ class PodBuilder:
             "network_namespace": f"{NETWORK_NAMESPACES}/{place.namespace}",
             "hostname": name,
             "image_paths": image_paths(),
+            "absent": absent_files(image),
             "files": image_files(name, facts.ip, self.network.host, self.namespace),
             "mounts": self._mounts(entry, facts, volumes),
             "init": image.init and not entry.get("command"),

@@ -2,6 +2,7 @@
 
 Entry point, command, user, working folder and variables are those of the Dockerfile; PATH and PYTHONPATH name the checkout and
 its environment instead, and CC, which only the image has, is left out. Nothing else of the test's own environment is seen.
+The machine's compilers are not there either, since the images have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 
 from tests.cluster.objects import ClusterError
 
@@ -31,6 +33,8 @@ class Image:
     group: int = 0
     workdir: str = "/"
     environment: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    """Programs of this machine that the image has not: patterns of names."""
 
     def command(self, command: Sequence[str] | None, arguments: Sequence[str] | None) -> list[str]:
         """The Pod's `command` replaces entry point and arguments of the image, its `args` only the latter."""
@@ -41,32 +45,43 @@ class Image:
 
 NATS = Image(entrypoint=("nats-server",), arguments=("--config", "nats-server.conf"))
 """The official image's entry point puts `nats-server` before arguments that begin with a dash, and execs."""
+COMPILERS = ("*gcc*", "*g++*", "cc", "c++", "c89*", "c99*", "*cpp*", "clang*", "ld", "ld.bfd", "ld.gold", "as")
 _NOT_HERE = ("PATH", "CC")
 
 
-def docker_image(dockerfile: Path) -> Image:
-    """Of the last stage. tini, the entry point, is what the shim does where `init` is set."""
-    stage = list(_instructions(dockerfile.read_text()))
-    last = max(number for number, (kind, _) in enumerate(stage) if kind == "FROM")
-    said: dict[str, str] = {}
-    environment: dict[str, str] = {}
-    for kind, rest in stage[last + 1 :]:
-        if kind == "ENV":
-            environment |= dict(word.split("=", 1) for word in shlex.split(rest))
+def docker_image(dockerfile: Path, **arguments: str) -> Image:
+    """Of the last stage and those that it is made from. tini, the entry point, is what the shim does where `init` is set."""
+    stages: dict[str, _Stage] = {}
+    stage = _Stage()
+    for kind, rest in _instructions(dockerfile.read_text()):
+        if kind == "FROM":
+            base, _, name = Template(rest).safe_substitute(arguments).partition(" AS ")
+            before = stages.get(base, _Stage())
+            stage = stages[name] = _Stage(dict(before.environment), dict(before.said))
+        elif kind == "ENV":
+            stage.environment |= dict(word.split("=", 1) for word in shlex.split(rest))
         else:
-            said[kind] = rest
-    user, _, group = said["USER"].partition(":")
-    entrypoint = json.loads(said["ENTRYPOINT"])
+            stage.said[kind] = rest
+    user, _, group = stage.said["USER"].partition(":")
+    entrypoint = json.loads(stage.said["ENTRYPOINT"])
     if entrypoint != ["tini", "--"]:
         raise ClusterError(f"{dockerfile}: entry point {entrypoint} is not modelled")
     return Image(
-        arguments=tuple(json.loads(said["CMD"])),
+        arguments=tuple(json.loads(stage.said["CMD"])),
         init=True,
         user=int(user),
         group=int(group),
-        workdir=said["WORKDIR"],
-        environment={name: value for name, value in environment.items() if name not in _NOT_HERE},
+        workdir=stage.said["WORKDIR"],
+        environment={name: value for name, value in stage.environment.items() if name not in _NOT_HERE},
+        absent=COMPILERS,
     )
+
+
+@dataclass
+class _Stage:
+    environment: dict[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+    """The last of each other instruction."""
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -76,10 +91,17 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
         yield kind, rest.strip()
 
 
+def absent_files(image: Image) -> list[str]:
+    """Programs of this machine that the image has not."""
+    folders = [Path(folder) for folder in ("/usr/bin", "/usr/local/bin")]
+    return sorted({str(path) for folder in folders for pattern in image.absent for path in folder.glob(pattern)})
+
+
 def product_images() -> dict[str, Image]:
-    """By service; `nats` too."""
+    """The CPU images by service, and `nats`."""
     names = ("actor", "trainer", "verifier")
-    return {name: docker_image(SOURCE / "services" / name / "Dockerfile") for name in names} | {"nats": NATS}
+    of = {name: docker_image(SOURCE / "services" / name / "Dockerfile", FLAVOUR="cpu") for name in names}
+    return of | {"nats": NATS}
 
 
 def image_of(reference: str, images: Mapping[str, Image]) -> Image:

@@ -151,6 +151,8 @@ def _make_root(spec: dict[str, Any]) -> None:
         os.mkdir(f"{scratch}/{name}")
     root = f"{scratch}/root"
     _mount("overlay", root, "overlay", options=f"lowerdir=/,upperdir={scratch}/upper,workdir={scratch}/work")
+    for path in spec["absent"]:
+        os.unlink(root + path)
     covered = _cover(root)
     for path in spec["image_paths"]:
         _bind(path, root + path, read_only=True)

@@ -39,7 +39,15 @@ SMALL = {
     "evaluation": {"every_steps": 4},
     "checkpoint": {"every_steps": 4},
 }
-ENDLESS = {**SMALL, "trainer": {**SMALL["trainer"], "steps": 1_000_000}, "evaluation": {"every_steps": 0}}
+ENDLESS = {
+    **SMALL,
+    "model": {"warmstart": {**SMALL["model"]["warmstart"], "steps": 5}},
+    "sampling": {"max_tokens": 96},
+    "actor": {**SMALL["actor"], "sequences_in_progress": 8},
+    "trainer": {**SMALL["trainer"], "steps": 1_000_000},
+    "evaluation": {"every_steps": 0},
+}
+"""Long completions, few at a time: the trainer waits for the actors, so that they always have work in hand."""
 CERTIFICATES = {
     "grpc": {"enabled": True},
     "nats": {"enabled": True},
@@ -83,7 +91,7 @@ class Release:
 
     async def audit(self) -> dict[str, Any]:
         """As `kubectl exec pipelinerl-trainer-0 -- pipelinerl audit RUN_DIR`, which finds NATS by the pod's environment."""
-        command = ["pipelinerl", "audit", RUN_DIR, "--json"]
+        command = ["python", "-m", "pipelinerl.cli", "audit", RUN_DIR, "--json"]
         code, said = await self.trainer.containers["trainer"].process.execute(command, 60)
         assert code == 0, said
         return dict(json.loads(said))
@@ -191,9 +199,9 @@ async def test_actors_come_and_go_and_the_trainer_is_replaced_while_it_trains(in
         assert old.containers["trainer"].exit_codes == [0]
         await release.event("RunResumed", TRAINER)
         await cluster.until(lambda: len(release.steps) >= before + 3, TRAINS_S, "steps are taken after the restart")
-        assert [step["version"] for step in release.steps] == list(range(1, len(release.steps) + 1))
+        assert [step["policy_version"] for step in release.steps] == list(range(1, len(release.steps) + 1))
         audit = await release.audit()
-        assert (audit["ok"], audit["incarnation"]) == (True, 2)
+        assert (audit["ok"], len(audit["restarts"])) == (True, 1)
         release.no_call_was_refused()
         assert restarts(cluster) == []
 

@@ -489,3 +489,16 @@ def test_images_are_as_their_dockerfiles_say() -> None:
     assert image.command(None, ["python", "-m", "x"]) == ["python", "-m", "x"]
     assert image.environment["PYTHONUNBUFFERED"] == "1"
     assert "CC" not in image.environment
+    assert product_images()["actor"].environment["TORCH_COMPILE_DISABLE"] == "1"  # of the stage that it is made from
+
+
+async def test_a_program_that_the_image_has_not_is_not_there(tmp_path: Path) -> None:
+    images = {"tool": Image(init=True, absent=("slee*",))}
+    async with mini_cluster(tmp_path / "cluster", Objects(), NAMESPACE, images) as cluster:
+        cluster.create(pod(container("ls /usr/bin/env /usr/bin/sleep")))
+        found = await ended(cluster)
+    assert found.logs().splitlines()[1:] == [
+        "ls: cannot access '/usr/bin/sleep': No such file or directory",
+        "/usr/bin/env",
+    ]
+    assert Path("/usr/bin/sleep").exists()
