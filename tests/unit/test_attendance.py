@@ -22,6 +22,15 @@ def test_a_pod_that_ends_takes_its_process_along_for_good() -> None:
     assert not departures.has_left(Member("a", "a-2", pod_uid="u2")), "a new pod of the same name"
 
 
+def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
+    departures = Departures()
+    departures.leaving(deletion(), {"a": A})
+    gone = deletion(still_running=False)
+    assert departures.leaving(gone, {}) == MembersLeaving((A,), "its pod is being deleted", False)
+    assert departures.leaving(gone, {}) is None
+    assert departures.has_left(A)
+
+
 def test_a_registration_that_comes_after_the_pods_end_is_too_late() -> None:
     departures = Departures()
     assert departures.leaving(deletion(), {}) is None
