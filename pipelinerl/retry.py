@@ -1,8 +1,8 @@
 """Tries again what the bus did not take, until it does: the one way in which a publisher outlives an outage of NATS.
 
 Waits 0.1 s, doubling to 5 s, without end; cancelling the task ends it. Says so when the waiting begins, when it is for another
-reason, and when it is over. It keeps nothing: what is to be published stays in the caller's hands. A message that is too large for the
-server is no outage and is raised at once.
+reason, and when it is over. It keeps nothing: what is to be published stays in the caller's hands. A message that is too large
+for the server is no outage and is raised at once.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Departures:
         """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Of one that was told to
+        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Where one was told to
         end before, the end of its processes is a departure once more."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)

@@ -102,8 +102,8 @@ class RunEvents:
 
 @asynccontextmanager
 async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
-    """For the time of the block. An error that leaves it is the run's failure, but for a trainer that was told to stop before it
-    was up; what is not sent yet gets `LAST_EVENTS_S`."""
+    """For the time of the block. An error that leaves it is the run's failure, unless the trainer was told to stop before
+    it was up; what is not sent yet gets `LAST_EVENTS_S`."""
     client, pod = in_cluster(settings), settings.pod_name or settings.instance
     trainer = PodRef(settings.pod_namespace, pod, settings.pod_uid)
     if client is None:
