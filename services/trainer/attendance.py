@@ -31,7 +31,7 @@ class MemberChange:
 
 class Departures:
     """Which pods are known to end, so that a late heartbeat brings nobody back; a new pod of the same name, or a container
-    that starts again in its pod, is somebody else."""
+    that starts again in its pod, is somebody else. One whose end is not certain comes back with its next heartbeat."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
@@ -43,10 +43,11 @@ class Departures:
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
-            self._remember(nameless.process)
+            self._remember(nameless.process if pod.final else "")
             of_pod.append(nameless)
         told = () if pod.still_running else self._ended.get(pod.uid, ())
-        self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
+        if pod.final:
+            self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
         of_pod.extend(told)
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
