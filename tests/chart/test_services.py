@@ -11,6 +11,7 @@ import pytest
 from pydantic_settings import BaseSettings
 
 from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from services.trainer.launch import RENDEZVOUS_TIMEOUT_S
 from tests.chart.cases import CASES
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import SERVICES, Object, Pod, Rendered, environment, render
@@ -343,6 +344,14 @@ def test_trainer_pods_start_together_under_one_name() -> None:
     assert (stateful["podManagementPolicy"], stateful["replicas"]) == ("Parallel", 2)
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
+
+
+def test_trainer_pods_are_given_the_time_to_meet() -> None:
+    def seconds(case: str) -> int:
+        probe = rendered_case(case).pod("trainer").main["startupProbe"]
+        return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+    assert seconds("two-nodes") - seconds("default") == RENDEZVOUS_TIMEOUT_S
 
 
 def test_streams_are_replicated_as_nats_is() -> None:
