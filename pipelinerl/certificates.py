@@ -60,8 +60,9 @@ def check_ca(folder: Path, field: str) -> None:
     """Raises `FieldError` unless ca.crt holds certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(folder / CA)
-    except ssl.SSLError as error:
-        raise FieldError(field, str(folder / CA), f"holds no certificate in PEM: {error.reason}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error
+        raise FieldError(field, str(folder / CA), f"holds no certificate in PEM: {reason}") from error
 
 
 def check_pair(folder: Path, field: str) -> None:
@@ -70,7 +71,7 @@ def check_pair(folder: Path, field: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
             folder / CERTIFICATE, folder / KEY, password=_no_password
         )
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
         reason = getattr(error, "reason", None) or error
         raise FieldError(
             field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}"
@@ -84,6 +85,8 @@ def check_issued(folder: Path, role: Role, field: str) -> None:
         _shake_hands(folder, role)
     except ssl.SSLCertVerificationError as error:
         raise FieldError(field, str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+    except OSError as error:
+        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used: {error}") from error
 
 
 class RenewedCertificates:

@@ -1,8 +1,8 @@
 """Tries again what the bus did not take, until it does: the one way in which a publisher outlives an outage of NATS.
 
-Waits 0.1 s, doubling to 5 s, without end; cancelling the task ends it. Says so once when the waiting begins and once when
-it is over. It keeps nothing: what is to be published stays in the caller's hands. A message that is too large for the
-server is no outage and is raised at once.
+Waits 0.1 s, doubling to 5 s, without end; cancelling the task ends it. Says so when the waiting begins, when it is for another
+reason, and when it is over. It keeps nothing: what is to be published stays in the caller's hands. A message that is too large
+for the server is no outage and is raised at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ async def until_taken(
 
     `first_s`: seconds before the second attempt. Raises `PayloadTooLarge`, and whatever else an attempt raises.
     """
-    delay_s, waiting_since_s = first_s, 0.0
+    delay_s, waiting_since_s, told = first_s, 0.0, ""
     while True:
         try:
             result = await attempt()
         except PayloadTooLarge:
             raise
         except BusError as error:
-            if not waiting_since_s:
-                waiting_since_s = time.monotonic()
-                log.warning("cannot %s, trying again until it works: %s", action, error)
+            waiting_since_s = waiting_since_s or time.monotonic()
+            if str(error) != told:
+                told = str(error)
+                log.warning("cannot %s, trying again until it works: %s", action, told)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, RETRY_MOST_S)
             continue

@@ -42,12 +42,14 @@ class PodChange:
 
 @dataclass(frozen=True)
 class PodEnd:
-    """`still_running`: it was told to end and may take its grace period. Otherwise its processes are gone."""
+    """`still_running`: it was told to end and may take its grace period. Otherwise its processes are gone; `final` False: it
+    may be, instead, that the pod has lost the labels it is watched by."""
 
     name: str
     uid: str
     reason: str
     still_running: bool
+    final: bool = True
 
 
 def read_pod(raw: Mapping[str, Any]) -> Pod:
@@ -95,7 +97,11 @@ class KnownPods:
     def _deleted(self, pod: Pod) -> PodEnd | None:
         self._pods.pop(pod.uid, None)
         told = self._told.pop(pod.uid, None)
-        return None if told is False else PodEnd(pod.name, pod.uid, "its pod was deleted", still_running=False)
+        if told is False:
+            return None
+        final = pod.terminating or told is not None
+        reason = "its pod was deleted" if final else "its pod was deleted, or relabelled"
+        return PodEnd(pod.name, pod.uid, reason, still_running=False, final=final)
 
 
 def end_of(pod: Pod) -> PodEnd | None:

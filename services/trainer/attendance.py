@@ -31,28 +31,32 @@ class MemberChange:
 
 class Departures:
     """Which pods are known to end, so that a late heartbeat brings nobody back; a new pod of the same name, or a container
-    that starts again in its pod, is somebody else."""
+    that starts again in its pod, is somebody else. One whose end is not certain comes back with its next heartbeat."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        """Pods by uid; of actors that do not know theirs, processes."""
+        self._ended: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
+        """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """The departure that follows from a pod's end; None where no actor of that pod is present (yet)."""
-        self._remember(pod.uid)
+        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Where one was told to
+        end before, the end of its processes is a departure once more."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
-            self._remember(nameless.process)
+            self._remember(nameless.process if pod.final else "")
             of_pod.append(nameless)
+        told = () if pod.still_running else self._ended.get(pod.uid, ())
+        if pod.final:
+            self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
+        of_pod.extend(told)
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
         return member.pod_uid in self._ended or member.process in self._ended
 
-    def _remember(self, key: str) -> None:
+    def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:
         if key:
-            self._ended[key] = None
+            self._ended[key] = still_running
             self._ended.move_to_end(key)
         while len(self._ended) > MOST_REMEMBERED:
             self._ended.popitem(last=False)

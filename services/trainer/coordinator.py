@@ -58,7 +58,8 @@ class MembersDown:
 @dataclass(frozen=True)
 class MembersLeaving:
     """These processes end because they were told to. `still_running`: for a while they are there, and take part in a transfer
-    under way, which goes on with them for as long as they last; nothing waits for them. Who is left takes no notice."""
+    under way, which goes on with them for as long as they last; nothing waits for them. Who is left takes no notice. Said again
+    with them gone, it ends a transfer that may hang on their ranks."""
 
     members: tuple[Member, ...]
     reason: str
@@ -249,8 +250,8 @@ class _Round:
     staged: dict[str, int] = field(default_factory=dict)
     sent_checksum: int | None = None
     serving: set[str] = field(default_factory=set)
-    left: bool = False
-    """A member has left while its ranks were in the group: if the group breaks, nobody else is to blame."""
+    left: set[str] = field(default_factory=set)
+    """Processes that have left while their ranks were in the group: if the group breaks, or hangs, nobody else is to blame."""
 
 
 class Coordinator:
@@ -350,13 +351,15 @@ class Coordinator:
         self._forget(_of(processes, self.present))
         leaving = _of(processes, self.members)
         if not leaving:
-            return []
+            hangs = self.phase is Phase.SENDING and self._round.sent_checksum is None
+            gone = not still_running and not self._round.left.isdisjoint(processes.values())
+            return self._again(reason) if hangs and gone else []
         if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
             return self._lose(leaving, reason, left=True)
         for actor in leaving:
-            self.members.pop(actor)
+            self._round.left.add(self.members.pop(actor).process)
             self._round.staged.pop(actor, None)
-        self._group_stands, self._round.left = False, True
+        self._group_stands = False
         return [Evicted(actor, self.epoch, reason, left=True) for actor in sorted(leaving)] + self._advance()
 
     def _forget(self, actors: Iterable[str]) -> None:
@@ -383,7 +386,7 @@ class Coordinator:
         late = set(self.members) - heard
         if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
-        if not late:
+        if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}")
 

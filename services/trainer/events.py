@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.events import EventRecorder, EventType, PodRef
+from pipelinerl.service.until_stopped import StartStopped
 from services.trainer.attendance import MemberChange
 from services.trainer.resume.writer import WrittenCheckpoint
 
@@ -101,7 +102,8 @@ class RunEvents:
 
 @asynccontextmanager
 async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
-    """For the time of the block. An error that leaves it is the run's failure; what is not sent yet gets `LAST_EVENTS_S`."""
+    """For the time of the block. An error that leaves it is the run's failure, unless the trainer was told to stop before
+    it was up; what is not sent yet gets `LAST_EVENTS_S`."""
     client, pod = in_cluster(settings), settings.pod_name or settings.instance
     trainer = PodRef(settings.pod_namespace, pod, settings.pod_uid)
     if client is None:
@@ -111,6 +113,8 @@ async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
     events, sending = RunEvents(settings.run, trainer, recorder), asyncio.create_task(recorder.run())
     try:
         yield events
+    except StartStopped:
+        raise
     except Exception as error:
         events.failed(error)
         raise

@@ -168,6 +168,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"actor": {"autoscaling": {"enabled": True}}},
         "actor.autoscaling.keda.prometheusAddress: is empty",
     ),
+    "GPUs without an image for them": (
+        {"images": {"variant": "cpu"}},
+        "images.variant: cpu has no use for actor.gpus = 1; set actor.gpus and trainer.gpus to 0",
+    ),
+    "two servers of NATS": (
+        {"nats": {"url": "nats://nats.messaging:4222"}},
+        "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is true",
+    ),
+    "certificates for nothing": (
+        {"tls": {"secrets": {"actor": "actor-tls"}}},
+        "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled",
+    ),
+    "two tokens": (
+        {"huggingface": {"token": "hf_a", "existingSecret": "hf"}},
+        "huggingface.token: huggingface.existingSecret is set too; keep one of them",
+    ),
     "most below fewest": (
         {"verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
         "verifier.autoscaling.maxReplicas: 2 is less than minReplicas = 3",
@@ -182,6 +198,18 @@ def test_values_that_contradict_each_other_are_refused_by_name(why: str) -> None
         render(values)
     assert "\n\npipelinerl: " in str(refused.value)
     assert message in str(refused.value)
+
+
+def test_a_hub_model_takes_nothing_of_the_recipes_own() -> None:
+    rendered = render({"recipe": {"name": "arithmetic"}, "model": {"name": "a/b"}})
+    (config,) = (one for one in rendered.of_kind("ConfigMap") if "recipe.yaml" in one["data"])
+    model = yaml.safe_load(config["data"]["recipe.yaml"])["model"]
+    assert (model["source"], model["name"], "warmstart" in model) == ("hub", "a/b", False)
+
+
+def test_recreating_pods_needs_no_rolling_update() -> None:
+    deployment = render({"actor": {"strategy": {"type": "Recreate"}}}).one("Deployment", "pipelinerl-actor")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
 
 
 def test_a_release_that_cannot_name_a_service_is_refused() -> None:

@@ -113,6 +113,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a variable of the chart's own": {"actor": {"extraEnv": [{"name": "PIPELINERL_RUN", "value": "x"}]}},
     "a volume of the chart's own": {"actor": {"extraVolumes": [{"name": "data", "emptyDir": {}}]}},
     "labels that are no labels": {"actor": {"podLabels": {"queue": "a b"}}},
+    "an address as a registry": {"images": {"registry": "https://registry.example.com/ml"}},
+    "no tag of NATS": {"nats": {"image": {"tag": ""}}},
     "a port out of range": {"networkPolicy": {"hub": {"ports": [70000]}}},
 }
 

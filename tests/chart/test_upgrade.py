@@ -115,3 +115,19 @@ def test_notes_say_the_next_commands(server: ApiServer) -> None:
     ):
         assert command in notes
     assert "The run arithmetic trains a model that it builds itself with the recipe arithmetic." in notes
+
+
+def test_an_upgrade_makes_a_deleted_statefulset_anew(server: ApiServer) -> None:
+    """As docs/kubernetes.md says for larger claims, which a StatefulSet cannot be given otherwise."""
+    _release(server, "install")
+    (path,) = [path for path in server.objects if path.endswith("/statefulsets/pipelinerl-nats")]
+    del server.objects[path]
+    _release(server, "upgrade", {"nats": {"persistence": {"size": "64Gi"}}})
+    (claim,) = server.find("statefulsets", "pipelinerl-nats")["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "64Gi"
+
+
+def test_notes_say_how_several_nodes_change_over(server: ApiServer) -> None:
+    shared = {"trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}}}
+    notes = _release(server, "install", shared).partition("NOTES:")[2]
+    assert "delete pod -l app.kubernetes.io/instance=pipelinerl,app.kubernetes.io/component=trainer" in notes

@@ -20,6 +20,7 @@ from pipelinerl.kube.event_bound import MOST_KEYS, EventBound
 from pipelinerl.kube.events import QUEUE_SIZE, EventRecorder, PodRef, event_body
 from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, TRAINER
 from pipelinerl.kube.pod_watch import Pauses
+from pipelinerl.service.until_stopped import StartStopped
 from services.trainer import events as run_events_module
 from services.trainer.attendance import MemberChange
 from services.trainer.coordinator import Member
@@ -236,6 +237,15 @@ async def test_an_error_that_ends_the_trainer_is_the_runs_failure(
         ("RunStarted", "run demo starts: 5 optimizer steps to take"),
         ("RunFailed", "run demo failed: the disk is full"),
     ]
+
+
+async def test_a_trainer_that_is_stopped_before_it_is_up_has_not_failed(
+    api: ApiServer, account: Callable[[str], Path]
+) -> None:
+    with pytest.raises(StartStopped):
+        async with run_events(trainer_settings(account("trainer-token"))):
+            raise StartStopped("stopped before it was up")
+    assert api.events == {}
 
 
 async def test_an_api_that_does_not_answer_costs_the_trainers_end_a_bounded_time(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.kube.pods import PodEnd
+from pipelinerl.kube.pods import KnownPods, Pod, PodChange, PodEnd
 from services.trainer.attendance import MOST_REMEMBERED, Attendance, Departures, MemberChange
 from services.trainer.coordinator import Member, MembersLeaving
 
@@ -20,6 +20,27 @@ def test_a_pod_that_ends_takes_its_process_along_for_good() -> None:
     assert departures.leaving(deletion(), {"a": A}) == MembersLeaving((A,), "its pod is being deleted", True)
     assert departures.has_left(A)
     assert not departures.has_left(Member("a", "a-2", pod_uid="u2")), "a new pod of the same name"
+
+
+def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
+    departures = Departures()
+    departures.leaving(deletion(), {"a": A})
+    gone = deletion(still_running=False)
+    assert departures.leaving(gone, {}) == MembersLeaving((A,), "its pod is being deleted", False)
+    assert departures.leaving(gone, {}) is None
+    assert departures.has_left(A)
+
+
+def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its_heartbeat() -> None:
+    pods, departures = KnownPods(), Departures()
+    pods.listed([Pod("a", "u1")])
+    (end,) = pods.changed(PodChange("DELETED", Pod("a", "u1"), "9"))
+    assert departures.leaving(end, {"a": A}) == MembersLeaving((A,), "its pod was deleted, or relabelled", False)
+    assert not departures.has_left(A)
+    pods.listed([Pod("a", "u1", terminating=True)])
+    (end,) = pods.changed(PodChange("DELETED", Pod("a", "u1"), "10"))
+    departures.leaving(end, {})
+    assert departures.has_left(A)
 
 
 def test_a_registration_that_comes_after_the_pods_end_is_too_late() -> None:

@@ -303,6 +303,33 @@ def test_a_group_that_breaks_with_one_that_leaves_is_not_held_against_the_others
     assert actions[1] == c.FormGroup(2, (A, third))
 
 
+def test_a_group_that_hangs_on_one_that_left_is_not_held_against_the_others() -> None:
+    third = c.Member("d", "d-1")
+    machine = formed(A, B, third)
+    machine.step(leaving(B))
+    machine.step(c.MemberStaged("d", 1, 1, CHECKSUM))
+    actions = machine.step(c.DeadlinePassed(machine._deadline_token))
+    assert types(actions) == [c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[1] == c.FormGroup(2, (A, third))
+
+
+def test_one_that_left_and_is_gone_before_all_bytes_were_sent_ends_the_transfer_at_once() -> None:
+    machine = formed(A, B)
+    machine.step(leaving(B))
+    actions = machine.step(leaving(B, still_running=False))
+    assert types(actions) == [c.SendAbort, c.FormGroup, c.SetDeadline]
+    assert actions[1] == c.FormGroup(2, (A,))
+    assert machine.step(leaving(B, still_running=False)) == [], "the new group knows nothing of it"
+
+
+def test_one_that_is_gone_when_all_bytes_were_sent_changes_nothing() -> None:
+    machine = formed(A, B)
+    machine.step(leaving(B))
+    machine.step(c.BytesSent(1, 1, CHECKSUM))
+    assert machine.step(leaving(B, still_running=False)) == []
+    assert types(machine.step(c.MemberStaged("a", 1, 1, CHECKSUM))) == [c.SendCommit, c.SetDeadline]
+
+
 def test_one_whose_pod_is_gone_while_it_receives_ends_the_transfer_at_once() -> None:
     machine = formed(A, B)
     actions = machine.step(leaving(B, still_running=False))

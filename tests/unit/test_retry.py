@@ -32,6 +32,12 @@ async def test_tries_until_it_is_taken_and_says_so_once(caplog: pytest.LogCaptur
     assert caplog.messages[0] == "cannot publish x, trying again until it works: away"
 
 
+async def test_another_reason_for_waiting_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    away, full = BusError("away"), BusError("insufficient storage")
+    assert await until_taken(Flaky(away, away, full, full), "make the streams", first_s=0.001) == 7
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["away", "insufficient storage"]
+
+
 @pytest.mark.parametrize("error", [PayloadTooLarge("s", 2, 1), ValueError("ours")])
 async def test_what_no_patience_cures_is_raised_at_once(error: Exception) -> None:
     attempt = Flaky(error)

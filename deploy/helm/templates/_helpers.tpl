@@ -46,9 +46,10 @@ app.kubernetes.io/component: {{ . }}
 {{- merge $own (default dict .extra) .root.Values.commonLabels | toYaml -}}
 {{- end -}}
 
-{{/* dict root, component: labels of the service's pods. */}}
+{{/* dict root, component: labels of the service's pods. No versions: those of the chart and the app restart no pod by themselves. */}}
 {{- define "pipelinerl.podLabels" -}}
-{{- include "pipelinerl.labels" (dict "root" .root "component" .component "extra" (index .root.Values .component).podLabels) -}}
+{{- $labels := include "pipelinerl.labels" (dict "root" .root "component" .component "extra" (index .root.Values .component).podLabels) | fromYaml -}}
+{{- omit $labels "helm.sh/chart" "app.kubernetes.io/version" | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component, optional variant (cuda, cpu). A service's own image wins over images.*; a reference has no variant. */}}

@@ -20,12 +20,18 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own. */}}
+{{/* dict root, component: where its pods go. A spread constraint without a selector gets the service's own; pods with GPUs go where
+     GPU nodes are tainted as is the custom (gpu.tolerations). */}}
 {{- define "pipelinerl.scheduling" -}}
 {{- $values := index .root.Values .component -}}
 {{- $spec := dict -}}
 {{- with .root.Values.images.pullSecrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
-{{- range $key := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" "priorityClassName" -}}
+{{- $tolerations := $values.tolerations -}}
+{{- if and (has .component (list "actor" "trainer")) (gt (include (printf "pipelinerl.%s.gpus" .component) .root | int) 0) -}}
+{{- $tolerations = concat .root.Values.gpu.tolerations $tolerations | uniq -}}
+{{- end -}}
+{{- with $tolerations -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
+{{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" -}}
 {{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
 {{- end -}}
 {{- $spread := list -}}

@@ -17,6 +17,7 @@
 {{- end -}}
 {{- with .Values.model.name -}}
 {{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" "hub" "name" .)) -}}
+{{- $_ := unset $recipe.model "warmstart" -}}
 {{- end -}}
 {{- $recipe = mergeOverwrite $recipe (deepCopy .Values.recipe.set) -}}
 {{- include "pipelinerl.recipe.check" $recipe -}}

@@ -1,0 +1,19 @@
+{{/* Values that contradict each other, or would silently do nothing. The root context; renders nothing. */}}
+{{- define "pipelinerl.checks" -}}
+{{- range $component := list "actor" "trainer" -}}
+{{- $gpus := include (printf "pipelinerl.%s.gpus" $component) $ | int -}}
+{{- if and (eq $.Values.images.variant "cpu") (gt $gpus 0) (not (index $.Values $component).image.reference) -}}
+{{- include "pipelinerl.fail" (printf "images.variant: cpu has no use for %s.gpus = %d; set actor.gpus and trainer.gpus to 0 (values-cpu.yaml), or images.variant to cuda" $component $gpus) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.nats.enabled .Values.nats.url -}}
+{{- include "pipelinerl.fail" (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url) -}}
+{{- end -}}
+{{- $encrypts := or .Values.tls.grpc.enabled .Values.tls.nats.enabled -}}
+{{- if and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)) -}}
+{{- include "pipelinerl.fail" "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both" -}}
+{{- end -}}
+{{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
+{{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
+{{- end -}}
+{{- end -}}
