@@ -78,9 +78,7 @@ class PodBuilder:
     def _check_account(self, pod: Object) -> None:
         account = account_of(pod)
         if account != "default" and self.objects.find("ServiceAccount", account) is None:
-            raise ClusterError(
-                f'error looking up service account {self.namespace}/{account}: serviceaccount "{account}" not found'
-            )
+            raise ClusterError(f'error looking up service account: serviceaccount "{account}" not found')
 
     def _process_spec(
         self, entry: Object, facts: PodFacts, volumes: Mapping[str, Volume], place: Place

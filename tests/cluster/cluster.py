@@ -1,4 +1,4 @@
-"""A cluster of one node for tests: runs the pods of rendered objects as processes of this machine, each in a network of its own.
+"""A cluster of one node for tests: pods of rendered objects as processes of this machine, each in a network of its own.
 
     async with mini_cluster(folder, objects, "train") as cluster:
         cluster.start()
@@ -209,8 +209,8 @@ class Cluster:
             manifest = pod_manifest(workload.definition["spec"]["template"], name, {"pod-template-hash": "0"})
             self.create(manifest)
         if len(owned) > workload.replicas:
-            cheapest_first = sorted(reversed(owned), key=lambda pod: (pod.ready, self._deletion_cost(pod)))
-            for pod in cheapest_first[: len(owned) - workload.replicas]:
+            costs = {pod.name: (pod.ready, self._deletion_cost(pod), -age) for age, pod in enumerate(owned)}
+            for pod in sorted(owned, key=lambda pod: costs[pod.name])[: len(owned) - workload.replicas]:
                 self._delete(pod)
 
     def _owned(self, workload: Workload) -> list[Pod]:

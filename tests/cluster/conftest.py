@@ -7,8 +7,8 @@ import pytest
 from tests.cluster.kernel import why_not_here
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _kernel() -> None:
+@pytest.fixture(scope="session")
+def kernel() -> None:
     reason = why_not_here()
     if reason:
         pytest.skip(f"the mini cluster: {reason}")

@@ -1,7 +1,7 @@
 """Service names and cluster IPs: a DNS server as pods see it, and a proxy in the place of kube-proxy.
 
-A headless Service resolves to its endpoints, one with a cluster IP to that; connections to a cluster IP go to any ready endpoint.
-Only A records; names outside the cluster do not exist.
+A headless Service resolves to its endpoints, one with a cluster IP to that; connections to a cluster IP go to any ready
+endpoint. Only A records; names outside the cluster do not exist.
 """
 
 from __future__ import annotations

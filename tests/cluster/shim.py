@@ -101,7 +101,10 @@ def _execute(spec: dict[str, Any]) -> int:
 
 
 def _become_container(spec: dict[str, Any], starting: int) -> None:
-    """Never returns; closes `starting` when the program can take signals. An init process stays between the namespace and the program where the image's entry point is one."""
+    """Never returns; closes `starting` when the program can take signals.
+
+    An init process stays between the namespace and the program where the image's entry point is one.
+    """
     _make_root(spec)
     _checked(_libc.sethostname(spec["hostname"].encode(), len(spec["hostname"])), "sethostname")
     _drop_privileges(spec)

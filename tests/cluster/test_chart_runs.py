@@ -1,6 +1,7 @@
 """The chart, run as it says: its pods train on this machine, are scaled, deleted and started again.
 
-Small models and few steps; whatever else the values say (probes, grace periods, users, read-only roots, permissions) is as rendered.
+Small models and few steps; whatever else the values say (probes, grace periods, users, read-only roots, permissions) is as
+rendered.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ ENDLESS = {
     **SMALL,
     "model": {"warmstart": {**SMALL["model"]["warmstart"], "steps": 5}},
     "sampling": {"max_tokens": 96},
+    "algorithm": {"max_lag": 32},
     "actor": {**SMALL["actor"], "sequences_in_progress": 8},
     "trainer": {**SMALL["trainer"], "steps": 1_000_000},
     "evaluation": {"every_steps": 0},
 }
-"""Long completions, few at a time: the trainer waits for the actors, so that they always have work in hand."""
+"""Long completions, few at a time, and plenty of prompts: actors always have work in hand, also one that the trainer no longer
+brings new versions because its pod is being deleted."""
 CERTIFICATES = {
     "grpc": {"enabled": True},
     "nats": {"enabled": True},
@@ -106,7 +109,7 @@ Install = Callable[..., AbstractAsyncContextManager[Release]]
 
 
 @pytest.fixture
-def install(tmp_path: Path) -> Install:
+def install(kernel: None, tmp_path: Path) -> Install:
     """`helm install`: values over values-cpu.yaml."""
 
     @asynccontextmanager

@@ -40,7 +40,7 @@ def made(kind: str, name: str, **content: Any) -> Object:
 
 
 @pytest.fixture
-def cluster_of(tmp_path: Path) -> Start:
+def cluster_of(kernel: None, tmp_path: Path) -> Start:
     @asynccontextmanager
     async def start(*objects: Object) -> AsyncIterator[Cluster]:
         async with mini_cluster(tmp_path / "cluster", Objects(list(objects)), NAMESPACE, IMAGES) as cluster:
@@ -63,7 +63,7 @@ async def output_of(cluster: Cluster, name: str = "p") -> str:
 
 async def test_a_container_sees_its_image_and_volumes_and_nothing_else(cluster_of: Start, tmp_path: Path) -> None:
     (tmp_path / "of-the-machine").write_text("secret")
-    script = f"id -u; id -G; ls -A /home /root/..?* {tmp_path} 2>/dev/null; cat /proc/self/status | grep CapBnd; ps -e | wc -l; env | sort"
+    script = f"id -u; id -G; ls -A / /home {tmp_path} 2>/dev/null; grep CapBnd /proc/self/status; env"
     context = RESTRICTED | {"runAsUser": USER, "capabilities": {"drop": ["ALL"]}}
     async with cluster_of(
         pod(container(script, securityContext=context), securityContext={"fsGroup": 20000})
@@ -229,7 +229,9 @@ SERVER = """
 import http.server, sys, os
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if os.path.exists(self.path) else 503); self.end_headers(); self.wfile.write(os.environ["HOSTNAME"].encode())
+        self.send_response(200 if os.path.exists(self.path) else 503)
+        self.end_headers()
+        self.wfile.write(os.environ["HOSTNAME"].encode())
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("0.0.0.0", 8080), Handler).serve_forever()
 """
@@ -375,7 +377,8 @@ server.add_insecure_port("0.0.0.0:8080"); server.start(); server.wait_for_termin
 """
     ask = """
 import grpc, json
-channel = grpc.insecure_channel("dns:///many:8080", options=[("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]}))])
+config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+channel = grpc.insecure_channel("dns:///many:8080", options=[("grpc.service_config", config)])
 seen = set()
 while len(seen) < 2:
     seen.add(channel.unary_unary("/t.T/Who")(b"", wait_for_ready=True, timeout=15))
@@ -438,7 +441,8 @@ ns = "/api/v1/namespaces/" + open(folder + "namespace").read()
 print(call("GET", ns + "/pods/p")["metadata"]["uid"])
 cost = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "7"}}}
 print(call("PATCH", ns + "/pods/p", cost)["metadata"]["name"])
-print(call("GET", ns + "/pods"), call("GET", "/api/v1/namespaces/other/pods/p"), call("POST", ns + "/events", {}, "application/json"))
+others = call("GET", "/api/v1/namespaces/other/pods/p"), call("POST", ns + "/events", {}, "application/json")
+print(call("GET", ns + "/pods"), *others)
 """
 
 
@@ -454,12 +458,9 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
         lines = (await output_of(cluster)).splitlines()
         assert lines == [cluster.pods["p"].uid, "p", "403 403 403"]
         assert cluster.annotation(cluster.pods["p"], DELETION_COST) == "7"
-        assert [denied.split('"')[1:4:2] for denied in cluster.api.denied][0][0].endswith(":a")
-        assert [" ".join(denied.split()[2:4]) for denied in cluster.api.denied] == [
-            "cannot list",
-            "cannot get",
-            "cannot create",
-        ]
+        words = [denied.split() for denied in cluster.api.denied]
+        assert {one[1] for one in words} == {f'"system:serviceaccount:{NAMESPACE}:a"'}
+        assert [" ".join(one[2:4]) for one in words] == ["cannot get", "cannot create", "cannot list"]
 
 
 async def test_scaling_down_takes_the_cheapest_pod(cluster_of: Start) -> None:
@@ -492,7 +493,7 @@ def test_images_are_as_their_dockerfiles_say() -> None:
     assert product_images()["actor"].environment["TORCH_COMPILE_DISABLE"] == "1"  # of the stage that it is made from
 
 
-async def test_a_program_that_the_image_has_not_is_not_there(tmp_path: Path) -> None:
+async def test_a_program_that_the_image_has_not_is_not_there(kernel: None, tmp_path: Path) -> None:
     images = {"tool": Image(init=True, absent=("slee*",))}
     async with mini_cluster(tmp_path / "cluster", Objects(), NAMESPACE, images) as cluster:
         cluster.create(pod(container("ls /usr/bin/env /usr/bin/sleep")))

@@ -1,7 +1,7 @@
 """Volumes of a pod as folders of this machine, with the owners and modes that the kubelet gives them.
 
-emptyDir, ConfigMap, Secret, projected, downward API and claims. A claim's folder outlives the pod; sizes, access modes, memory as
-a medium and updates of mounted ConfigMaps are not modelled. Anything else is refused.
+emptyDir, ConfigMap, Secret, projected, downward API and claims. A claim's folder outlives the pod; sizes, access modes,
+memory as a medium and updates of mounted ConfigMaps are not modelled. Anything else is refused.
 """
 
 from __future__ import annotations
