@@ -62,7 +62,7 @@ class Cluster:
     builder: PodBuilder
     directory: Directory
     strict: bool = True
-    """A container that ends by itself, or that a probe kills, fails whatever is being waited for."""
+    """A container that ends by itself or that a probe kills, and a call that RBAC refuses, fail what is being waited for."""
     pods: dict[str, Pod] = field(default_factory=dict)
     gone: list[Pod] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -136,9 +136,10 @@ class Cluster:
             raise ClusterError(f"not within {within_s:g} s: {what}\n{self.report()}") from None
 
     def check(self) -> None:
-        """Raises `ClusterError` where a pod cannot start or a container has ended by itself."""
+        """Raises `ClusterError` where a pod cannot start; `strict` says where else."""
         failures = self.failures + [f"pod {pod.name}: {pod.failure}" for pod in self.pods.values() if pod.failure]
         if self.strict:
+            failures += self.api.denied
             for pod in self.pods.values():
                 failures += [
                     f"pod {pod.name}, container {container.name}: ended with {container.exit_codes}"
@@ -150,8 +151,8 @@ class Cluster:
             raise ClusterError("\n".join([*failures, self.report()]))
 
     def report(self) -> str:
-        """State and the end of the log of every container, and what the API refused."""
-        lines = [f"denied: {denied}" for denied in self.api.denied]
+        """State and the end of the log of every container."""
+        lines = []
         for pod in [*self.gone, *self.pods.values()]:
             for name, container in pod.containers.items():
                 state = "running" if container.process.running else f"ended with {container.exit_codes}"
