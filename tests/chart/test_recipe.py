@@ -202,7 +202,7 @@ def test_values_that_contradict_each_other_are_refused_by_name(why: str) -> None
 
 def test_a_hub_model_takes_nothing_of_the_recipes_own() -> None:
     rendered = render({"recipe": {"name": "arithmetic"}, "model": {"name": "a/b"}})
-    (config,) = (one for one in rendered.of_kind("ConfigMap") if "recipe.yaml" in one["data"])
+    config = rendered.one("ConfigMap", "pipelinerl-recipe")
     model = yaml.safe_load(config["data"]["recipe.yaml"])["model"]
     assert (model["source"], model["name"], "warmstart" in model) == ("hub", "a/b", False)
 

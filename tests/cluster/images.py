@@ -1,4 +1,4 @@
-"""What stands for a container image: this checkout and its environment, read-only, at their own paths.
+"""What stands for a container image: this checkout and its environment, read-only, under `/opt/pipelinerl`.
 
 Entry point, command, user, working folder and variables are those of the Dockerfile; PATH and PYTHONPATH name the checkout and
 its environment instead, and CC, which only the image has, is left out. Nothing else of the test's own environment is seen.
@@ -19,6 +19,8 @@ from string import Template
 from tests.cluster.objects import ClusterError
 
 SOURCE = Path(__file__).resolve().parents[2]
+SOURCE_INSIDE, ENVIRONMENT_INSIDE = "/opt/pipelinerl/source", "/opt/pipelinerl/environment"
+"""Not where they are on the machine: a checkout below /tmp would be hidden by the volume that pods have there."""
 USER = 10001
 
 
@@ -113,17 +115,18 @@ def image_of(reference: str, images: Mapping[str, Image]) -> Image:
     raise ClusterError(f"image {reference!r}: no such image; there are {', '.join(images)}")
 
 
-def image_paths() -> list[str]:
-    """Folders of this machine that the containers see: the checkout, the virtual environment, its interpreter."""
+def image_paths() -> dict[str, str]:
+    """Folders of this machine that the containers see, and where: the checkout, the virtual environment, its interpreter."""
     interpreter = Path(os.path.realpath(sys.executable)).parents[1]
-    candidates = (SOURCE, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), interpreter)
-    return sorted({str(path) for path in candidates if path not in (Path("/usr"), Path("/"))})
+    own = {Path(sys.base_prefix).resolve(), interpreter} - {Path("/usr"), Path("/")}
+    inside = {str(SOURCE): SOURCE_INSIDE, str(Path(sys.prefix).resolve()): ENVIRONMENT_INSIDE}
+    return {str(path): str(path) for path in sorted(own)} | inside
 
 
 def image_environment(image: Image) -> dict[str, str]:
     """What a container starts with, before the Pod's own variables."""
-    path = f"{Path(sys.prefix) / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return {"PATH": path, "PYTHONPATH": str(SOURCE), "HOME": "/", **image.environment}
+    path = f"{ENVIRONMENT_INSIDE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return {"PATH": path, "PYTHONPATH": SOURCE_INSIDE, "HOME": "/", **image.environment}
 
 
 def image_files(pod_name: str, ip: str, nameserver: str, namespace: str) -> dict[str, str]:

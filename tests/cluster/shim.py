@@ -157,8 +157,8 @@ def _make_root(spec: dict[str, Any]) -> None:
     for path in spec["absent"]:
         os.unlink(root + path)
     covered = _cover(root)
-    for path in spec["image_paths"]:
-        _bind(path, root + path, read_only=True)
+    for source, target in spec["image_paths"].items():
+        _bind(source, root + target, read_only=True)
     os.makedirs(_inside(root, spec["workdir"]), exist_ok=True)
     for path, text in spec["files"].items():
         _replace_file(root + path, text)
