@@ -24,9 +24,9 @@ from tests.cluster.images import product_images
 from tests.cluster.objects import Object, Objects, name_of
 from tests.cluster.pod import Pod
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STARTS_S, TRAINS_S = 240.0, 240.0
+STARTS_S, TRAINS_S = 300.0, 300.0
 TRAINER, ACTOR = "pipelinerl-trainer-0", "pipelinerl-actor"
 RUN_DIR = "/var/lib/pipelinerl/runs/arithmetic"
 SMALL = {
@@ -186,6 +186,7 @@ async def test_actors_come_and_go_and_the_trainer_is_replaced_while_it_trains(in
         costs = {pod.name: cluster.annotation(pod, DELETION_COST) for pod in (first, second)}
         assert all(cost is not None and int(cost) >= 0 for cost in costs.values()), costs
 
+        evictions = len(cluster.api.events_of("ActorEvicted"))
         cluster.scale(ACTOR, 1)
         (leaving,) = (pod for pod in (first, second) if pod.deleting)
         await release.event("ActorLeft", leaving.name)
@@ -194,7 +195,7 @@ async def test_actors_come_and_go_and_the_trainer_is_replaced_while_it_trains(in
         handed_over = re.search(r"stopped; (\d+) groups in hand went back", leaving.logs())
         assert handed_over, leaving.logs()
         assert int(handed_over[1]) > 0
-        assert cluster.api.events_of("ActorEvicted") == []
+        assert len(cluster.api.events_of("ActorEvicted")) == evictions
         await release.more_steps(3)
 
         before = len(release.steps)
