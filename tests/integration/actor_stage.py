@@ -24,6 +24,7 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.codec import decode_sequence, encode_group
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.session import kill_session
 from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.types import PromptGroup, SamplingParams, Sequence
@@ -120,7 +121,7 @@ class ActorStage:
         command = guarded([sys.executable, "-m", "tests.integration.light_actor", chosen])
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=output
+                *command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
             )
         self.stack.push_async_callback(_end, process)
         return LightActor(process, address_file, log)
@@ -159,9 +160,9 @@ class ActorStage:
 
 
 async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
+    """With what it started: an engine of vLLM outlives a killed actor."""
+    kill_session(process.pid)
+    await process.wait()
 
 
 @asynccontextmanager
