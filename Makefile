@@ -41,7 +41,7 @@ $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(STAMP)  ## The whole test suite, end to end included (about half an hour)
+test: $(STAMP)  ## The whole test suite, end to end included (about three quarters of an hour)
 	@$(BIN)/python -m pytest $(ARGS)
 
 HISTORIES ?= 300
@@ -52,7 +52,7 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 	@$(BIN)/python -m benchmarks.table
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 
-test-unit: $(STAMP)  ## Unit tests only: about four minutes
+test-unit: $(STAMP)  ## Unit tests only: about six minutes
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
