@@ -170,7 +170,6 @@ async def test_the_release_trains_to_the_runs_end_over_tls(install: Install) -> 
         assert restarts(cluster) == []
 
 
-@pytest.mark.soak
 async def test_actors_come_and_go_and_the_trainer_is_replaced_while_it_trains(install: Install) -> None:
     async with install(ENDLESS) as release:
         cluster = release.cluster
