@@ -17,7 +17,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit clean
+.PHONY: help install run test test-tools test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 	@$(BIN)/python -m pytest -m soak --fault-table benchmarks/results/fault_matrix.json $(ARGS)
 	@$(BIN)/python -m benchmarks.table
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
+
+test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing, for the tests that need them (Debian, Ubuntu)
+	@tests/install_tools.sh $(BIN)
 
 test-unit: $(STAMP)  ## Unit tests only: about four minutes
 	@$(PYTEST_JOBS) tests/unit $(ARGS)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Prometheus with promtool into the folder $1, and Chromium onto the system: what the tests of metrics and pages run.
+# Prometheus is unpacked, not installed: the package would start a service. Nothing is done where a tool is there.
+set -euo pipefail
+bin=$(cd "$1" && pwd)
+
+if ! command -v apt-get >/dev/null; then
+    echo "no apt-get: install Chromium, prometheus and promtool by hand; tests without them are skipped" >&2
+    exit 0
+fi
+updated=
+update() {
+    [ -n "$updated" ] || apt-get update -qq
+    updated=1
+}
+
+if [ ! -x "$bin/promtool" ]; then
+    echo "Unpacking Prometheus into .venv/bin"
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    update
+    (cd "$folder" && apt-get download -qq -o APT::Sandbox::User=root prometheus && dpkg-deb -x prometheus_*.deb unpacked)
+    install "$folder"/unpacked/usr/bin/{prometheus,promtool} "$bin"
+fi
+if ! command -v chromium >/dev/null; then
+    echo "Installing Chromium"
+    update
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
+fi
