@@ -41,8 +41,8 @@ $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# Tests that share nothing and need little go side by side, each in one thread; the rest have the machine to themselves.
-SIDE_BY_SIDE := $(addprefix tests/,unit contract chart images kube)
+# Tests that share nothing and wait for no server go side by side, each in one thread; the rest have the machine to themselves.
+SIDE_BY_SIDE := $(addprefix tests/,unit chart images)
 JOBS ?= 4
 PYTEST_JOBS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
