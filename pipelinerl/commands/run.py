@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="DIR", type=Path,
         help="go on with the run in DIR, with its own recipe unless RECIPE or --set change what may change",
     )  # fmt: skip
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", type=int, default=0,
+        help="port on this machine for the runner's /metrics and for /targets, where a Prometheus finds all of the run "
+        "(default: any free one)",
+    )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -48,6 +53,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.runner import LocalRun
+    from pipelinerl.service.logs import LogContext, configure_logging
 
     page_port = None if args.no_page else free_page_port(args.page_port)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
@@ -55,8 +61,10 @@ def execute(args: argparse.Namespace) -> int:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
+            configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            ending = asyncio.run(LocalRun(recipe, run_dir, display, page_port=page_port).run())
+            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=args.metrics_port)
+            ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)
 
 

@@ -12,8 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import CollectorRegistry, Counter
-
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import UserError
@@ -24,7 +22,9 @@ from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
 from services.trainer.loading import load_learner
+from services.trainer.metrics.rank import RankMetrics
 from services.trainer.ranks.follower import follow
 from services.trainer.ranks.world import leave_ranks
 
@@ -34,20 +34,23 @@ log = logging.getLogger(__name__)
 class RankHealth:
     """What a rank shows of itself; set and counted on the thread that works."""
 
-    def __init__(self) -> None:
-        self.registry, self.readiness = CollectorRegistry(), Readiness("the model is loading")
-        self._orders = Counter(
-            "pipelinerl_trainer_rank_orders", "Orders of rank 0 to this rank.", ["kind"], registry=self.registry
-        )
+    def __init__(self, context: LogContext) -> None:
+        self.registry, self.readiness = RunRegistry(context.run), Readiness("the model is loading")
+        self._context = context
+        self._orders = RankMetrics(self.registry).orders
 
     def heard(self, order: str) -> None:
         self._orders.labels(order).inc()
+
+    def trained(self, version: int) -> None:
+        """A step made `version`: log lines carry it from now on."""
+        self._context.policy_version = version
 
 
 async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: LogContext) -> None:
     """Runs until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
-    health = RankHealth()
+    health = RankHealth(context)
     async with _answering(settings, health, speaks=ranks.local_rank == 0):
         await asyncio.to_thread(_work, settings, ranks, health)
 
@@ -75,5 +78,5 @@ def _work(settings: TrainerSettings, ranks: RankSettings, health: RankHealth) ->
         log.error("rank %d cannot load the model: %s", ranks.rank, error)
         sys.exit(EXIT_USER_ERROR)
     health.readiness.set_ready()
-    follow(learner, health.heard)
+    follow(learner, health.heard, health.trained)
     leave_ranks()

@@ -6,6 +6,7 @@ One run for all tests of this file, in their order: it trains until the last of 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 WAIT_MS = 120_000
 PHONE = {"width": 360, "height": 740}
-STRANGE = "() => [...document.querySelectorAll('main *')].filter((e) => !e.closest('.table, pre, .scroll, .hidden') && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"
+TOO_WIDE = """() => [...document.querySelectorAll('main *')]
+    .filter((e) => !e.closest('.table, pre, .scroll, .hidden') && e.getBoundingClientRect().right > innerWidth + 1)
+    .map((e) => e.outerHTML.slice(0, 80))"""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,9 @@ class Opened:
         await self.page.wait_for_function(condition, arg=argument, timeout=WAIT_MS)
 
     async def version_above(self, version: int) -> int:
-        await self.until("(v) => Number(document.querySelector('[data-tile=version] .value')?.textContent) > v", version)
+        await self.until(
+            "(v) => Number(document.querySelector('[data-tile=version] .value')?.textContent) > v", version
+        )
         return int(await self.tile("version"))
 
 
@@ -88,12 +93,12 @@ async def opened(url: str, **context: Any) -> AsyncIterator[Opened]:
 
 
 def metric(text: str, name: str, **labels: str) -> float:
-    """The one sample of that name with these labels, whatever others it has."""
+    """The trainer's one sample of that name with these labels, whatever others it has."""
     found = [
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+        if sample.name == f"pipelinerl_trainer_{name}" and labels.items() <= sample.labels.items()
     ]
     assert len(found) == 1, (name, labels, found)
     return found[0]
@@ -115,7 +120,9 @@ async def test_it_updates_while_the_run_trains_and_asks_nobody_else(run: Running
 
 async def test_samples_are_coloured_by_version_and_say_what_a_token_weighs(run: RunningCommand) -> None:
     async with opened(link(run)) as shown:
-        await shown.until("() => document.querySelector('.tokens .change + .token ~ .change') !== null || document.querySelectorAll('.tokens .change').length > 0")
+        await shown.until(
+            "() => document.querySelector('.tokens .change + .token ~ .change') !== null || document.querySelectorAll('.tokens .change').length > 0"
+        )
         history = (await shown.page.evaluate("fetch('page/history').then((answer) => answer.json())"))["samples"]
         trained = [one for one in [*history["early"], *history["late"]] if not one["heldout"]]
         assert trained
@@ -138,12 +145,14 @@ async def test_it_reads_on_a_phone_by_day_and_by_night(run: RunningCommand, sche
     async with opened(link(run), viewport=PHONE, color_scheme=scheme, has_touch=True) as shown:
         await shown.version_above(0)
         assert await shown.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        assert await shown.page.evaluate(STRANGE) == []
+        assert await shown.page.evaluate(TOO_WIDE) == []
         background = await shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
         bright = sum(int(number) for number in re.findall("[0-9]+", background)[:3]) > 384
         assert bright == (scheme == "light")
         await shown.page.locator(".samples .token").first.tap()
-        await shown.until("() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))")
+        await shown.until(
+            "() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))"
+        )
         assert shown.problems == []
 
 
@@ -154,9 +163,11 @@ async def test_everything_can_be_reached_and_named_without_a_mouse(run: RunningC
             .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.[0]?.textContent.trim()))
             .map((e) => e.outerHTML.slice(0, 80))"""
         assert await shown.page.evaluate(nameless) == []
-        levels = await shown.page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))")
+        levels = await shown.page.evaluate(
+            "[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))"
+        )
         assert levels[0] == 1
-        assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
         kinds, outlines = [], set()
         for _ in range(14):
             await shown.page.keyboard.press("Tab")
@@ -178,28 +189,39 @@ async def test_everything_can_be_reached_and_named_without_a_mouse(run: RunningC
         assert await shown.page.evaluate("document.activeElement.tagName") == "svg"
 
 
+async def settled(shown: Opened, client: httpx.AsyncClient) -> str:
+    """/metrics when the trainer waits for sequences that do not come, and the page says so."""
+    version = -1
+    while True:
+        text = (await client.get("metrics")).text
+        if metric(text, "policy_version") == version:
+            return text
+        version = int(metric(text, "policy_version"))
+        await shown.until(
+            """(v) => Number(document.querySelector('[data-tile=version] .value').textContent) >= v
+                && document.querySelector('.message').textContent.includes('waiting for sequences')""",
+            version,
+        )
+
+
 async def test_it_shows_the_numbers_of_metrics(run: RunningCommand) -> None:
     """At a moment that is settled: the actor is held, so that the trainer has used up what there was."""
     actor = run.pids()["actor-0"]
-    async with opened(link(run)) as shown, httpx.AsyncClient(trust_env=False) as client:
+    async with opened(link(run)) as shown, httpx.AsyncClient(base_url=link(run), trust_env=False) as client:
         await shown.version_above(0)
         os.killpg(actor, signal.SIGSTOP)
         try:
-            prefix = "pipelinerl_trainer_"
-            before = ""
-            while True:
-                await shown.until("() => document.querySelector('.message').textContent.includes('waiting for sequences')")
-                text = (await client.get(link(run) + "metrics")).text
-                version = str(int(metric(text, prefix + "policy_version")))
-                if text == before or (before and version == await shown.tile("version") == seen):
-                    break
-                before, seen = text, version
-                await shown.page.wait_for_timeout(1500)
+            text = await settled(shown, client)
+            version = str(int(metric(text, "policy_version")))
             await shown.until("(v) => document.querySelector('[data-tile=version] .value').textContent === v", version)
-            trained = metric(text, prefix + LEDGER, state="trained")
-            assert float((await shown.page.inner_text("[data-ledger=trained] td")).replace(",", "")) == trained
-            assert float(await shown.tile("reward")) == pytest.approx(metric(text, prefix + "reward_mean"), abs=0.005)
-            assert float(await shown.tile("ess")) == pytest.approx(metric(text, prefix + ESS), abs=0.005)
+            trained = f"{int(metric(text, 'ledger_sequences', state='trained')):,}"
+            await shown.until("(n) => document.querySelector('[data-ledger=trained] td').textContent === n", trained)
+            await shown.until(
+                "(v) => document.querySelector('[data-tile=reward] .note').textContent.startsWith(`step ${v};`)",
+                version,
+            )
+            assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
+            assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
         finally:
             os.killpg(actor, signal.SIGCONT)
 
@@ -212,12 +234,16 @@ async def test_it_goes_on_after_the_trainer_is_killed(run: RunningCommand) -> No
         os.kill(read_address(run.run_dir / "addresses" / "trainer.json").pid, signal.SIGKILL)
         await shown.until("() => document.querySelector('main').dataset.link === 'lost'")
         assert "report.html" in await shown.page.inner_text(".link")
-        await shown.until("() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')")
+        await shown.until(
+            "() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')"
+        )
         assert await shown.version_above(version) > version
         assert await shown.page.get_attribute("main", "data-link") == "live"
         assert read_address(run.run_dir / "addresses" / "trainer.json").http == address
         assert run.pids()["trainer"] != first
-        steps = await shown.page.evaluate("fetch('page/history').then((a) => a.json()).then((d) => d.records.map((r) => r.step))")
+        steps = await shown.page.evaluate(
+            "fetch('page/history').then((a) => a.json()).then((d) => d.records.map((r) => r.step))"
+        )
         assert steps == list(range(1, len(steps) + 1)), "those that the restart undid are told once"
         assert [one for one in shown.problems if "ERR_" not in one] == [], "but for the connection that was lost"
 
@@ -234,5 +260,5 @@ async def test_after_the_end_it_points_to_the_report_which_has_the_same_views(ru
         summary = json.loads((run.run_dir / "summary.json").read_text())
         assert await report.page.inner_text("[data-ledger=issued] td") == f"{summary['sequences']['issued']:,}"
         assert await report.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        assert await report.page.evaluate(STRANGE) == []
+        assert await report.page.evaluate(TOO_WIDE) == []
         assert report.problems == []
