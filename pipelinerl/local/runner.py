@@ -39,6 +39,7 @@ from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, Supervise
 from pipelinerl.local.targets import living_names, runner_http
 from pipelinerl.local.threads import available_cores, plan_threads
 from pipelinerl.local.watch import background, follow_trainer, watch_actors
+from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.run_registry import RunRegistry
 
 _VERIFIER_READY_S = 120.0
@@ -64,6 +65,8 @@ class LocalRun:
     commands: ServiceCommands = field(default_factory=ServiceCommands)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    page_port: int | None = 0
+    """See `ServiceLaunches`."""
     metrics_port: int = 0
     """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
 
@@ -77,13 +80,16 @@ class LocalRun:
         self._killers: list[Callable[[], None]] = []
         self._interrupts = 0
         self._over = False
+        self._trainer_address: ServiceAddress | None = None
         threads = plan_threads(
             available_cores(),
             self.recipe.actor.count,
             self.recipe.trainer.threads * self.recipe.trainer.nproc,
             self.recipe.actor.engine.threads,
         )
-        self._launches = ServiceLaunches(self.recipe, self.run_dir, threads, self.environment, self.commands)
+        self._launches = ServiceLaunches(
+            self.recipe, self.run_dir, threads, self.environment, self.commands, page_port=self.page_port
+        )
 
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
@@ -127,7 +133,7 @@ class LocalRun:
         """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s)),
+                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s, self._trainer_up)),
                 group.create_task(nats.keep()),
                 group.create_task(verifier.keep()),
                 group.create_task(actors.keep()),
@@ -202,7 +208,7 @@ class LocalRun:
         """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
 
         def prepare() -> None:
-            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services))
+            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services), self._trainer_address)
             self.run_dir.summary.unlink(missing_ok=True)  # of the process before
 
         service = self._supervised(
@@ -263,6 +269,14 @@ class LocalRun:
             self._state.rewind(version)
             where = f", and goes on from version {version}"
         self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")
+
+    def _trainer_up(self, address: ServiceAddress) -> None:
+        """Its page is where this says from now on, also after restarts."""
+        first, self._trainer_address = self._trainer_address is None, address
+        if self.page_port is not None:
+            self._state.page = f"http://{address.http}/"
+            if first:
+                self._note(f"Live page: {self._state.page}")
 
     def _finished(self) -> bool:
         """The trainer has said so: it removes nothing after that, and needs nobody any more."""
