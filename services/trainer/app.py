@@ -31,6 +31,7 @@ from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.retry import until_taken
+from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -46,7 +47,7 @@ from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient, ActorLoad
 from services.trainer.attendance import MemberChange
 from services.trainer.books import Books
-from services.trainer.evaluation import HeldoutEvaluator
+from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
 from services.trainer.events import RunEvents, run_events
 from services.trainer.feeder import Feeder
 from services.trainer.initial_files import initial_files
@@ -67,6 +68,7 @@ from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.scaling import ReplicaAdvice
 from services.trainer.server import StepFeed, TrainerService
+from services.trainer.trackers.run_trackers import RunTrackers, run_trackers
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
 
@@ -118,7 +120,10 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
-        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context, events)
+        trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
+        run = TrainingRun(
+            settings, recipe, policy, bus, verifier, files, journal, start, registry, context, events, trackers
+        )
         server = await stack.enter_async_context(
             serve_grpc(
                 run.add_to_server,
@@ -173,7 +178,9 @@ class TrainingRun:
         registry: CollectorRegistry,
         context: LogContext,
         events: RunEvents,
+        trackers: RunTrackers,
     ) -> None:
+        self._trackers = trackers
         self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
@@ -259,7 +266,7 @@ class TrainingRun:
             capture=self._continuation.capture,
             on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
-            on_heldout=self._report.heldout,
+            on_heldout=self._heldout_done,
             on_parity=self._report.parity,
             actor_client=self._actor_client,
         )
@@ -277,7 +284,7 @@ class TrainingRun:
             self._events.ended(self._loop.version, self._recipe.trainer.steps, finished=finished)
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
-            self._write_summary(finished)
+            self._trackers.end(self._write_summary(finished), finished=finished)
             self._continuation.end(finished=finished)
             if finished:
                 self._replicas.finish()
@@ -298,7 +305,7 @@ class TrainingRun:
             await stop.wait()
             beating.cancel()
 
-    def _write_summary(self, finished: bool) -> None:
+    def _write_summary(self, finished: bool) -> RunSummary:
         ledger = self._books.ledger
         reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
         summary = self._report.write_summary(
@@ -309,6 +316,7 @@ class TrainingRun:
             evictions=self._updater.evictions,
         )
         log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+        return summary
 
     async def _checkpoint_on_stop(self) -> None:
         """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
@@ -439,12 +447,17 @@ class TrainingRun:
         self._metrics.checkpoint_written(written)
         self._events.checkpoint_written(written)
 
+    def _heldout_done(self, result: HeldoutResult) -> None:
+        self._report.heldout(result)
+        self._trackers.heldout(result)
+
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
         self._replicas.step(record)
         self._journal.flush()
         self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)
+        self._trackers.step(record)
         self._context.policy_version = self._loop.version
         log.info(
             "step %d",
