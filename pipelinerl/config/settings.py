@@ -81,6 +81,10 @@ class TrainerSettings(PolicySettings):
         description="Keep answering, trained or not, after the run's end until told to stop: a StatefulSet starts again "
         "what exits.",
     )
+    page: bool = Field(
+        False,
+        description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that.",
+    )
     actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
     actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")

@@ -13,9 +13,9 @@ from string import Template
 from typing import Any
 
 from pipelinerl.errors import FieldError
-from pipelinerl.local.report_data import report_data
 from pipelinerl.local.summary import kept_records, read_jsonl, read_summary, summary_from_metrics
-from pipelinerl.page import asset
+from pipelinerl.page import REPORT_SCRIPTS, asset
+from pipelinerl.page.data import report_data
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,8 +49,7 @@ def report_html(data: Mapping[str, Any]) -> str:
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
         data=script_json(data),
-        charts=asset("charts.js"),
-        views=asset("views.js"),
+        scripts="".join(asset(name) for name in REPORT_SCRIPTS),
     )
 
 

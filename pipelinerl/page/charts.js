@@ -1,8 +1,9 @@
 /* Charts of the run's pages: lines, bars and a heat map as inline SVG. No dependency, no network.
  *
  * Each function fills one element with a <figure>: title, legend where there are several series, a drawing that follows the
- * element's width, and a readout under the pointer or, with the arrow keys, under the keyboard. Text is only ever set as
- * text, never as HTML. What to draw is views.js's business. */
+ * element's width, and a readout under the pointer or, with the arrow keys, under the keyboard. Drawn again in the same element,
+ * with newer data, it keeps the keyboard's focus and the readout. Text is only ever set as text, never as HTML. What to draw is
+ * views.js's business. */
 "use strict";
 
 const PrlCharts = (() => {
@@ -12,7 +13,10 @@ const PrlCharts = (() => {
 
   function node(name, attributes = {}, text) {
     const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key === "style") made.style.cssText = value; // as an attribute, a page's security policy refuses it
+      else made.setAttribute(key, value);
+    }
     if (text !== undefined) made.textContent = text;
     return made;
   }
@@ -44,8 +48,15 @@ const PrlCharts = (() => {
     return String(Number(value.toPrecision(3)));
   }
 
+  /* What a reader has at hand in each element that was drawn in: {at: place of the readout, focused}. */
+  const reading = new WeakMap();
+
   function frame(root, options) {
-    root.replaceChildren();
+    const focused = document.activeElement !== null && root.contains(document.activeElement);
+    reading.set(root, { at: (reading.get(root) || {}).at ?? null, focused });
+    const kept = { ...reading.get(root) };
+    root.replaceChildren(); // blurs what was focused, which closes the readout
+    reading.set(root, kept);
     const figure = node("figure", { class: "chart" });
     const caption = node("figcaption");
     caption.append(node("div", { class: "title" }, options.title));
@@ -71,20 +82,23 @@ const PrlCharts = (() => {
   }
 
   /* Redraws when the element's width changes. */
-  function responsive(figure, label, draw) {
-    const svg = shape("svg", { height: HEIGHT, role: "img", "aria-label": label, tabindex: 0 });
+  function responsive(figure, label, draw, height = HEIGHT) {
+    const svg = shape("svg", { height, role: "img", "aria-label": label, tabindex: 0 });
     figure.append(svg);
     let drawn = 0;
     const redraw = () => {
+      if (!svg.isConnected) return observer.disconnect();
       const width = Math.floor(svg.getBoundingClientRect().width);
       if (width < 40 || width === drawn) return;
       drawn = width;
-      svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
       svg.replaceChildren();
       draw(svg, width);
     };
-    new ResizeObserver(redraw).observe(svg);
+    const observer = new ResizeObserver(redraw);
+    observer.observe(svg);
     redraw();
+    if ((reading.get(figure.parentNode) || {}).focused) svg.focus({ preventScroll: true });
   }
 
   function yAxis(svg, width, low, high, y, format) {
@@ -108,10 +122,12 @@ const PrlCharts = (() => {
     figure.querySelectorAll(".tip").forEach((old) => old.remove());
     const tip = node("div", { class: "tip", hidden: "" });
     figure.append(tip);
+    const kept = reading.get(figure.parentNode) || {};
     let current = -1;
     const show = (index) => {
       current = Math.max(0, Math.min(positions.length - 1, index));
       const { x, lines, at } = positions[current];
+      kept.at = at;
       cross.setAttribute("x1", x);
       cross.setAttribute("x2", x);
       cross.setAttribute("visibility", "visible");
@@ -129,7 +145,8 @@ const PrlCharts = (() => {
       tip.style.left = Math.max(4, wanted + tip.offsetWidth > figure.clientWidth ? wanted - tip.offsetWidth - 24 : wanted) + "px";
       tip.style.top = figure.clientHeight - HEIGHT + "px";
     };
-    const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); current = -1; };
+    const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); current = -1; kept.at = null; };
+    if (kept.at !== null && kept.at !== undefined) show(Math.max(0, positions.findIndex((one) => one.at === kept.at)));
     const nearest = (event) => {
       const box = svg.getBoundingClientRect();
       const at = ((event.clientX - box.left) / box.width) * width;
@@ -266,5 +283,5 @@ const PrlCharts = (() => {
     });
   }
 
-  return { node, number, lines, bars, heat, scales: { ticks, extent, across } };
+  return { node, shape, number, frame, empty, responsive, lines, bars, heat, scales: { ticks, extent, across } };
 })();

@@ -1,7 +1,8 @@
-/* What a run's pages show, as functions from the run's data to elements. Drawing is charts.js's business.
+/* What a run's pages show, as functions from the run's data to elements: charts, tiles, sections. Drawing is charts.js's
+ * business; which of these a page has, and in which order, is report.js's and live.js's.
  *
- * data: {run, description, summary, records, lag_totals, ess_by_lag, heldout, samples: {early, late}, recipe}; see
- * pipelinerl/local/report_data.py. Any number may be missing: it is shown as a dash, or its chart says so. */
+ * data: {run, description, records, lag_totals, ess_by_lag, heldout, samples: {early, late}, recipe}; see pipelinerl/page/data.py.
+ * Any number may be missing: it is shown as a dash, or its chart says so. */
 "use strict";
 
 const PrlViews = (() => {
@@ -9,44 +10,13 @@ const PrlViews = (() => {
   const percent = (v) => (v === null || v === undefined ? "–" : `${Number((100 * v).toFixed(1))}%`);
   const milliseconds = (v) => (v === null || v === undefined ? "–" : `${number(1000 * v)} ms`);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
+  const RECENT = 20;
 
   function duration(seconds) {
     if (seconds === null || seconds === undefined) return "–";
     const s = Math.round(seconds);
     if (s < 60) return `${s} s`;
     return s < 3600 ? `${Math.floor(s / 60)} min ${s % 60} s` : `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
-  }
-
-  function header(root, data) {
-    const s = data.summary;
-    const state = s.interrupted ? ["bad", "interrupted"] : s.error ? ["bad", "failed"] : s.wall_s === undefined ? ["good", "in progress"] : ["good", "finished"];
-    const line = node("p", {}, `${data.description || s.recipe || ""} `);
-    line.append(node("span", { class: `badge ${state[0]}` }, state[1]));
-    root.append(node("h1", {}, data.run), line);
-    if (s.error) root.append(node("p", { class: "problem" }, s.error));
-  }
-
-  function tiles(root, data) {
-    const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
-    const entries = [
-      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}`],
-      ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode`],
-      ["Wall clock", duration(s.wall_s), `trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
-      ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
-      ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
-      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps`],
-      ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
-      ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
-      ["Actor stall", milliseconds(updates.stall_s_p50), `p99 ${milliseconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
-      ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
-    ];
-    const box = node("div", { class: "tiles" });
-    for (const [label, value, note] of entries) {
-      const tile = node("div", { class: "tile" });
-      tile.append(node("div", { class: "label" }, label), node("div", { class: "value" }, value), node("div", { class: "note" }, note));
-      box.append(tile);
-    }
-    root.append(box);
   }
 
   /* The x axis: optimizer steps or minutes since the start. */
@@ -90,11 +60,11 @@ const PrlViews = (() => {
 
   function freshness(data, axis) {
     const r = data.records;
-    const total = Object.values(data.lag_totals).reduce((a, b) => a + b, 0) || 1;
-    const lagBars = Object.entries(data.lag_totals).map(([lag, n]) => ({ label: lag, value: n / total, note: `${percent(n / total)} (${number(n)} tokens)` }));
+    const recent = r.slice(-RECENT);
     const essBars = Object.entries(data.ess_by_lag).map(([label, value]) => ({ label, value }));
     return [
-      (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars, xName: "lag", format: percent }),
+      (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
+      (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(data.lag_totals), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker (by night: brighter) is more", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
       (root) => lines(root, { title: "Lag by step", sub: "Steady is good; growing means the actors fall behind", xName: axis.name, yLow: 0, series: [
         { name: "mean", color: COLOR[0], points: pick(r, axis, (one) => one.lag && one.lag.mean) },
@@ -104,6 +74,19 @@ const PrlViews = (() => {
       (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much an older token is still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
       (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer on tokens of lag 0, nats", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
     ];
+  }
+
+  /* {lag: tokens} over records. */
+  function lagSums(records) {
+    const sums = {};
+    for (const record of records)
+      for (const [lag, n] of Object.entries(record.lag_histogram || {})) sums[lag] = (sums[lag] || 0) + n;
+    return sums;
+  }
+
+  function lagBars(sums) {
+    const total = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
+    return Object.entries(sums).map(([lag, n]) => ({ label: lag, value: n / total, note: `${percent(n / total)} (${number(n)} tokens)` }));
   }
 
   function lagColumns(records, axis) {
@@ -122,6 +105,8 @@ const PrlViews = (() => {
     return { columns, rows: Array.from({ length: most + 1 }, (_, lag) => lag) };
   }
 
+  const sum = (...values) => values.reduce((total, value) => total + (value || 0), 0);
+
   function pipeline(data, axis) {
     const r = data.records;
     return [
@@ -132,76 +117,71 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Who waits for whom", sub: "Share of time at work; low = waiting for the other side", xName: axis.name, format: percent, yLow: 0, yHigh: 1, series: [
         { name: "actors", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.actor_busy_fraction)) },
         { name: "trainer", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.trainer_busy_fraction)) }] }),
+      (root) => lines(root, { title: "Where a step's time goes", sub: "Waiting for sequences, computing, and holding still to send weights", xName: axis.name, format: milliseconds, yLow: 0, series: [
+        { name: "wait", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.wait)) },
+        { name: "compute", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.compute)) },
+        { name: "send", color: COLOR[2], points: smooth(pick(r, axis, (one) => one.step_s && sum(one.step_s.snapshot, one.step_s.send))) }] }),
       (root) => lines(root, { title: "Completion length", sub: "Mean tokens of the batch's completions", series: noisy("tokens", COLOR[0], pick(r, axis, (one) => one.completion_tokens_mean)), xName: axis.name, yLow: 0 }),
     ];
   }
 
-  function charts(root, drawings) {
+  /* Cells for `count` charts. */
+  function cells(root, count) {
     const box = node("div", { class: "charts" });
     root.append(box);
-    for (const draw of drawings) { const cell = node("div"); box.append(cell); draw(cell); }
+    return Array.from({ length: count }, () => box.appendChild(node("div")));
   }
 
   function section(root, title, lead) {
     const box = node("section");
-    box.append(node("h2", {}, title));
+    box.append(node("h2", { id: title.toLowerCase().replace(/[^a-z]+/g, "-").replace(/-$/, "") }, title));
     if (lead) box.append(node("p", { class: "lead" }, lead));
     root.append(box);
     return box;
   }
 
-  function outcomes(root, data) {
-    const counts = data.summary.sequences || {};
-    const names = [["issued", "issued"], ["trained", "trained"], ["dropped_stale", "dropped: stale"], ["dropped_filtered", "dropped: filtered"], ["failed", "failed"], ["in_flight", "in flight at the end"]];
-    const table = node("table"), body = node("tbody");
-    for (const [key, label] of names) {
-      const row = node("tr");
-      row.append(node("td", {}, label), node("td", { class: "num" }, counts[key] === undefined ? "–" : String(counts[key])), node("td", { class: "num" }, counts.issued ? percent((counts[key] || 0) / counts.issued) : "–"));
-      body.append(row);
+  /* All charts of `data`, under a choice of the horizontal axis. The returned function draws them again with what `data` holds
+   * by then: those in sight at once, the others when they come into sight. */
+  function plots(root, data) {
+    const sets = [
+      [learning, "Is it learning?", ""],
+      [freshness, "How fresh is the data?", "In-flight weight updates keep sequences near on-policy: small lag, effective sample size near 1."],
+      [pipeline, "Who waits, and what does it cost?", ""],
+    ];
+    let axis = axisOf(false);
+    axisChoice(root, (byTime) => { axis = axisOf(byTime); draw(true); });
+    const places = sets.map(([make, title, lead]) => ({ make, cells: cells(section(root, title, lead), make(data, axis).length) }));
+    const stale = new Set(), inSight = new Set();
+    const drawOne = (place, i) => { stale.delete(place.cells[i]); place.make(data, axis)[i](place.cells[i]); };
+    function draw(all) {
+      for (const place of places) {
+        const drawings = place.make(data, axis);
+        place.cells.forEach((cell, i) => {
+          if (all || inSight.has(cell)) { stale.delete(cell); drawings[i](cell); } else stale.add(cell);
+        });
+      }
     }
-    table.append(body);
-    const box = node("div", { class: "table" });
-    box.append(table);
-    root.append(box);
-  }
-
-  /* Which policy versions sampled a completion: one piece for each, as long as its share of the tokens. */
-  function versionStrip(spans) {
-    const box = node("div");
-    if (!spans || !spans.length) return box;
-    const versions = [...new Set(spans.map((span) => span[0]))];
-    const first = versions[0], last = versions[versions.length - 1];
-    box.append(node("div", { class: "versions" }, first === last ? `version ${first}` : `versions ${first} to ${last}`));
-    const strip = node("div", { class: "strip", role: "img", "aria-label": spans.map((span) => `tokens ${span[1]} to ${span[2]}: version ${span[0]}`).join(", ") });
-    spans.forEach((span) => {
-      const shade = versions.length < 2 ? 100 : 35 + (65 * versions.indexOf(span[0])) / (versions.length - 1);
-      strip.append(node("span", { style: `flex:${Math.max(1, span[2] - span[1])};background:color-mix(in oklab, var(--series-1) ${shade}%, var(--line))`, title: `version ${span[0]}: tokens ${span[1]} to ${span[2]}` }));
+    const watch = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        if (!isIntersecting) { inSight.delete(target); continue; }
+        inSight.add(target);
+        const place = places.find((one) => one.cells.includes(target));
+        if (stale.has(target)) drawOne(place, place.cells.indexOf(target));
+      }
     });
-    box.append(strip);
-    return box;
+    for (const place of places) place.cells.forEach((cell) => watch.observe(cell));
+    draw(true);
+    return () => draw(false);
   }
 
-  function samples(root, title, rows) {
-    root.append(node("h3", {}, title));
-    if (!rows.length) return root.append(node("p", { class: "lead" }, "None recorded."));
-    const table = node("table", { class: "samples" }), head = node("tr"), body = node("tbody");
-    const names = ["Step", "Prompt", "Completion", "Reward", "Sampled by"];
-    names.forEach((name, i) => head.append(node("th", i === 3 ? { class: "num" } : {}, name)));
-    const top = node("thead");
-    top.append(head);
-    for (const one of rows) {
-      const cells = [node("td", {}, `${one.step ?? "–"}${one.heldout ? " held-out" : ""}`), node("td"), node("td"), node("td", { class: "num" }, number(one.reward)), node("td")];
-      cells[1].append(node("div", { class: "text scroll", tabindex: 0 }, one.prompt));
-      cells[2].append(node("div", { class: "text scroll", tabindex: 0 }, one.completion));
-      cells[4].append(versionStrip(one.spans));
-      const row = node("tr");
-      cells.forEach((cell, i) => { cell.dataset.label = names[i]; row.append(cell); });
-      body.append(row);
-    }
-    table.append(top, body);
-    const box = node("div", { class: "table" });
-    box.append(table);
-    root.append(box);
+  /* entries: [key, label, value, note, class]; in place of what `root` held. */
+  function tiles(root, entries) {
+    root.className = "tiles";
+    root.replaceChildren(...entries.map(([key, label, value, note, mark]) => {
+      const tile = node("div", { class: `tile ${mark || ""}`, "data-tile": key });
+      tile.append(node("div", { class: "label" }, label), node("div", { class: "value" }, value), node("div", { class: "note" }, note || ""));
+      return tile;
+    }));
   }
 
   function fold(root, title, text) {
@@ -223,30 +203,5 @@ const PrlViews = (() => {
     root.append(field);
   }
 
-  function report(root, data) {
-    const top = node("header");
-    header(top, data);
-    root.append(top);
-    tiles(root, data);
-    const plots = node("div");
-    const draw = (byTime) => {
-      const axis = axisOf(byTime);
-      plots.replaceChildren();
-      charts(section(plots, "Is it learning?"), learning(data, axis));
-      charts(section(plots, "How fresh is the data?", "In-flight weight updates keep sequences near on-policy: small lag, effective sample size near 1."), freshness(data, axis));
-      charts(section(plots, "What does it cost?"), pipeline(data, axis));
-    };
-    axisChoice(root, draw);
-    root.append(plots);
-    draw(false);
-    outcomes(section(root, "Sequences by outcome"), data);
-    const box = section(root, "Sample completions", "The same policy early and late in the run. The strip shows which policy versions sampled the tokens, first to last.");
-    samples(box, "Early", data.samples.early);
-    samples(box, "Late", data.samples.late);
-    const rest = section(root, "Everything else");
-    fold(rest, "summary.json", JSON.stringify(data.summary, null, 2));
-    fold(rest, "recipe.yaml (resolved)", data.recipe);
-  }
-
-  return { report, learning, freshness, pipeline, tiles, samples, outcomes };
+  return { percent, milliseconds, duration, learning, freshness, pipeline, plots, tiles, section, fold };
 })();

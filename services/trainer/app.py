@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 from grpc import aio
 
@@ -56,6 +57,10 @@ from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.page.board import PageBoard
+from services.trainer.page.routes import add_page
+from services.trainer.page.run_page import RunPage
+from services.trainer.page.state import member_rows
 from services.trainer.pods import watch_actor_pods
 from services.trainer.policy_trainer import TorchPolicyTrainer, load_policy_trainer
 from services.trainer.probe import probe_tokens
@@ -68,6 +73,7 @@ from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.scaling import ReplicaAdvice
 from services.trainer.server import StepFeed, TrainerService
+from services.trainer.token_pieces import TokenPieces
 from services.trainer.trackers.run_trackers import RunTrackers, run_trackers
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
@@ -96,6 +102,10 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
+        board = PageBoard() if settings.page else None
+        if board is not None:
+            add_page(app, board)
+            stack.callback(board.close)
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
@@ -123,7 +133,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
         run = TrainingRun(
-            settings, recipe, policy, bus, verifier, files, journal, start, metrics, context, events, trackers
+            settings, recipe, policy, bus, verifier, files, journal, start, metrics, context, events, trackers, board
         )
         server = await stack.enter_async_context(
             serve_grpc(
@@ -180,18 +190,23 @@ class TrainingRun:
         context: LogContext,
         events: RunEvents,
         trackers: RunTrackers,
+        board: PageBoard | None = None,
     ) -> None:
+        """`board`: of the live page, None = it is off."""
         self._trackers = trackers
         self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
         self._metrics = metrics
         self._replicas = ReplicaAdvice(recipe, metrics.registry)
-        self._report = RunReport(recipe, files, self._metrics)
+        self._page = RunPage(board, self._page_state)
+        self._page.begin(settings.run, recipe, settings.run_dir, files.kept)
+        self._report = RunReport(recipe, files, self._metrics, TokenPieces(policy.tokenizer), self._page.sample)
         self._feed = StepFeed(files.kept)
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        self._ended = ""
         self._books = Books(journal.write)
         bound = feeder_bound(recipe, settings.expected_actors)
         self._updater = WeightUpdater(
@@ -306,6 +321,8 @@ class TrainingRun:
             self._events.ended(self._loop.version, self._recipe.trainer.steps, finished=finished)
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
+            self._ended = "finished" if finished else "stopped"
+            self._page.publish()
             self._trackers.end(self._write_summary(finished), finished=finished)
             self._continuation.end(finished=finished)
             if finished:
@@ -375,6 +392,7 @@ class TrainingRun:
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self._updater),
                     self._loop.beat(),
+                    self._page.run(),
                 )
             ]
             stopping = tasks.create_task(stop.wait())
@@ -481,6 +499,7 @@ class TrainingRun:
         self._journal.flush()
         self._feed.add(record)
         self._trackers.step(record)
+        self._page.step(record)
         self._context.policy_version = self._loop.version
         log.info(
             "step %d",
@@ -507,3 +526,20 @@ class TrainingRun:
             epoch=self._updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
         )
+
+    def _page_state(self) -> dict[str, Any]:
+        """What the live page shows of this moment."""
+        status, ledger, updater = self._status(), self._books.ledger, self._updater
+        served = updater.served_version
+        return {
+            "phase": trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower(),
+            "message": status.message,
+            "ended": self._ended,
+            "version": status.policy_version,
+            "served_version": served if served >= 0 else None,
+            "incarnation": self._incarnation,
+            "epoch": updater.epoch,
+            "members": member_rows(updater.registered, updater.serving, updater.joining, served, self._report.loads),
+            "sequences": ledger.counts.as_dict(),
+            "reasons": {outcome.value: dict(ledger.reasons(outcome)) for outcome in Outcome},
+        }

@@ -37,13 +37,14 @@ class HeldoutProblem:
     reference_json: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldoutSample:
     prompt: str
     completion: str
     reward: float | None
     """None: no verdict."""
     spans: tuple[tuple[int, int, int], ...]
+    token_ids: TokenIds
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class HeldoutEvaluator:
             completion=completion.text,
             reward=verdict.reward if verdict is not None and verdict.ok else None,
             spans=tuple((span.version, span.start, span.end) for span in completion.spans),
+            token_ids=completion.token_ids,
         )
 
     def _item(self, completion: EvaluatedCompletion) -> VerifyItem:

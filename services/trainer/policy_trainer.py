@@ -25,6 +25,7 @@ from pipelinerl_torch.placement import HOST, on_device
 from services.trainer.export import PolicyExport, StagedExport
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import DTYPES
+from services.trainer.learn.sampled import SAMPLED_WEIGHTS
 from services.trainer.learn.share import PreparedStep
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
@@ -103,7 +104,8 @@ class TorchPolicyTrainer:
         if not outcome.applied:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
-        return {**step_figures(outcome, self._recipe), **self._throughput(outcome, seconds)}
+        figures = {**step_figures(outcome, self._recipe), **self._throughput(outcome, seconds)}
+        return {**figures, SAMPLED_WEIGHTS: outcome.sampled_weights}
 
     def _throughput(self, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
         work = StepWork(

@@ -6,7 +6,7 @@ Called by the optimizer loop and the updater on the event loop; does no waiting 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ from services.trainer.actor_client import ActorLoad
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.sampled import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
 from services.trainer.records import RunFiles, RunTotals, StepRecord, mean, percentile
-
-SAMPLES_PER_STEP = 2
+from services.trainer.samples import Sample, heldout_sample, trained_sample
+from services.trainer.token_pieces import TokenPieces
 
 
 @dataclass
@@ -40,8 +41,17 @@ class _Latest:
 class RunReport:
     """See the module."""
 
-    def __init__(self, recipe: Recipe, files: RunFiles, metrics: TrainerMetrics) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        files: RunFiles,
+        metrics: TrainerMetrics,
+        pieces: TokenPieces | None = None,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
+    ) -> None:
+        """`pieces`: of the run's tokenizer; None leaves samples without tokens. `on_sample` is told each as it is written."""
         self._recipe, self._files, self._metrics = recipe, files, metrics
+        self._pieces, self._on_sample = pieces, on_sample
         self._started_at = time.monotonic()
         self._last_step_at = self._started_at
         self._latest = _Latest()
@@ -58,6 +68,11 @@ class RunReport:
         self._started_at = self._last_step_at - state["time_s"]
         self.totals = RunTotals.from_state(state["totals"])
 
+    @property
+    def loads(self) -> Mapping[str, ActorLoad]:
+        """The newest answer of each actor."""
+        return self._loads
+
     def actor_loads(self, loads: Mapping[str, ActorLoad]) -> None:
         """The newest answers of the actors, by name; one that left keeps its last."""
         self._loads.update(loads)
@@ -66,17 +81,7 @@ class RunReport:
         self._latest.heldout = result
         self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
         for sample in result.samples:
-            self._files.write_sample(
-                {
-                    "step": result.version,
-                    "version": result.version,
-                    "prompt": sample.prompt,
-                    "completion": sample.completion,
-                    "reward": sample.reward,
-                    "spans": [list(span) for span in sample.spans],
-                    "heldout": True,
-                }
-            )
+            self._write_sample(heldout_sample(result.version, sample, self._pieces))
 
     def parity(self, parity: Parity) -> None:
         self._latest.parity_failures += parity.failures
@@ -99,14 +104,16 @@ class RunReport:
         self._metrics.membership.joined(update.round_trip_s)
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Completes one step's record, writes it everywhere and returns it."""
+        """Completes one step's record, writes it everywhere and returns it. `figures` under SAMPLED_WEIGHTS are for samples."""
         record = self._complete(figures, batch, tokens_arrived)
         self._add_up(record, batch)
         self._latest = _Latest()
         self._files.write_step(record)
         self._metrics.observe(record)
-        for group in batch[:SAMPLES_PER_STEP]:
-            self._write_sample(record["step"], group)
+        weights = figures.get(SAMPLED_WEIGHTS, {})
+        for sequence in sampled_sequences(batch):
+            known = weights.get(sequence.sequence_id)
+            self._write_sample(trained_sample(record["step"], sequence, self._pieces, known))
         return record
 
     def _complete(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
@@ -116,7 +123,7 @@ class RunReport:
         rewards = np.array([sequence.reward for sequence in sequences])
         latest = self._latest
         return {
-            **figures,
+            **{key: value for key, value in figures.items() if key != SAMPLED_WEIGHTS},
             "time_s": now - self._started_at,
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
@@ -161,19 +168,9 @@ class RunReport:
         totals.sequences_trained += len(sequences)
         totals.sequences_multi_version += sum(sequence.num_versions > 1 for sequence in sequences)
 
-    def _write_sample(self, step: int, group: TrainingGroup) -> None:
-        sequence = group.sequences[0]
-        self._files.write_sample(
-            {
-                "step": step,
-                "version": step - 1,
-                "prompt": sequence.prompt_text,
-                "completion": sequence.completion_text,
-                "reward": sequence.reward,
-                "spans": [[span.version, span.start, span.end] for span in sequence.spans],
-                "heldout": False,
-            }
-        )
+    def _write_sample(self, sample: Sample) -> None:
+        self._files.write_sample(sample)
+        self._on_sample(sample)
 
     def actor_busy_fraction(self) -> float | None:
         """Share of the actors' time, since their engines were up, in which they generated."""

@@ -143,6 +143,11 @@ class WeightUpdater:
             await self._members_changed.wait_for(lambda: self.num_present >= count)
 
     @property
+    def registered(self) -> dict[str, c.Member]:
+        """Actors that are heard of, members or not."""
+        return dict(self._main.coordinator.present)
+
+    @property
     def num_present(self) -> int:
         return len(self._main.coordinator.present)
 

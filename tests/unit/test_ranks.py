@@ -96,7 +96,8 @@ def train(learner: Learner, job: Job) -> Result | None:
             group.advantages[3] = np.nan
         prepared = lead.prepare([group], version)
         microbatches.append(len(prepared.shares[0].batches))
-        outcomes.append(lead.train_step(prepared).metrics)
+        outcome = lead.train_step(prepared)
+        outcomes.append(outcome.metrics | {"sampled": outcome.sampled_weights})
         lead.beat()
     scores = lead.score(np.arange(11) % 23)
     adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.adapter()}
@@ -147,6 +148,8 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
         assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
         for key in ("sequences", "completion_tokens", "tokens", "lag_histogram", "learning_rate", "skipped"):
             assert right[key] == left[key], key
+        assert list(right["sampled"]) == list(left["sampled"]) == ["g.0"]
+        np.testing.assert_allclose(right["sampled"]["g.0"], left["sampled"]["g.0"], rtol=100 * atol)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

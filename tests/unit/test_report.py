@@ -15,8 +15,8 @@ import pytest
 from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.errors import FieldError
 from pipelinerl.local.report import report_html, script_json, write_report
-from pipelinerl.local.report_data import early_and_late, heldout_points, mean_by_bucket, report_data, thinned
 from pipelinerl.page import asset
+from pipelinerl.page.data import early_and_late, heldout_points, mean_by_bucket, report_data, thinned
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 
@@ -224,7 +224,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     tags = Tags()
     tags.feed(body)
     names = [name for name, _ in tags.seen]
-    assert (names.count("figure"), names.count("img"), names.count("script")) == (14, 0, 0)
-    assert names.count("svg") == 7, "those that have data"
+    assert (names.count("figure"), names.count("img"), names.count("script")) == (17, 0, 0)
+    assert names.count("svg") == 8, "those that have data"
     assert names.count("path") >= 7
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 4

@@ -120,6 +120,16 @@ class FakePending:
         (folder / "config.json").write_text(f'{{"version": {self.version}}}')
 
 
+class FakeTokenizer:
+    """Every prompt is the same three tokens; token 4 is `e`."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
 class FakePolicy:
     """The compute side. `calls` says what ran, on which thread; a step waits for `may_step`."""
 
@@ -136,9 +146,7 @@ class FakePolicy:
         self.port = FakePort()
         self.checkpoint_saw_summary: list[bool] = []
 
-    def tokenizer(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [1, 2, 3]}
-
+    tokenizer = FakeTokenizer()
     num_ranks = 1
 
     def prepare(self, groups: object, version: int) -> int:

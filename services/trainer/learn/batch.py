@@ -131,6 +131,11 @@ def _row(token_ids: NDArray[np.int64], lengths: NDArray[np.int64], device: torch
     )
 
 
+def row_order(sequences: Many[Sequence]) -> list[int]:
+    """Order in which a micro-batch's row has its sequences: longest first."""
+    return sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
+
+
 def host_microbatch(
     sequences: Many[Sequence],
     advantages: NDArray[np.float64],
@@ -139,10 +144,10 @@ def host_microbatch(
     totals: BatchTotals,
     pad_multiple: int = 1,
 ) -> HostMicroBatch:
-    """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, longest first."""
+    """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, in `row_order`."""
     if not sequences:
         return _nothing(pad_multiple)
-    order = sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
+    order = row_order(sequences)
     members = [sequences[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members])
     completions = np.array([len(member.completion_token_ids) for member in members])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, host_mic
 from services.trainer.learn.flops import training_flops
 from services.trainer.learn.normalization import BatchTotals, Normalization
 from services.trainer.learn.phases import PhaseTimer
+from services.trainer.learn.sampled import sampled_places
 from services.trainer.ranks.message import Message
 
 TRAIN = "train"
@@ -72,6 +73,8 @@ class PreparedStep:
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, beside the step before."""
+    sampled: Mapping[str, slice] = field(default_factory=dict)
+    """Where the completion tokens of sequences that people get to see stand among those of `batches`."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -119,4 +122,5 @@ def prepare_step(
         imbalance=plan.imbalance,
         flops=training_flops(cost_model, lengths, outputs),
         phases_s=timer.take(),
+        sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
     )

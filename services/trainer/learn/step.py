@@ -25,6 +25,7 @@ from services.trainer.learn.model import initial_policy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.phases import PhaseTimer, mark_for
 from services.trainer.learn.policy import Policy
+from services.trainer.learn.sampled import sampled_weights
 from services.trainer.learn.scorer import add_value_head
 from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
 from services.trainer.learn.weights import adapter_weights, served_weights, whole_parameters
@@ -64,6 +65,8 @@ class StepOutcome:
     """Model FLOPs of the step, over all ranks."""
     memory_peak_bytes: int = 0
     """Of the rank that needed most."""
+    sampled_weights: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Importance weights of the completion tokens of sequences that people get to see, by id; unclamped."""
 
     @property
     def applied(self) -> bool:
@@ -168,6 +171,7 @@ class Learner:
             imbalance=prepared.imbalance,
             flops=prepared.flops,
             memory_peak_bytes=max(result.memory_peak_bytes for result in results),
+            sampled_weights=sampled_weights(prepared.sampled, values[0]),
         )
 
     def _accumulate(self, batch: MicroBatch, collector: StepCollector) -> None:

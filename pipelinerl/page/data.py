@@ -1,4 +1,8 @@
-"""What report.html shows of a run, as one plain object. Pure: records in, data out; `report.py` reads and writes files."""
+"""What the pages show of a run, as one plain object. Pure: records in, data out.
+
+`pipelinerl.local.report` reads a finished run's files; of a run that goes on, the trainer keeps the same object up to date
+(`services.trainer.page.history`).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ MAX_RECORDS = 1500
 """Steps that are drawn at most; a longer run is thinned evenly."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
+_DIGITS = 6
 _SHOWN = (
     "step", "time_s", "reward_mean", "entropy", "grad_norm", "ess", "lag", "lag_histogram",
     "mismatch_kl", "tokens_generated_per_s", "tokens_trained_per_s", "weight_update", "stall_s",
-    "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean",
+    "actor_busy_fraction", "trainer_busy_fraction", "completion_tokens_mean", "step_s",
 )  # fmt: skip
 
 
@@ -35,11 +40,11 @@ def report_data(
         "run": run,
         "description": description,
         "summary": dict(summary),
-        "records": [{key: record[key] for key in _SHOWN if key in record} for record in thinned(records)],
+        "records": [shown_record(record) for record in thinned(records)],
         "heldout": heldout_points(summary, records),
         "lag_totals": {str(lag): tokens for lag, tokens in lag_totals(records).items()},
         "ess_by_lag": mean_by_bucket([record.get("ess_by_lag") or {} for record in records]),
-        "samples": {"early": [_shown(one) for one in early], "late": [_shown(one) for one in late]},
+        "samples": {"early": [shown_sample(one) for one in early], "late": [shown_sample(one) for one in late]},
         "recipe": recipe_text,
     }
 
@@ -98,9 +103,24 @@ def _preferred(same_step: list[Record], fallback: list[Record], count: int) -> l
     return sorted(chosen, key=lambda one: not one.get("heldout"))[:count]
 
 
-def _shown(sample: Record) -> dict[str, Any]:
+def shown_record(record: Record) -> dict[str, Any]:
+    """What the charts need of one step, in numbers of six digits."""
+    return {key: _short(record[key]) for key in _SHOWN if key in record}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _short(one) for key, one in value.items()}
+    return value
+
+
+def shown_sample(sample: Record) -> dict[str, Any]:
+    """One line of samples.jsonl, its texts clipped. Older ones lack `tokens` and `weights`."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
-    return {**{key: sample.get(key) for key in ("step", "reward", "spans", "heldout")}, **text}
+    known = ("step", "version", "reward", "spans", "heldout", "tokens", "weights")
+    return {**{key: sample.get(key) for key in known}, **text}
 
 
 def _clipped(text: str) -> str:

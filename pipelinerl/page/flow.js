@@ -1,0 +1,99 @@
+/* The ledger as a flow: what was issued, and what became of it. An SVG of bands as wide as their share, and a table with the
+ * numbers. Text is only ever set as text. Where the counts come from is not known here. */
+"use strict";
+
+const PrlFlow = (() => {
+  const { node, shape, number, frame, empty, responsive } = PrlCharts;
+  const HEIGHT = 230;
+  const BAR = 12;
+  const OUTCOMES = [
+    ["trained", "trained", "var(--series-3)"],
+    ["in_flight", "in flight", "var(--series-1)"],
+    ["dropped_stale", "dropped: stale", "var(--series-2)"],
+    ["dropped_filtered", "dropped: filtered", "var(--series-4)"],
+    ["failed", "failed", "var(--bad)"],
+  ];
+  const whole = (count) => count.toLocaleString("en-US");
+  const share = (count, all) => (all ? `${Number(((100 * count) / all).toFixed(1))}%` : "–");
+
+  /* Issued less everything that it became: 0 in a ledger that adds up. */
+  function discrepancy(counts) {
+    return (counts.issued || 0) - OUTCOMES.reduce((sum, [key]) => sum + (counts[key] || 0), 0);
+  }
+
+  /* Heights of bands in `height` pixels, with a gap between them: by share, but each at least so high that it is seen. */
+  function heights(values, height, gap, least = 3) {
+    const room = height - gap * (values.length - 1), total = values.reduce((a, b) => a + b, 0) || 1;
+    const small = values.map((value) => (value / total) * room < least);
+    const taken = least * small.filter(Boolean).length;
+    const rest = values.reduce((sum, value, i) => sum + (small[i] ? 0 : value), 0) || 1;
+    return values.map((value, i) => (small[i] ? least : (value / rest) * (room - taken)));
+  }
+
+  function draw(svg, width, bands, issued) {
+    const top = 24, bottom = HEIGHT - 8, gap = 12, left = 4, right = width - Math.min(180, width * 0.5);
+    const tall = heights(bands.map((band) => band.count), bottom - top, gap);
+    const sum = tall.reduce((a, b) => a + b, 0);
+    svg.append(shape("text", { class: "strong", x: left, y: 14 }, `issued ${whole(issued)}`));
+    const begin = top + (bottom - top - sum) / 2;
+    svg.append(shape("rect", { x: left, y: begin, width: BAR, height: sum, rx: 2, fill: "var(--ink-3)" }));
+    let from = begin, to = top;
+    bands.forEach((band, i) => {
+      const h = tall[i], x1 = left + BAR, middle = (x1 + right) / 2;
+      const d = `M${x1},${from}C${middle},${from} ${middle},${to} ${right},${to}v${h}C${middle},${to + h} ${middle},${from + h} ${x1},${from + h}z`;
+      svg.append(shape("path", { d, fill: band.color, "fill-opacity": 0.35 }));
+      svg.append(shape("rect", { x: right, y: to, width: BAR, height: h, rx: 2, fill: band.color }));
+      const y = Math.min(bottom - 2, to + h / 2 + 4);
+      svg.append(shape("text", { class: "strong", x: right + BAR + 6, y: y - 6 }, band.label));
+      svg.append(shape("text", { x: right + BAR + 6, y: y + 8 }, `${number(band.count)} · ${share(band.count, issued)}`));
+      from += h;
+      to += h + gap;
+    });
+  }
+
+  /* counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}; outcomes of none are left to the table. */
+  function diagram(root, counts, title = "What became of the sequences") {
+    const figure = frame(root, { title, sub: "Every issued sequence ends in exactly one of these" });
+    if (!counts || !counts.issued) return empty(figure, "Nothing issued yet");
+    const bands = OUTCOMES.map(([key, label, color]) => ({ key, label, color, count: counts[key] || 0 })).filter((band) => band.count);
+    const label = `${whole(counts.issued)} sequences issued: ${bands.map((band) => `${whole(band.count)} ${band.label}`).join(", ")}`;
+    responsive(figure, label, (svg, width) => draw(svg, width, bands, counts.issued), HEIGHT);
+  }
+
+  function row(label, count, issued, key) {
+    const made = node("tr", key ? { "data-ledger": key } : {});
+    made.append(node("th", { scope: "row" }, label), node("td", { class: "num" }, count === undefined ? "–" : whole(count)), node("td", { class: "num" }, count === undefined ? "–" : share(count, issued)));
+    return made;
+  }
+
+  /* The numbers, reasons of the losses among them: {outcome: {reason: count}}. */
+  function table(root, counts, reasons) {
+    const made = node("table", { class: "narrow" }), body = node("tbody"), given = counts || {};
+    made.append(node("caption", { class: "hidden" }, "The ledger: sequences by outcome"));
+    body.append(row("issued", given.issued, given.issued, "issued"));
+    for (const [key, label] of OUTCOMES) {
+      body.append(row(label, given[key], given.issued, key));
+      for (const [reason, count] of Object.entries((reasons || {})[key] || {})) {
+        const of = row(reason, count, given.issued);
+        of.className = "part";
+        body.append(of);
+      }
+    }
+    made.append(body);
+    const box = node("div", { class: "table" }), off = discrepancy(given);
+    box.append(made);
+    root.replaceChildren(box);
+    if (given.issued !== undefined)
+      root.append(node("p", off ? { class: "problem" } : { class: "note" }, off ? `The ledger does not add up: ${whole(off)} sequences are unaccounted for.` : "The ledger adds up: issued = trained + in flight + dropped + failed."));
+  }
+
+  /* Diagram and table beside each other; `root` may be filled again. */
+  function flow(root, counts, reasons) {
+    if (!root.firstChild) root.append(node("div"), node("div"));
+    root.classList.add("pair");
+    diagram(root.children[0], counts);
+    table(root.children[1], counts, reasons);
+  }
+
+  return { flow, scales: { heights, discrepancy } };
+})();

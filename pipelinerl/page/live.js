@@ -1,0 +1,213 @@
+/* The live page: fetches the run so far, follows it by server-sent events, and shows both with the views of views.js.
+ *
+ * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step event heard; state: {phase, message,
+ * ended, version, served_version, incarnation, epoch, members, sequences, reasons} (services/trainer/page). Nothing is asked for
+ * again and again: the server says what is new, and `reset` when this page missed something. */
+"use strict";
+
+const PrlLive = (() => {
+  const { node, number } = PrlCharts;
+  const { percent, milliseconds, duration, plots, tiles, section, fold } = PrlViews;
+  const DRAW_EVERY_MS = 1000;
+  const SAMPLES_EVERY_MS = 5000;
+  const RETRY_MS = 2000;
+  const MOST_RECORDS = 3000;
+  const OF_A_KIND = 4;
+  const EARLY = 8;
+
+  // --- data: what the server's events change in it
+
+  function addStep(data, news) {
+    const { records } = data, step = news.record.step;
+    if (records.length && records[records.length - 1].step >= step) return;
+    records.push(news.record);
+    if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i === records.length - 1);
+    if (news.heldout) data.heldout.push(news.heldout);
+    data.lag_totals = news.lag_totals;
+    data.ess_by_lag = news.ess_by_lag;
+    for (const sample of news.samples) addSample(data.samples, sample);
+  }
+
+  /* Of the first steps the first ones stay; of the newest, as many held-out ones as trained ones. */
+  function addSample(samples, sample) {
+    const { early } = samples;
+    if (early.length < EARLY && (!early.length || sample.step <= early[0].step + 1)) { early.push(sample); return; }
+    const kinds = [true, false].map((kind) => [...samples.late, sample].filter((one) => Boolean(one.heldout) === kind).slice(-OF_A_KIND));
+    samples.late = kinds.flat();
+  }
+
+  // --- what is seen
+
+  /* Returns what brings it up to date. */
+  function header(root, data, link) {
+    const box = root.appendChild(node("header")), line = node("p", {}, `${data.description || ""} `);
+    const badge = line.appendChild(node("span", { class: "badge" })), message = node("p", { class: "message" });
+    const bar = node("progress", { max: data.total_steps || 1, "aria-label": "Optimizer steps taken" });
+    box.append(node("h1", {}, data.run), line, bar, message, link);
+    return () => {
+      const { state } = data;
+      badge.textContent = state.ended || state.phase.replaceAll("_", " ");
+      badge.className = `badge ${state.ended === "stopped" ? "bad" : "good"}`;
+      bar.value = state.version || 0;
+      message.textContent = state.message || "";
+    };
+  }
+
+  function tileEntries(data) {
+    const { state, records } = data, last = records[records.length - 1] || {}, lag = last.lag || {};
+    const counts = state.sequences || {}, members = state.members || [], serving = members.filter((one) => one.state === "serving");
+    const update = [...records].reverse().find((one) => one.weight_update) || {}, heldout = data.heldout;
+    const newest = heldout[heldout.length - 1], best = heldout.length ? Math.max(...heldout.map((one) => one.accuracy)) : null;
+    const recent = records.slice(-20).map((one) => one.reward_mean).filter((one) => one !== null && one !== undefined);
+    const mean = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
+    return [
+      ["version", "Policy version", String(state.version ?? "–"), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
+      ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
+      ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}` : "no evaluation yet"],
+      ["lag", "Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)}; bound ${data.max_lag ?? "none"}`, data.max_lag && lag.max >= data.max_lag ? "warn" : ""],
+      ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
+      ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
+      ["busy", "At work", percent(last.trainer_busy_fraction), `of its time the trainer; ${percent(last.actor_busy_fraction)} the actors`],
+      ["stall", "Actor stall", milliseconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${milliseconds(update.weight_update.transfer_s)}` : "no update yet"],
+      ["actors", "Actors serving", `${serving.length}`, `of ${members.length} registered; epoch ${number(state.epoch)}`, members.length && !serving.length ? "warn" : ""],
+      ["time", "Trained for", duration(last.time_s), `trainer number ${number(state.incarnation)} of this run`],
+    ];
+  }
+
+  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join" };
+
+  function memberRow(member, newest) {
+    const row = node("tr", { "data-member": member.name });
+    const behind = member.version === null ? null : Math.max(0, newest - member.version);
+    const seen = member.version === null ? "–" : `v${member.version}${behind ? `, ${behind} behind` : ""}`;
+    row.append(node("th", { scope: "row" }, member.name), node("td", {}, stateText[member.state] || member.state), node("td", { class: "num" }, seen), node("td", { class: "num" }, number(member.in_progress)));
+    return row;
+  }
+
+  function members(root, state) {
+    const rows = state.members || [];
+    if (!rows.length) return root.replaceChildren(node("p", { class: "note" }, "No actor is registered."));
+    const table = node("table", { class: "narrow" }), top = node("thead"), head = node("tr"), body = node("tbody");
+    for (const [name, kind] of [["Actor", ""], ["State", ""], ["Serves", "num"], ["In progress", "num"]]) head.append(node("th", { scope: "col", class: kind }, name));
+    top.append(head);
+    body.append(...rows.map((one) => memberRow(one, state.version || 0)));
+    table.append(top, body);
+    const box = node("div", { class: "table" });
+    box.append(table);
+    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${state.version}. One or two behind is the rule: a version is sent while the next one is computed.`));
+  }
+
+  /* Whoever reads or points at something does not have it replaced under their eyes. */
+  const inUse = (box) => box.matches(":hover, :focus-within");
+
+  function view(root, data, link) {
+    root.replaceChildren();
+    const drawHeader = header(root, data, link), figures = root.appendChild(node("div"));
+    const navigation = root.appendChild(node("nav", { "aria-label": "Parts of this page" }));
+    const drawPlots = plots(root, data);
+    const actors = section(root, "Actors").appendChild(node("div"));
+    const ledger = section(root, "The ledger").appendChild(node("div"));
+    const read = section(root, "Sample completions", "Colours and marks show which policy version sampled each token: where the colour changes, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2. Renewed every few seconds, but not while you read here.");
+    const late = read.appendChild(node("div")), early = read.appendChild(node("div"));
+    fold(section(root, "Recipe"), "recipe.yaml (resolved)", data.recipe);
+    for (const heading of root.querySelectorAll("h2")) navigation.append(node("a", { href: `#${heading.id}` }, heading.textContent));
+    let samplesAt = -Infinity, ledgerText = "";
+    const draw = () => {
+      drawHeader();
+      tiles(figures, tileEntries(data));
+      members(actors, data.state);
+      const text = JSON.stringify([data.state.sequences, data.state.reasons]);
+      if (text !== ledgerText) PrlFlow.flow(ledger, data.state.sequences, data.state.reasons);
+      ledgerText = text;
+      const now = performance.now();
+      if (now - samplesAt >= SAMPLES_EVERY_MS && !inUse(read)) {
+        samplesAt = now;
+        PrlSamples.samples(late, "Newest", [...data.samples.late].reverse());
+        PrlSamples.samples(early, "First", data.samples.early);
+      }
+      document.title = `${data.state.version ?? 0} of ${data.total_steps} · ${data.run}`;
+    };
+    draw();
+    return () => { draw(); drawPlots(); };
+  }
+
+  // --- the connection
+
+  const where = (data) => `Its report is ${data.run_dir}/report.html.`;
+
+  function lostText(data) {
+    if (!data) return "No answer yet; trying again.";
+    if (data.state.ended === "finished") return `The run has ended, and its page with it. ${where(data)}`;
+    return `Connection lost: the trainer starts again, or the run has ended. Trying again. If it has ended: ${where(data).replace("Its", "its")}`;
+  }
+
+  function start(root) {
+    const link = node("p", { class: "link", role: "status" });
+    let data = null, source = null, redraw = null, due = 0, drawnAt = -Infinity;
+
+    function say(kind, text) {
+      link.className = `link ${kind}`;
+      if (link.textContent !== text) link.textContent = text;
+      root.dataset.link = kind;
+    }
+
+    function drawNow() {
+      due = 0;
+      if (document.hidden || !redraw) return;
+      drawnAt = performance.now();
+      redraw();
+    }
+
+    const drawSoon = () => { due = due || setTimeout(drawNow, Math.max(0, drawnAt + DRAW_EVERY_MS - performance.now())); };
+    document.addEventListener("visibilitychange", drawSoon);
+
+    function listen(position) {
+      source = new EventSource(`page/events?after=${encodeURIComponent(position)}`);
+      source.onopen = () => say("live", data ? "Live" : "The trainer is starting");
+      source.onerror = lost;
+      source.addEventListener("reset", () => { source.close(); load(); });
+      source.addEventListener("step", (event) => { addStep(data, JSON.parse(event.data)); drawSoon(); });
+      source.addEventListener("state", (event) => {
+        const state = JSON.parse(event.data);
+        if (!data || state.phase === "starting") return say("live", "The trainer is starting");
+        data.state = state;
+        say("live", state.ended === "finished" ? `The run is finished. ${where(data)}` : "Live");
+        drawSoon();
+      });
+    }
+
+    /* A browser tries again by itself, unless the answer was an error or the run is over. */
+    function lost() {
+      say("lost", lostText(data));
+      if (data && data.state.ended === "finished") source.close();
+      else if (source.readyState === EventSource.CLOSED) setTimeout(load, RETRY_MS);
+    }
+
+    async function load() {
+      try {
+        const answer = await fetch("page/history", { cache: "no-store" });
+        if (!answer.ok) throw new Error(String(answer.status));
+        const found = await answer.json();
+        if (found.run) show(found);
+        listen(found.position);
+      } catch {
+        say("lost", lostText(data));
+        setTimeout(load, RETRY_MS);
+      }
+    }
+
+    function show(found) {
+      data = found;
+      redraw = view(root, data, link);
+      drawnAt = performance.now();
+    }
+
+    root.replaceChildren(link);
+    say("wait", "Loading the run");
+    load();
+  }
+
+  return { start, parts: { addStep, addSample } };
+})();
+
+PrlLive.start(document.getElementById("live"));

@@ -1,0 +1,55 @@
+/* report.html: a run that has ended, from its first step to its last. The views are views.js's.
+ *
+ * data: as in views.js, and `summary`, the run's summary.json. */
+"use strict";
+
+const PrlReport = (() => {
+  const { node, number } = PrlCharts;
+  const { percent, milliseconds, duration, tiles, plots, section, fold } = PrlViews;
+
+  function header(root, data) {
+    const s = data.summary;
+    const state = s.interrupted ? ["bad", "interrupted"] : s.error ? ["bad", "failed"] : s.wall_s === undefined ? ["good", "in progress"] : ["good", "finished"];
+    const line = node("p", {}, `${data.description || s.recipe || ""} `);
+    line.append(node("span", { class: `badge ${state[0]}` }, state[1]));
+    root.append(node("h1", {}, data.run), line);
+    if (s.error) root.append(node("p", { class: "problem" }, s.error));
+  }
+
+  function summaryTiles(root, data) {
+    const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
+    const entries = [
+      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}`],
+      ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode`],
+      ["Wall clock", duration(s.wall_s), `trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
+      ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
+      ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
+      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps`],
+      ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
+      ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
+      ["Actor stall", milliseconds(updates.stall_s_p50), `p99 ${milliseconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
+      ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
+    ];
+    const box = node("div");
+    root.append(box);
+    tiles(box, entries.map(([label, value, note]) => [label, label, value, note]));
+  }
+
+  function report(root, data) {
+    const top = node("header");
+    header(top, data);
+    root.append(top);
+    summaryTiles(root, data);
+    plots(root, data);
+    const ledger = section(root, "Sequences by outcome").appendChild(node("div"));
+    PrlFlow.flow(ledger, data.summary.sequences, data.summary.sequence_reasons);
+    const box = section(root, "Sample completions", "The same policy early and late in the run. Colours and marks show which policy version sampled each token: where the colour changes, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2.");
+    PrlSamples.samples(box.appendChild(node("div")), "Early", data.samples.early);
+    PrlSamples.samples(box.appendChild(node("div")), "Late", data.samples.late);
+    const rest = section(root, "Everything else");
+    fold(rest, "summary.json", JSON.stringify(data.summary, null, 2));
+    fold(rest, "recipe.yaml (resolved)", data.recipe);
+  }
+
+  return { report };
+})();

@@ -1,0 +1,142 @@
+/* Sample completions: which policy version sampled which token, seen in the text itself, and what each token weighed.
+ *
+ * Samples are model output: they are set as text, never as HTML. sample: {step, version, prompt, completion, reward, spans:
+ * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null}; docs/run-directory.md. */
+"use strict";
+
+const PrlSamples = (() => {
+  const { node, number } = PrlCharts;
+  const COLORS = 6;
+  const FAR = 2;
+  let made = 0;
+
+  /* Neighbouring versions never look alike, and a version looks the same in every sample. */
+  const shade = (version) => `v${((version % COLORS) + COLORS) % COLORS}`;
+
+  function versionAt(spans, index) {
+    const span = (spans || []).find(([, start, end]) => index >= start && index < end);
+    return span ? span[0] : null;
+  }
+
+  const lagText = (sample, version) => {
+    const lag = sample.version === null || sample.version === undefined ? 0 : sample.version - version;
+    return lag > 0 ? `, ${lag} ${lag === 1 ? "step" : "steps"} old` : "";
+  };
+
+  function describe(sample, index, version) {
+    const piece = sample.tokens[index];
+    const w = sample.weights ? sample.weights[index] : undefined;
+    const text = piece === "" ? (index === sample.tokens.length - 1 ? "end of the text" : "part of the next character") : `“${piece}”`;
+    const weight = w === undefined ? "" : w === null ? ", weight not finite" : `, weight w = ${number(w)}`;
+    return `Token ${index + 1}: ${text}, version ${version ?? "unknown"}${version === null ? "" : lagText(sample, version)}${weight}`;
+  }
+
+  const HINT = "Point at a token, or move over the tokens with the arrow keys";
+
+  function token(sample, index, before, version) {
+    const span = node("span", { class: `token ${version === null ? "" : shade(version)}`, "data-index": index });
+    if (version !== null && version !== before) {
+      span.classList.add("change");
+      span.dataset.version = `v${version}`;
+    }
+    const w = sample.weights ? sample.weights[index] : null;
+    if (w !== null && w !== undefined && (w > FAR || w < 1 / FAR)) span.classList.add("far");
+    const piece = sample.tokens[index];
+    if (piece === "" && index === sample.tokens.length - 1) span.classList.add("end");
+    span.textContent = piece;
+    return span;
+  }
+
+  /* The completion with its tokens coloured; one stop for the keyboard, whose arrows go from token to token. */
+  function colored(sample) {
+    const box = node("div"), id = `token-${++made}`;
+    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${sample.tokens.length} tokens`, "aria-describedby": id });
+    const readout = node("div", { class: "readout", id, "aria-live": "polite" }, HINT);
+    let before = null, length = 0;
+    sample.tokens.forEach((piece, index) => {
+      const version = versionAt(sample.spans, index);
+      text.append(token(sample, index, before, version));
+      before = version;
+      length += piece.length;
+    });
+    text.append(sample.completion.slice(length)); // what is beyond the tokens that were written
+    box.append(text, readout);
+    let current = null;
+    const show = (span) => {
+      if (current) current.classList.remove("current");
+      current = span;
+      if (!span) { readout.textContent = HINT; return; }
+      span.classList.add("current");
+      const index = Number(span.dataset.index);
+      readout.textContent = describe(sample, index, versionAt(sample.spans, index));
+    };
+    const under = (event) => { const span = event.target.closest(".token"); if (span) show(span); };
+    text.onpointerover = under;
+    text.onpointerdown = under;
+    text.onpointerleave = (event) => { if (event.pointerType === "mouse" && document.activeElement !== text) show(null); };
+    text.onblur = () => show(null);
+    text.onkeydown = (event) => {
+      const spans = text.querySelectorAll(".token");
+      const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, Home: -Infinity, End: Infinity };
+      if (event.key === "Escape") return show(null);
+      if (!(event.key in moves) || !spans.length) return;
+      event.preventDefault();
+      const at = current ? Number(current.dataset.index) + moves[event.key] : event.key === "End" || moves[event.key] < 0 ? Infinity : 0;
+      show(spans[Math.max(0, Math.min(spans.length - 1, at))]);
+      current.scrollIntoView({ block: "nearest" });
+    };
+    return box;
+  }
+
+  /* Which versions sampled a completion: one entry each, and a strip of pieces as long as their share of the tokens. */
+  function versions(sample) {
+    const box = node("div"), spans = sample.spans || [];
+    if (!spans.length) return box;
+    const totals = new Map();
+    for (const [version, start, end] of spans) totals.set(version, (totals.get(version) || 0) + end - start);
+    const list = node("ul", { class: "versions" });
+    for (const [version, tokens] of totals) {
+      const entry = node("li");
+      entry.append(node("span", { class: `swatch ${shade(version)}` }), `v${version}: ${tokens} ${tokens === 1 ? "token" : "tokens"}${lagText(sample, version)}`);
+      list.append(entry);
+    }
+    const strip = node("div", { class: "strip", role: "img", "aria-label": spans.map((span) => `tokens ${span[1]} to ${span[2]}: version ${span[0]}`).join(", ") });
+    for (const [version, start, end] of spans)
+      strip.append(node("span", { class: shade(version), style: `flex:${Math.max(1, end - start)}` }));
+    box.append(list, strip);
+    return box;
+  }
+
+  function completion(sample) {
+    return sample.tokens && sample.tokens.length ? colored(sample) : node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Completion" }, sample.completion);
+  }
+
+  function sampleRow(sample, names) {
+    const cells = names.map((name, i) => node("td", i === 3 ? { class: "num", "data-label": name } : { "data-label": name }));
+    cells[0].append(`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}`);
+    cells[1].append(node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Prompt" }, sample.prompt));
+    cells[2].append(completion(sample));
+    cells[3].append(number(sample.reward));
+    cells[4].append(versions(sample));
+    const row = node("tr");
+    row.append(...cells);
+    return row;
+  }
+
+  /* A titled table of samples, in place of what `root` held. */
+  function samples(root, title, rows) {
+    root.replaceChildren(node("h3", {}, title));
+    if (!rows.length) return root.append(node("p", { class: "lead" }, "None recorded yet."));
+    const table = node("table", { class: "samples" }), head = node("tr"), body = node("tbody"), top = node("thead");
+    const names = ["Step", "Prompt", "Completion", "Reward", "Sampled by"];
+    names.forEach((name, i) => head.append(node("th", i === 3 ? { class: "num", scope: "col" } : { scope: "col" }, name)));
+    top.append(head);
+    for (const one of rows) body.append(sampleRow(one, names));
+    table.append(top, body);
+    const box = node("div", { class: "table" });
+    box.append(table);
+    root.append(box);
+  }
+
+  return { samples, parts: { versionAt, shade } };
+})();

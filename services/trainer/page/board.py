@@ -1,0 +1,196 @@
+"""What the page is told, ready as text: the trainer's event loop writes here, the HTTP server's thread reads.
+
+Bounded whatever readers do: there is no queue for each of them. A reader has a position in the steps that are kept; one that
+is further behind, or was connected to a trainer before this one, is told to fetch everything anew. Opens no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from services.trainer.page.history import RunHistory
+from services.trainer.records import to_json
+
+STEPS_KEPT = 256
+"""Step events that a reader who was away can still catch up with."""
+MOST_READERS = 32
+HEARTBEAT_S = 15.0
+RETRY_MS = 1000
+"""After which a browser that lost its connection tries again."""
+
+
+class PageBoard:
+    """See the module. `begin` comes before `step`; all but the writing methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._about: Mapping[str, Any] = {"run": ""}
+        self._history = RunHistory()
+        self._anew()
+        self._state: dict[str, Any] = {"phase": "starting"}
+        self._state_number = 0
+        self._readers: set[PageReader] = set()
+        self._closed = False
+        self._cached: tuple[object, str] = (None, "")
+
+    def _anew(self) -> None:
+        self._token = secrets.token_hex(4)
+        self._count = 0
+        self._steps: deque[tuple[int, str]] = deque(maxlen=STEPS_KEPT)
+
+    # --- written by the trainer --------------------------------------------------------------------------------------
+
+    def begin(self, about: Mapping[str, Any], records: Iterable[Mapping[str, Any]], samples: Iterable[Any]) -> None:
+        """The run is known: what does not change of it (`about`), its steps so far and their samples."""
+        history = RunHistory()
+        for record in records:
+            history.add(record)
+        history.add_samples(samples)
+        with self._lock:
+            self._about, self._history = dict(about), history
+            self._anew()
+        self._wake()
+
+    def step(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
+        """One optimizer step and the samples since the one before."""
+        with self._lock:
+            news = self._history.add(record, samples)
+            self._count += 1
+            self._steps.append((self._count, to_json(news)))
+        self._wake()
+
+    def state(self, state: Mapping[str, Any]) -> None:
+        """What is true now. Readers hear of it when it has changed."""
+        with self._lock:
+            if state == self._state:
+                return
+            self._state = dict(state)
+            self._state_number += 1
+        self._wake()
+
+    def close(self) -> None:
+        """Every reader is told to come back later, and let go."""
+        with self._lock:
+            self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.wake()
+
+    # --- read by the HTTP server -------------------------------------------------------------------------------------
+
+    def history(self) -> str:
+        """JSON of everything so far, and the `position` from which a reader goes on."""
+        with self._lock:
+            key = (self._token, self._count, self._state_number)
+            if self._cached[0] == key:
+                return self._cached[1]
+            position = f"{self._token}-{self._count}"
+            data = {**self._about, **self._history.data(), "state": self._state, "position": position}
+        text = to_json(data)
+        with self._lock:
+            self._cached = (key, text)
+        return text
+
+    def open(self, position: str) -> PageReader | None:
+        """A reader of what comes after `position`; None when there are too many, or the trainer ends. On an event loop."""
+        reader = PageReader(self, position)
+        with self._lock:
+            if self._closed or len(self._readers) >= MOST_READERS:
+                return None
+            self._readers.add(reader)
+        return reader
+
+    def drop(self, reader: PageReader) -> None:
+        with self._lock:
+            self._readers.discard(reader)
+
+    @property
+    def num_readers(self) -> int:
+        with self._lock:
+            return len(self._readers)
+
+    def news(self, position: tuple[str, int], state_number: int) -> News:
+        """What a reader who knows the run up to there has not heard."""
+        with self._lock:
+            token, count = position
+            oldest = self._steps[0][0] if self._steps else self._count + 1
+            known = token == self._token and oldest - 1 <= count <= self._count
+            steps = [(f"{token}-{number}", text) for number, text in self._steps if number > count] if known else []
+            state = to_json(self._state) if state_number != self._state_number else None
+            return News(not known, steps, state, (self._token, self._count), self._state_number, self._closed)
+
+
+@dataclass(frozen=True)
+class News:
+    """`behind`: steps are missing in between. Otherwise `steps` as (position, JSON), and the state if there is another one."""
+
+    behind: bool
+    steps: list[tuple[str, str]]
+    state: str | None
+    position: tuple[str, int]
+    state_number: int
+    closed: bool
+
+    def frames(self) -> list[str]:
+        """As server-sent events."""
+        if self.behind:
+            return [frame("reset", "{}")]
+        told = [frame("step", text, number) for number, text in self.steps]
+        return told if self.state is None else [*told, frame("state", self.state)]
+
+
+class PageReader:
+    """One connection. Belongs to the event loop that it was made on, but for `wake`."""
+
+    def __init__(self, board: PageBoard, position: str) -> None:
+        self._board, self._position = board, parsed(position)
+        self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def close(self) -> None:
+        self._board.drop(self)
+
+    async def frames(self) -> AsyncIterator[str]:
+        """Server-sent events, until the trainer ends or the reader has to fetch everything anew."""
+        yield f"retry: {RETRY_MS}\n\n"
+        state_number = -1
+        while True:
+            self._changed.clear()
+            news = self._board.news(self._position, state_number)
+            for one in news.frames():
+                yield one
+            if news.behind or news.closed:
+                return
+            self._position, state_number = news.position, news.state_number
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield ": still here\n\n"
+
+
+def frame(event: str, data: str, position: str = "") -> str:
+    """One server-sent event. `data` has no line breaks: JSON without indentation."""
+    number = f"id: {position}\n" if position else ""
+    return f"event: {event}\n{number}data: {data}\n\n"
+
+
+def parsed(position: str) -> tuple[str, int]:
+    """Of what a browser says; ("", -1), which nobody is at, where it is not of this shape."""
+    token, _, count = position[:64].partition("-")
+    return (token, int(count)) if count.isascii() and count.isdigit() else ("", -1)

@@ -1,0 +1,169 @@
+"""Samples of a run: which tokens are which piece of the text, and how much each of them weighed in its step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
+from pipelinerl.types import VersionSpan
+from services.trainer.evaluation import HeldoutSample
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.sampled import sampled_places, sampled_weights
+from services.trainer.learn.step import Learner
+from services.trainer.records import to_json
+from services.trainer.samples import MOST_TOKENS, heldout_sample, trained_sample
+from services.trainer.token_pieces import TokenPieces
+from tests.unit.builders import make_group, make_sequence
+from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequences_of
+
+
+def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
+    sequences = sequences_of(lengths)
+    return [group_of(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
+
+
+# Weights
+
+
+def test_places_are_those_of_the_packed_rows_of_all_ranks() -> None:
+    """Sequences 0 (3 + 2 tokens) and 2 (1 + 4) are sampled; rows have the longest first, and 2 before 3 of equal length."""
+    groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
+    assert sampled_places(groups, [[0, 1], [3, 2]]) == {"g.0": slice(9, 11), "g.2": slice(12, 16)}
+    assert sampled_places(groups, [[3], [], [2], [0, 1]]) == {"g.2": slice(1, 5), "g.0": slice(14, 16)}
+    assert sampled_places(groups, [[2, 0], [1, 3]]) == {"g.2": slice(0, 4), "g.0": slice(4, 6)}
+    assert sampled_places(groups[:1], [[0, 1]]) == {"g.0": slice(9, 11)}
+
+
+def test_weights_are_unclamped_and_may_be_infinite() -> None:
+    logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
+    weights = sampled_weights({"a": slice(1, 3), "b": slice(3, 4)}, logs)
+    assert {key: one.tolist() for key, one in weights.items()} == {
+        "a": pytest.approx([2, 9]),
+        "b": pytest.approx([0.5]),
+    }
+    assert np.isinf(sampled_weights({"a": slice(0, 1)}, np.array([1000.0], dtype=np.float32))["a"]).all()
+
+
+@pytest.mark.parametrize("budget", [24, 512])
+def test_weights_of_a_step_are_those_of_each_sequence_alone(budget: int) -> None:
+    """In several micro-batches or one: exp(log π − log μ) at the version whose gradient is taken."""
+    groups = groups_of([(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)], size=2)
+    model = model_of("llama-tied")
+    sampled = [groups[0].sequences[0], groups[1].sequences[0]]
+    expected = {
+        one.sequence_id: np.exp(plain_logprobs(model, one).detach().numpy() - one.behaviour_logprobs) for one in sampled
+    }
+    learner = Learner(wrap_model(model), AlgorithmConfig(clamp=1.5), TrainerConfig(tokens_per_microbatch=budget))
+    outcome = learner.train_step(groups, version=0)
+    assert (outcome.tokens.microbatches > 1) == (budget == 24)
+    assert outcome.sampled_weights.keys() == expected.keys()
+    for key, weights in expected.items():
+        np.testing.assert_allclose(outcome.sampled_weights[key], weights, rtol=1e-3)
+
+
+# Pieces
+
+
+def fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, one token for each byte, and a few words; the way of GPT-2, Llama 3 and Qwen."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocabulary = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary |= {"Ġthe": 256, "<eos>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return fast(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with a mark for the space before them; the first space is dropped. The way of SentencePiece."""
+    vocabulary = {word: number for number, word in enumerate(["▁the", "▁cat", "s", "▁", "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="▁"))
+    tokenizer.decoder = decoders.Metaspace()
+    return fast(tokenizer)
+
+
+def test_bytes_of_one_character_stand_at_the_last_of_them(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "né the🙂!"
+    ids = np.array([*bytes_tokenizer.convert_tokens_to_ids(["n", "Ã", "©", "Ġthe"]),
+                    *bytes_tokenizer.convert_tokens_to_ids(["ð", "Ł", "Ļ", "Ĥ", "!"]), 257], dtype=np.int32)  # fmt: skip
+    assert bytes_tokenizer.decode(ids.tolist(), skip_special_tokens=True) == text
+    pieces = TokenPieces(bytes_tokenizer).of(ids, text, 100)
+    assert pieces == ["n", "", "é", " the", "", "", "", "🙂", "!", ""]
+    assert TokenPieces(bytes_tokenizer).of(ids, text, 5) == ["n", "", "é", " the", ""]
+
+
+def test_words_keep_the_spaces_that_the_text_has(words_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array([0, 1, 2, 0, 4], dtype=np.int32)
+    assert words_tokenizer.decode(ids.tolist(), skip_special_tokens=True) == "the cats the"
+    assert TokenPieces(words_tokenizer).of(ids, "the cats the", 100) == ["the", " cat", "s", " the", ""]
+
+
+def test_bytes_that_never_become_a_character_are_left_to_the_text(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array(bytes_tokenizer.convert_tokens_to_ids(["n", "Ã"]), dtype=np.int32)
+    text = bytes_tokenizer.decode(ids.tolist())
+    pieces = TokenPieces(bytes_tokenizer).of(ids, text, 100)
+    assert pieces is not None
+    assert (text, "".join(pieces), len(pieces)) == ("n\ufffd", text, 2)
+
+
+def test_pieces_that_do_not_make_the_text_are_none(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array(bytes_tokenizer.convert_tokens_to_ids(["n", "n"]), dtype=np.int32)
+    assert TokenPieces(bytes_tokenizer).of(ids, "another text", 100) is None
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.asked += 1
+        return "".join(chr(97 + token) for token in token_ids)
+
+
+def test_a_tokenizer_is_asked_about_each_token_once() -> None:
+    tokenizer = Counting()
+    pieces = TokenPieces(tokenizer)
+    for _ in range(5):
+        assert pieces.of(np.array([0, 1, 0, 2], dtype=np.int32), "abac", 100) == ["a", "b", "a", "c"]
+    assert tokenizer.asked == 3
+
+
+# Lines
+
+
+def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
+    spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 3))
+    sequence = replace(make_sequence(make_group(), 0, completion=(0, 1, 2), spans=spans), completion_text="abc")
+    line = trained_sample(9, sequence, TokenPieces(Counting()), np.array([1.0, 0.123456, np.inf]))
+    assert (line["tokens"], line["spans"]) == (["a", "b", "c"], [[6, 0, 1], [7, 1, 3]])
+    assert json.loads(to_json(line))["weights"] == [1.0, 0.1235, None]
+    bare = trained_sample(9, sequence, None, None)
+    assert (bare["tokens"], bare["weights"]) == (None, None)
+
+
+def test_of_a_long_completion_the_first_tokens_are_written() -> None:
+    ids = tuple(index % 3 for index in range(MOST_TOKENS + 5))
+    text = "".join("abc"[token] for token in ids)
+    sequence = replace(make_sequence(make_group(), 0, completion=ids), completion_text=text)
+    line = trained_sample(1, sequence, TokenPieces(Counting()), np.ones(len(ids)))
+    assert (len(line["tokens"]), len(line["weights"]), line["completion"]) == (MOST_TOKENS, MOST_TOKENS, text)
+
+
+def test_a_held_out_sample_has_no_weights() -> None:
+    sample = HeldoutSample("p", "ab", 1.0, ((3, 0, 2),), np.array([0, 1], dtype=np.int32))
+    line = heldout_sample(3, sample, TokenPieces(Counting()))
+    assert (line["tokens"], line["weights"], line["heldout"]) == (["a", "b"], None, True)
