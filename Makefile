@@ -17,7 +17,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-tools test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit clean
+.PHONY: help install run test test-tools test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -124,6 +124,12 @@ test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the e
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -c 'import torchao'
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -m pytest tests/optional/test_adamw_8bit.py
+
+TRACKERS := $(VENV)/trackers
+test-trackers: $(STAMP)  ## Test the experiment trackers, with their packages beside the environment
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRACKERS) -r requirements/trackers.txt
+	@PYTHONPATH=$(TRACKERS) $(BIN)/python -c 'import mlflow, tensorboard, wandb'
+	@PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/optional/test_trackers.py
 
 clean:  ## Remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

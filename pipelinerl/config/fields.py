@@ -86,7 +86,8 @@ def _allowed_type(annotation: Any) -> str:
     if section is not None:
         return "a section with " + ", ".join(section.model_fields)
     if get_origin(annotation) in (list, tuple):
-        return "a list"
+        items = get_args(annotation)[:1]
+        return "a list of " + ", ".join(get_args(items[0])) if items and get_origin(items[0]) is Literal else "a list"
     return _TYPE_NAMES.get(annotation, "a mapping" if get_origin(annotation) is dict else "a value")
 
 

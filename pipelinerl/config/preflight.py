@@ -51,7 +51,7 @@ def check_environment(recipe: Recipe) -> None:
 
 def examine(recipe: Recipe) -> Findings:
     """Makes the held-out problems and imports the reward function, which takes a second or more."""
-    rules = (_model, _gpu, _ranks, _compiler, _packages, _lessons, _task, _reward, _actors)
+    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _lessons, _task, _reward, _actors)
     found = [finding for rule in rules for finding in rule(recipe)]
     mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
     return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
@@ -105,6 +105,15 @@ def _packages(recipe: Recipe) -> Iterator[Finding]:
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         fix = "needs peft, which is not installed: pip install peft, or use null"
         yield Lacking(FieldError("trainer.lora.rank", recipe.trainer.lora.rank, fix))
+
+
+def _trackers(recipe: Recipe) -> Iterator[Finding]:
+    """Each is a package of the tracker's own name; a plain folder of that name, which some of them leave behind, is none."""
+    found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
+    if missing:
+        fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
+        yield Lacking(FieldError("trackers", recipe.trackers, fix))
 
 
 def _compiler(recipe: Recipe) -> Iterator[Finding]:

@@ -358,6 +358,10 @@ class Recipe(Section):
     description: str = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of problems, sampling and the trainer.")
+    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+        default_factory=list,
+        description="Experiment trackers that get the run's figures too; each needs its package (docs/trackers.md).",
+    )
     model: ModelConfig
     task: TaskConfig
     reward: RewardConfig = RewardConfig()
@@ -374,6 +378,13 @@ class Recipe(Section):
     def _run_name(cls, value: str) -> str:
         if not RUN_NAME.fullmatch(value):
             raise ValueError("use 1-40 lowercase letters, digits and inner dashes")
+        return value
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("name each tracker once")
         return value
 
     @model_validator(mode="after")

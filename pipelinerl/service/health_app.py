@@ -5,10 +5,10 @@ A service adds its own routes to the returned application (the trainer's run pag
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Header, Response
+from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
+from pipelinerl.service.exposition import CONTENT_TYPE, exposition
 from pipelinerl.service.loop_watch import LoopWatch
 from pipelinerl.service.readiness import Readiness
 
@@ -23,7 +23,7 @@ def health_app(
     blocked_after_s: float = BLOCKED_AFTER_S,
 ) -> FastAPI:
     """`/healthz`: 503 when the watched loop has not run for `blocked_after_s`, else 200. `/readyz`: 503 with the reason
-    until ready. `/metrics`: the registry, in the exposition format the scraper asks for.
+    until ready. `/metrics`: the registry, in the text format that every scraper takes.
 
     `loop_watch` makes sense only where the application is served from a thread of its own.
     """
@@ -42,8 +42,7 @@ def health_app(
         return Response(f"{reason or 'ready'}\n", 503 if reason else 200, media_type="text/plain")
 
     @app.get("/metrics")
-    def metrics(accept: str = Header("")) -> Response:
-        encode, content_type = choose_encoder(accept)
-        return Response(encode(registry), headers={"Content-Type": content_type})
+    def metrics() -> Response:
+        return Response(exposition(registry), headers={"Content-Type": CONTENT_TYPE})
 
     return app

@@ -31,6 +31,7 @@ from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.retry import until_taken
+from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.service.health_app import health_app
@@ -47,7 +48,7 @@ from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient, ActorLoad
 from services.trainer.attendance import MemberChange
 from services.trainer.books import Books
-from services.trainer.evaluation import HeldoutEvaluator
+from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
 from services.trainer.events import RunEvents, run_events
 from services.trainer.feeder import Feeder
 from services.trainer.initial_files import initial_files
@@ -73,6 +74,7 @@ from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, 
 from services.trainer.scaling import ReplicaAdvice
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.token_pieces import TokenPieces
+from services.trainer.trackers.run_trackers import RunTrackers, run_trackers
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
 
@@ -129,8 +131,9 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
+        trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
         run = TrainingRun(
-            settings, recipe, policy, bus, verifier, files, journal, start, metrics, context, events, board
+            settings, recipe, policy, bus, verifier, files, journal, start, metrics, context, events, trackers, board
         )
         server = await stack.enter_async_context(
             serve_grpc(
@@ -186,9 +189,11 @@ class TrainingRun:
         metrics: TrainerMetrics,
         context: LogContext,
         events: RunEvents,
+        trackers: RunTrackers,
         board: PageBoard | None = None,
     ) -> None:
         """`board`: of the live page, None = it is off."""
+        self._trackers = trackers
         self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
         context.policy_version = start.version
@@ -285,7 +290,7 @@ class TrainingRun:
             capture=self._continuation.capture,
             on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
-            on_heldout=self._report.heldout,
+            on_heldout=self._heldout_done,
             on_parity=self._report.parity,
             actor_client=self._actor_client,
         )
@@ -319,7 +324,7 @@ class TrainingRun:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._ended = "finished" if finished else "stopped"
             self._page.publish()
-            self._write_summary(finished)
+            self._trackers.end(self._write_summary(finished), finished=finished)
             self._continuation.end(finished=finished)
             if finished:
                 self._replicas.finish()
@@ -340,7 +345,7 @@ class TrainingRun:
             await stop.wait()
             beating.cancel()
 
-    def _write_summary(self, finished: bool) -> None:
+    def _write_summary(self, finished: bool) -> RunSummary:
         ledger = self._books.ledger
         reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
         summary = self._report.write_summary(
@@ -351,6 +356,7 @@ class TrainingRun:
             evictions=self._updater.evictions,
         )
         log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+        return summary
 
     async def _checkpoint_on_stop(self) -> None:
         """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
@@ -484,11 +490,16 @@ class TrainingRun:
         self._metrics.progress.checkpoint_written(written)
         self._events.checkpoint_written(written)
 
+    def _heldout_done(self, result: HeldoutResult) -> None:
+        self._report.heldout(result)
+        self._trackers.heldout(result)
+
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
         self._replicas.step(record)
         self._journal.flush()
         self._feed.add(record)
+        self._trackers.step(record)
         self._page.step(record)
         self._context.policy_version = self._loop.version
         log.info(

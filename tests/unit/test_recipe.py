@@ -528,6 +528,28 @@ def test_what_a_run_here_cannot_do_is_said_before_it_starts(trainer: dict[str, A
     assert fix in str(lacking)
 
 
+def test_a_tracker_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # what W&B leaves where it ran is no package
+    (tmp_path / "mlflow.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x")).lacking
+    assert str(lacking) == (
+        "trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]', or leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "said"),
+    [
+        (["neptune"], "trackers.0", "'tensorboard', 'mlflow' or 'wandb'"),
+        ("wandb", "trackers", "use a list of tensorboard, mlflow, wandb"),
+        (["mlflow", "mlflow"], "trackers", "name each tracker once"),
+    ],
+)
+def test_trackers_are_known_ones_named_once(value: Any, field: str, said: str) -> None:
+    assert said in problems(minimal(trackers=value))[field]
+
+
 def test_ranks_need_as_many_gpus_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_DEVICES", tmp_path)
     four = recipe_from_data(minimal(trainer={"nproc": 4}), "x")

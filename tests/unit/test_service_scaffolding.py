@@ -131,8 +131,8 @@ async def test_health_readiness_and_metrics(own_thread: bool) -> None:
         assert status == 200
         assert "pipelinerl_test_steps_total 3.0" in text
         assert "process_" not in text  # nothing of the global registry
-        openmetrics = await fetch(port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
-        assert openmetrics[1].endswith("# EOF\n")
+        asked = await fetch(port, "/metrics", Accept="application/openmetrics-text; version=1.0.0, text/plain; q=0.5")
+        assert asked == (200, text)
     with socket.create_server((HOST, port)):
         pass  # given back
 

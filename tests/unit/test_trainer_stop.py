@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
 from services.trainer import app
+from services.trainer.evaluation import HeldoutResult
 from services.trainer.events import RunEvents
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
@@ -28,6 +30,7 @@ from services.trainer.page.board import PageBoard
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
+from services.trainer.trackers.run_trackers import RunTrackers
 from services.trainer.updater import WeightUpdater
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
@@ -43,6 +46,16 @@ class Heard:
 
     def emit(self, about: PodRef, reason: str, message: str, type_: str, *, always: bool) -> None:
         self.reasons.append(reason)
+
+
+@dataclass
+class Tracked:
+    """What a tracker's process would be sent."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
 
 
 @asynccontextmanager
@@ -80,6 +93,7 @@ async def training_run(
                 TrainerMetrics(CollectorRegistry()),
                 LogContext(RUN, "trainer", "trainer"),
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+                RunTrackers([Tracked()]),  # type: ignore[list-item]
                 board,
             )
             try:
@@ -132,6 +146,19 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
     assert (tmp_path / "checkpoint" / "config.json").is_file()
     assert not (tmp_path / "checkpoint" / "resume").exists()
+
+
+async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        run._heldout_done(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
+        policy.may_step.set()
+        await running
+        (tracked,) = run._trackers._processes
+        heldout, step, end = tracked.messages  # type: ignore[attr-defined]
+    assert (heldout["version"], heldout["figures"]) == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
+    assert (step["step"], step["figures"]["sequences/trained"]) == (2, 2.0)
+    assert (end["finished"], end["figures"]["summary/steps"]) == (False, 1.0)
 
 
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
