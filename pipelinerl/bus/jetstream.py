@@ -191,9 +191,7 @@ class JetStreamBus:
     async def sequences_info(self) -> StreamInfo:
         return await self._info(self._subjects.sequences_stream)
 
-    async def publish_control(
-        self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS
-    ) -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         check_control(kind, actor)
         await self._publisher.store(self._subjects.control(kind, actor), payload, dict(headers) or None)
 

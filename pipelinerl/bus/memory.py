@@ -202,9 +202,7 @@ class MemoryBus:
     async def sequences_info(self) -> StreamInfo:
         return self._streams().sequences.info()
 
-    async def publish_control(
-        self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS
-    ) -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         check_control(kind, actor)
         self._check_size(f"control.{kind}", payload)
         self._streams().control.put((kind, actor), payload, headers)

@@ -187,9 +187,7 @@ class Bus(Protocol):
 
     async def sequences_info(self) -> StreamInfo: ...
 
-    async def publish_control(
-        self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS
-    ) -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
         the second. Raises `BusError`."""
         ...

@@ -66,6 +66,7 @@ from services.trainer.resume.lineage_file import write_lineage
 from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.scaling import ReplicaAdvice
+from services.trainer.sequence_traces import SequenceTraces
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.updater import WeightUpdater
 from services.trainer.upkeep import StreamUpkeep
@@ -184,7 +185,8 @@ class TrainingRun:
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
-        self._books = Books(journal.write)
+        traces = SequenceTraces()
+        self._books = Books(traces.recording(journal.write))
         bound = feeder_bound(recipe, settings.expected_actors)
         self._updater = WeightUpdater(
             bus,
@@ -205,6 +207,7 @@ class TrainingRun:
             lambda: feeder_bound(recipe, self._updater.num_present),
             lambda: self._loop.feeder_version,
             functools.partial(reserve, journal),
+            traces,
         )
         self._intake = Intake(
             bus,
@@ -214,6 +217,7 @@ class TrainingRun:
             vocab_size=policy.vocab_size,
             on_loss=self._feeder.look_again,
             lineage=start.lineage,
+            traces=traces,
         )
         self._continuation = Continuation(
             settings.run_dir,
@@ -262,6 +266,7 @@ class TrainingRun:
             on_heldout=self._report.heldout,
             on_parity=self._report.parity,
             actor_client=self._actor_client,
+            traces=traces,
         )
 
     def add_to_server(self, server: aio.Server) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
-from pipelinerl.bus.protocol import NO_HEADERS, Bus, ControlMessage, Headers, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import (
+    NO_HEADERS,
+    Bus,
+    ControlMessage,
+    Headers,
+    LogEntry,
+    MemberEvent,
+    PendingPrompt,
+    StreamInfo,
+    StreamLimits,
+)
 from pipelinerl.bus.subjects import FROM_ACTOR
 from pipelinerl.local.nats_server import NatsServer
 
@@ -88,9 +98,7 @@ class RolesBus:
     async def sequences_info(self) -> StreamInfo:
         return await self._trainer.sequences_info()
 
-    async def publish_control(
-        self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS
-    ) -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         sender = self._actor if kind in FROM_ACTOR else self._trainer
         await sender.publish_control(kind, payload, actor, headers)
 

@@ -589,7 +589,12 @@ async def test_headers_travel_with_each_kind_of_message_and_stay_with_it(bus: Bu
     first = await take(bus)
     await first.give_back()
     async with bus.read_sequences(1) as entries, bus.watch_control(["announce"]) as messages:
-        received = [first.headers, (await take(bus)).headers, (await soon(entries)).headers, (await soon(messages)).headers]
+        received = [
+            first.headers,
+            (await take(bus)).headers,
+            (await soon(entries)).headers,
+            (await soon(messages)).headers,
+        ]
     assert [dict(headers) for headers in received] == [TRACED] * 4
 
 
