@@ -46,8 +46,10 @@ def _of_type(kind: str, schema: Schema, definitions: Mapping[str, Any]) -> st.Se
         _check(keywords - {"properties", "additionalProperties"}, {"minimum", "maximum"})
         return st.integers(schema.get("minimum", -(2**31)), schema.get("maximum", 2**31))
     if kind == "number":
-        _check(keywords, {"exclusiveMinimum", "maximum"})
-        return st.floats(schema["exclusiveMinimum"], schema["maximum"], exclude_min=True, allow_subnormal=False)
+        _check(keywords, {"minimum", "exclusiveMinimum", "maximum"})
+        above = schema.get("exclusiveMinimum")
+        least = schema["minimum"] if above is None else above
+        return st.floats(least, schema["maximum"], exclude_min=above is not None, allow_subnormal=False)
     return st.none() if kind == "null" else st.booleans()
 
 
