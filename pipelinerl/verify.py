@@ -27,6 +27,7 @@ from pipelinerl.codec import finish_reason_to_proto
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.service.grpc_channel import RenewedChannel, explained
 from pipelinerl.service.grpc_server import MAX_MESSAGE_BYTES
+from pipelinerl.tracing.batch import Metadata, metadata_of
 from pipelinerl.types import FinishReason
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.wire import building
@@ -78,6 +79,8 @@ class VerifyItem:
     completion_tokens: int = 0
     max_tokens: int = 0
     finish_reason: FinishReason = FinishReason.STOP
+    traceparent: str = ""
+    """Of the span that the verifier's spans follow; empty: of none."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +154,18 @@ class VerifierClient:
             request = verifier_pb2.VerifyRequest(items=map(_item_to_proto, items))
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
-        response = await self._call_until_answered(request)
+        metadata = metadata_of([item.traceparent for item in items])
+        response = await self._call_until_answered(request, metadata)
         return _outcomes(items, response)
 
-    async def _call_until_answered(self, request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
+    async def _call_until_answered(
+        self, request: verifier_pb2.VerifyRequest, metadata: Metadata
+    ) -> verifier_pb2.VerifyResponse:
         started_s, tries, doubtful, deadline_s = time.monotonic(), 0, 0, self._deadline_s
         while True:
             try:
                 stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
-                response = await stub.Verify(request, timeout=deadline_s)
+                response = await stub.Verify(request, timeout=deadline_s, metadata=metadata)
             except aio.AioRpcError as error:
                 doubtful += error.code() in _DOUBTFUL
                 if doubtful >= MOST_DOUBTFUL_TRIES or error.code() not in (*_AWAY, *_DOUBTFUL):

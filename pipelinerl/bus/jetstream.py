@@ -16,6 +16,7 @@ import nats.js.errors
 from nats.js.api import StreamConfig
 
 from pipelinerl.bus import nats_streams
+from pipelinerl.bus.nats_headers import headers_given
 from pipelinerl.bus.nats_link import (
     NatsLink,
     bus_errors,
@@ -29,7 +30,16 @@ from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
 from pipelinerl.bus.nats_stored import stored_messages, stream_info
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import (
+    NO_HEADERS,
+    ControlMessage,
+    Headers,
+    LogEntry,
+    MemberEvent,
+    PendingPrompt,
+    StreamInfo,
+    StreamLimits,
+)
 from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
 
@@ -138,14 +148,15 @@ class JetStreamBus:
             with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._link.js.delete_stream(stream)
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
-        return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id)
+    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> NatsPrompt | None:
         return await self._puller.next(timeout_s)
 
-    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
-        return await self._store_once(self._subjects.sequences_stream, self._subjects.sequences, payload, msg_id)
+    async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        stream, subject = self._subjects.sequences_stream, self._subjects.sequences
+        return await self._store_once(stream, subject, payload, msg_id, headers)
 
     @contextlib.asynccontextmanager
     async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
@@ -180,9 +191,9 @@ class JetStreamBus:
     async def sequences_info(self) -> StreamInfo:
         return await self._info(self._subjects.sequences_stream)
 
-    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         check_control(kind, actor)
-        await self._publisher.store(self._subjects.control(kind, actor), payload)
+        await self._publisher.store(self._subjects.control(kind, actor), payload, dict(headers) or None)
 
     @contextlib.asynccontextmanager
     async def watch_control(
@@ -209,9 +220,11 @@ class JetStreamBus:
         async with OrderedReader(self._link, ReadPlan(stream, (every,), snapshot_again=True)) as reader:
             yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
 
-    async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str) -> int:
+    async def _store_once(
+        self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS
+    ) -> int:
         try:
-            return await self._publisher.store(subject, payload, {_MSG_ID: msg_id})
+            return await self._publisher.store(subject, payload, {**headers, _MSG_ID: msg_id})
         except BusError as error:
             if is_stream_full(error):
                 raise BusError(f"{stream} is full: {await self._limits_of(stream)}") from error
@@ -286,7 +299,8 @@ class _LogEntries:
     async def __anext__(self) -> LogEntry:
         message, ack = await self._reader.next_message()
         msg_id = message.headers.get(_MSG_ID, "") if message.headers else ""
-        return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS)
+        given = headers_given(message.headers)
+        return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, given)
 
 
 class _ControlMessages:
@@ -299,4 +313,4 @@ class _ControlMessages:
     async def __anext__(self) -> ControlMessage:
         message, ack = await self._reader.next_message()
         kind, _, actor = message.subject.removeprefix(self._prefix).partition(".")
-        return ControlMessage(kind, actor, message.data, ack.stream_position)
+        return ControlMessage(kind, actor, message.data, ack.stream_position, headers_given(message.headers))

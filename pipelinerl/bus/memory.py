@@ -15,7 +15,16 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from pipelinerl.bus.memory_streams import DeadLetters, LastPerKey, Log, Members, Taken, WorkQueue
-from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import (
+    NO_HEADERS,
+    ControlMessage,
+    Headers,
+    LogEntry,
+    MemberEvent,
+    PendingPrompt,
+    StreamInfo,
+    StreamLimits,
+)
 from pipelinerl.bus.subjects import EVERY_ACTOR, Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError, PayloadTooLarge
 
@@ -67,7 +76,7 @@ class MemoryPrompt:
 
     def __init__(self, bus: MemoryBus, taken: Taken) -> None:
         self._bus = bus
-        self.position, self.payload, self.msg_id, self.num_deliveries = taken
+        self.position, self.payload, self.msg_id, self.num_deliveries, self.headers = taken
 
     async def ack(self) -> None:
         self._bus._streams().prompts.remove(self.position)
@@ -138,9 +147,9 @@ class MemoryBus:
         self.server.runs.pop(self.run, None)
         self.server.notify()
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
+    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         self._check_size("prompts", payload)
-        position = self._streams().prompts.put(payload, msg_id, _now_s(), time.time())
+        position = self._streams().prompts.put(payload, msg_id, _now_s(), time.time(), headers)
         self.server.notify()
         return position
 
@@ -155,9 +164,9 @@ class MemoryBus:
             redelivery_s = prompts.next_deadline_s()
             await self.server.wait(deadline_s if redelivery_s is None else min(deadline_s, redelivery_s))
 
-    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
+    async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         self._check_size("sequences", payload)
-        position = self._streams().sequences.append(payload, msg_id, _now_s(), time.time())
+        position = self._streams().sequences.append(payload, msg_id, _now_s(), time.time(), headers)
         self.server.notify()
         return position
 
@@ -193,10 +202,10 @@ class MemoryBus:
     async def sequences_info(self) -> StreamInfo:
         return self._streams().sequences.info()
 
-    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         check_control(kind, actor)
         self._check_size(f"control.{kind}", payload)
-        self._streams().control.put((kind, actor), payload)
+        self._streams().control.put((kind, actor), payload, headers)
         self.server.notify()
 
     @contextlib.asynccontextmanager
@@ -212,7 +221,7 @@ class MemoryBus:
             if change is None:
                 return None
             position = change.position
-            return ControlMessage(*change.key, change.payload or b"", position)
+            return ControlMessage(*change.key, change.payload or b"", position, change.headers)
 
         yield _Feed(self.server, poll, lambda: None)
 

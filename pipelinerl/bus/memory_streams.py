@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipelinerl.bus.protocol import LogEntry, PendingPrompt, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import NO_HEADERS, Headers, LogEntry, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import EVERY_ACTOR
 from pipelinerl.errors import BusError
 
@@ -42,6 +42,7 @@ class Taken(NamedTuple):
     payload: bytes
     msg_id: str
     num_deliveries: int
+    headers: Headers
 
 
 class WorkQueue:
@@ -55,7 +56,9 @@ class WorkQueue:
         self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
         self._last = 0
 
-    def put(self, payload: bytes, msg_id: str, now_s: float, published_at_s: float = 0.0) -> int:
+    def put(
+        self, payload: bytes, msg_id: str, now_s: float, published_at_s: float = 0.0, headers: Headers = NO_HEADERS
+    ) -> int:
         """Position of the message. Raises `BusError` when full. A known id is not stored again."""
         known = self._ids.position_of(msg_id, now_s)
         if known is not None:
@@ -63,7 +66,7 @@ class WorkQueue:
         if len(self._messages) >= self._limits.prompts_max_messages:
             raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
-        self._messages[self._last] = Taken(self._last, payload, msg_id, 0)
+        self._messages[self._last] = Taken(self._last, payload, msg_id, 0, headers)
         self._published_at_s[self._last] = published_at_s
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
@@ -99,7 +102,7 @@ class WorkQueue:
         return min(self._deadlines_s.values(), default=None)
 
     def pending(self) -> list[PendingPrompt]:
-        return [PendingPrompt(position, msg_id) for position, _, msg_id, _ in self._messages.values()]
+        return [PendingPrompt(message.position, message.msg_id) for message in self._messages.values()]
 
     def info(self) -> StreamInfo:
         size = sum(len(message.payload) for message in self._messages.values())
@@ -119,7 +122,9 @@ class Log:
     def last_position(self) -> int:
         return self._first + len(self._entries) - 1
 
-    def append(self, payload: bytes, msg_id: str, now_s: float, published_at_s: float) -> int:
+    def append(
+        self, payload: bytes, msg_id: str, now_s: float, published_at_s: float, headers: Headers = NO_HEADERS
+    ) -> int:
         """Position of the message. Raises `BusError` when full."""
         known = self._ids.position_of(msg_id, now_s)
         if known is not None:
@@ -133,7 +138,7 @@ class Log:
                 f"SEQUENCES is full: it may hold {limits.sequences_max_messages} messages and "
                 f"{limits.sequences_max_bytes} bytes"
             )
-        entry = LogEntry(self.last_position + 1, payload, msg_id, published_at_s)
+        entry = LogEntry(self.last_position + 1, payload, msg_id, published_at_s, headers)
         self._entries.append(entry)
         self._bytes += len(payload)
         self._ids.add(msg_id, entry.position, now_s)
@@ -171,6 +176,7 @@ class Change(NamedTuple):
     key: tuple[str, str]
     payload: bytes | None
     """None: removed."""
+    headers: Headers = NO_HEADERS
 
 
 class LastPerKey:
@@ -180,9 +186,9 @@ class LastPerKey:
         self._last: dict[tuple[str, str], Change] = {}
         self.last_position = 0
 
-    def put(self, key: tuple[str, str], payload: bytes | None) -> None:
+    def put(self, key: tuple[str, str], payload: bytes | None, headers: Headers = NO_HEADERS) -> None:
         self.last_position += 1
-        self._last[key] = Change(self.last_position, key, payload)
+        self._last[key] = Change(self.last_position, key, payload, headers)
 
     def get(self, key: tuple[str, str]) -> bytes | None:
         change = self._last.get(key)
@@ -195,7 +201,7 @@ class LastPerKey:
             return key in pairs or (key[1] != "" and (key[0], EVERY_ACTOR) in pairs)
 
         behind = (change for change in self._last.values() if change.position > position and matches(change.key))
-        return min(behind, default=None)
+        return min(behind, key=lambda change: change.position, default=None)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections import deque
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from pipelinerl.bus.nats_headers import headers_given
 from pipelinerl.bus.nats_link import AckSubject, NatsLink, bus_errors
 from pipelinerl.errors import BusError, NotPermitted
 
@@ -36,6 +37,7 @@ class NatsPrompt:
         self._link, self._reply = link, message.reply
         self.payload: bytes = message.data
         self.msg_id = (message.headers or {}).get("Nats-Msg-Id", "")
+        self.headers = headers_given(message.headers)
         ack = AckSubject.parse(message.reply)
         self.position, self.num_deliveries = ack.stream_position, ack.num_deliveries
 

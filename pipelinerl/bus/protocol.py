@@ -6,10 +6,15 @@ drops anything: a stream that is full or unreachable raises `BusError`, and the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
+
+Headers = Mapping[str, str]
+"""What travels beside a payload, as the publisher gave it. Names that begin with `Nats-` are the bus's own."""
+NO_HEADERS: Headers = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class LogEntry:
     msg_id: str
     published_at_s: float
     """Server's wall-clock time of the publish, Unix seconds."""
+    headers: Headers = field(default_factory=lambda: NO_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class ControlMessage:
     actor: str
     payload: bytes
     position: int
+    headers: Headers = field(default_factory=lambda: NO_HEADERS)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class PromptDelivery(Protocol):
     msg_id: str
     num_deliveries: int
     """1 the first time; counts hand-backs as well as expired deadlines."""
+    headers: Headers
 
     async def ack(self) -> None:
         """The group is done. Returns once that is recorded; raises `BusError`."""
@@ -137,7 +145,7 @@ class Bus(Protocol):
 
     async def delete_streams(self) -> None: ...
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
+    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """Position in the queue once stored; a repeated `msg_id` within the window is stored once (a group that is
         handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
         ...
@@ -147,7 +155,7 @@ class Bus(Protocol):
         is no connection or the streams do not exist."""
         ...
 
-    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
+    async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """Position in the log once stored; a repeated `msg_id` within the window is stored once.
         Raises `PayloadTooLarge`, `BusError`."""
         ...
@@ -181,7 +189,7 @@ class Bus(Protocol):
 
     async def sequences_info(self) -> StreamInfo: ...
 
-    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
         the second. Raises `BusError`."""
         ...

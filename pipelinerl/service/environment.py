@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings
 
-from pipelinerl.config.settings import ServiceSettings
 from pipelinerl.errors import UserError
 
-Settings = TypeVar("Settings", bound=ServiceSettings)
+Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(kind: type[Settings]) -> Settings:

@@ -19,6 +19,7 @@ from pipelinerl.config.settings import ServiceSettings
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.service.environment import read_settings
 from pipelinerl.service.logs import LogContext, configure_logging
+from pipelinerl.service.tracing import tracing
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ def run_service(
             settings = read_settings(kind)
             context = LogContext(settings.run, service, settings.instance)
             configure_logging(context, log_format=settings.log_format, level=settings.log_level)
-            asyncio.run(until_stopped(settings, context))
+            with tracing(context):
+                asyncio.run(until_stopped(settings, context))
 
         return exit_code(run)
 

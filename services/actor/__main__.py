@@ -11,10 +11,13 @@ from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 
+VLLM_TRACES_TO = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
     keep_to_quota(os.environ, 1)  # before anything loads torch
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its lines go through our handler, in our form
+    os.environ.pop(VLLM_TRACES_TO, None)  # read by now; vLLM's processes would send spans of their own there
     from services.actor.app import serve
 
     await serve(settings, stop, context)

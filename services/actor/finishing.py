@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.codec import encode_sequence
 from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.retry import until_taken
+from pipelinerl.tracing.spans import Trace, headers_of, trace_of, traceparent_of
 from pipelinerl.types import PromptGroup, Sequence
 from pipelinerl.verify import VerifierClient, VerifyItem, VerifyOutcome
 from services.actor.completions import without_arrays
 from services.actor.metrics import ActorMetrics
+from services.actor.sequence_spans import publishing, verifying
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class FinishedSample:
 
     group: PromptGroup
     sequence: Sequence
+    trace: Trace = None
+    """What its next span follows."""
 
 
 class Finisher:
@@ -110,7 +114,10 @@ class Finisher:
         if not samples:
             return []
         started = time.monotonic()
-        results = await self._verifier.verify([verify_item(sample) for sample in samples])
+        ids = [sample.sequence.sequence_id for sample in samples]
+        with verifying(ids, [sample.trace for sample in samples]) as spans:
+            items = [verify_item(*pair) for pair in zip(samples, map(trace_of, spans), strict=True)]
+            results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
         outcomes = {outcome.sequence_id: outcome for outcome in results}
         return [
@@ -120,32 +127,33 @@ class Finisher:
 
     async def _publish(self, sample: FinishedSample) -> None:
         started = time.monotonic()
-        failure = await self._store(sample.sequence)
+        with publishing(sample.trace, sample.sequence) as span:
+            failure = await self._store(sample.sequence, headers_of(trace_of(span) or sample.trace))
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:
             self._metrics.failed.labels(failure.partition(":")[0]).inc()
         await self._on_published(sample.group, sample.sequence.sample_index)
 
-    async def _store(self, sequence: Sequence) -> str:
+    async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publishes until the stream has it, and returns the failure that was stored; empty for a good sequence.
 
         A record beyond max_payload is stored as a failure without its arrays.
         """
         payload, failure = encoded(sequence)
         try:
-            await self._publish_until_stored(payload, sequence.sequence_id)
+            await self._publish_until_stored(payload, sequence.sequence_id, headers)
         except PayloadTooLarge as error:
             log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
             failure = f"too_large: {error}"
             record = encode_sequence(without_text(without_arrays(sequence, failure)))
-            await self._publish_until_stored(record, sequence.sequence_id)
+            await self._publish_until_stored(record, sequence.sequence_id, headers)
         return failure
 
-    async def _publish_until_stored(self, payload: bytes, sequence_id: str) -> None:
-        await until_taken(lambda: self._bus.publish_sequence(payload, sequence_id), f"publish {sequence_id}")
+    async def _publish_until_stored(self, payload: bytes, sequence_id: str, headers: Headers) -> None:
+        await until_taken(lambda: self._bus.publish_sequence(payload, sequence_id, headers), f"publish {sequence_id}")
 
 
-def verify_item(sample: FinishedSample) -> VerifyItem:
+def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
     sequence = sample.sequence
     return VerifyItem(
         sequence_id=sequence.sequence_id,
@@ -156,6 +164,7 @@ def verify_item(sample: FinishedSample) -> VerifyItem:
         completion_tokens=sequence.num_completion_tokens,
         max_tokens=sample.group.sampling.max_tokens,
         finish_reason=sequence.finish_reason,
+        traceparent=traceparent_of(trace),
     )
 
 

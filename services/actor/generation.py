@@ -17,6 +17,7 @@ from pipelinerl.bus.protocol import Bus, PromptDelivery
 from pipelinerl.codec import decode_group, remains_of_group
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.retry import until_taken
+from pipelinerl.tracing.spans import Trace, trace_in, trace_of
 from pipelinerl.types import PartialSequence, PromptGroup, Sequence
 from services.actor.completions import (
     continued,
@@ -35,6 +36,7 @@ from services.actor.finishing import FinishedSample, Finisher
 from services.actor.gate import ServingGate
 from services.actor.held_groups import HeldGroups
 from services.actor.metrics import ActorMetrics
+from services.actor.sequence_spans import generating, show_generated
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +84,14 @@ class GenerationLoop:
                 if taken is None:
                     self._slots.release()
                     continue
-                group, samples = taken
+                group, samples, trace = taken
                 for position, sample_index in enumerate(samples):
                     if position:
                         await self._slots.acquire()
                     if self._interrupted:
                         return
                     self._enter()
-                    tasks.create_task(self._sample(group, sample_index))
+                    tasks.create_task(self._sample(group, sample_index, trace))
 
     async def idle(self) -> None:
         """Returns when no sequence is in progress."""
@@ -117,7 +119,7 @@ class GenerationLoop:
         except TimeoutError:
             return
 
-    async def _next_group(self) -> tuple[PromptGroup, list[int]] | None:
+    async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await until_taken(
             lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", first_s=FETCH_RETRY_S
         )
@@ -128,7 +130,7 @@ class GenerationLoop:
             return None
         return await self._admit(delivery)
 
-    async def _admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int]] | None:
+    async def _admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -142,7 +144,7 @@ class GenerationLoop:
             return None
         samples = self._held.take(group, delivery)
         await self._held.settle(group.group_id)  # one that asks for nothing is done
-        return (group, samples) if samples else None
+        return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _set_aside(self, delivery: PromptDelivery, error: MessageError) -> None:
         """A group that cannot be read ends as failed sequences where it says which, and is never delivered again."""
@@ -160,15 +162,17 @@ class GenerationLoop:
         """Ends its samples as failed sequences; with the last one stored the group is acknowledged."""
         for sample_index in self._held.take(group, delivery):
             failed = failed_sequence(group, sample_index, self._instance, failure)
-            await self._finisher.put(FinishedSample(group, failed))
+            await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.settle(group.group_id)
 
-    async def _sample(self, group: PromptGroup, sample_index: int) -> None:
+    async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
         try:
-            sequence = await self._complete(group, sample_index)
+            with generating(trace, group, sample_index) as span:
+                sequence = await self._complete(group, sample_index)
+                show_generated(span, sequence)
             if sequence is not None:
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
-                await self._finisher.put(FinishedSample(group, sequence))
+                await self._finisher.put(FinishedSample(group, sequence, trace_of(span) or trace))
         finally:
             self._leave()
             self._slots.release()

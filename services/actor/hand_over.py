@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.codec import encode_group
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.message_checks import check_group
 from pipelinerl.retry import until_taken
+from pipelinerl.tracing.spans import headers_of, trace_in
 from pipelinerl.types import PartialSequence, PromptGroup
 from services.actor.completions import state_of
 from services.actor.held_groups import HeldGroups, Remainder
@@ -75,14 +76,15 @@ class HandOver:
         if left_out or len(sound) < len(remainder.partials):
             bad = len(remainder.partials) - len(sound)
             log.error("group %s: %d tokens are too many for a message, %d samples unsound", group_id, left_out, bad)
+        headers = headers_of(trace_in(remainder.deliveries[0].headers))  # who goes on follows the same trace
         for payload in payloads:
             msg_id = f"{group_id}/{self._instance}-{uuid.uuid4().hex[:8]}"
-            await self._store(payload, msg_id)
+            await self._store(payload, msg_id, headers)
         for partial in sound:
             self._metrics.handed_over.labels(state_of(partial)).inc()
 
-    async def _store(self, payload: bytes, msg_id: str) -> None:
-        await until_taken(lambda: self._bus.publish_prompt(payload, msg_id), f"hand over {msg_id}")
+    async def _store(self, payload: bytes, msg_id: str, headers: Headers) -> None:
+        await until_taken(lambda: self._bus.publish_prompt(payload, msg_id, headers), f"hand over {msg_id}")
 
     async def _answer(self, remainder: Remainder, *, acknowledge: bool) -> None:
         """Where that is not possible the messages are redelivered when their deadline has passed: repeated work, no loss."""

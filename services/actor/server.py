@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+from opentelemetry.trace import SpanKind
 
 from pipelinerl.arrays import array_to_bytes, token_ids_from_bytes
 from pipelinerl.codec import finish_reason_to_proto, sampling_from_proto, spans_to_proto
 from pipelinerl.errors import MessageError
+from pipelinerl.tracing import attributes as a
+from pipelinerl.tracing.spans import child, trace_in
 from pipelinerl.types import FinishReason, SamplingParams, TokenIds
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.completions import defect_of
@@ -86,13 +89,15 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             sampling, prompts = read_prompts(request, self._parts.engine.vocab_size)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
-        try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
-        finally:
-            for task in tasks:
-                task.cancel()
+        trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
+        with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes={**about, a.PROMPTS: len(prompts)}):
+            tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
+            try:
+                for finished in asyncio.as_completed(tasks):
+                    yield await finished
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def Score(
         self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext

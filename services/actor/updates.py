@@ -14,17 +14,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import NoReturn, Protocol
 
-from pipelinerl.bus.protocol import Bus, ControlMessage
+from pipelinerl.bus.protocol import NO_HEADERS, Bus, ControlMessage, Headers
 from pipelinerl.control import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Staged
 from pipelinerl.control_codec import decode_control, encode_control
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
 from pipelinerl.retry import until_taken
+from pipelinerl.tracing.spans import Trace, headers_of, trace_in, trace_of
 from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.errors import GroupFailed, TransferAborted
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.manifest_codec import manifest_from_bytes
 from services.actor.gate import ServingGate, newer
 from services.actor.metrics import ActorMetrics
+from services.actor.update_spans import committing, receiving, show_received, show_stall
 from services.actor.weights.staged import StagedWeights
 from services.actor.weights.update import CommitFailed
 
@@ -120,9 +122,9 @@ class UpdateListener:
             case EpochStart():
                 await self._on_epoch(decoded)
             case Announce():
-                await self._on_announce(decoded)
+                await self._on_announce(decoded, trace_in(message.headers))
             case Commit():
-                await self._on_commit(decoded)
+                await self._on_commit(decoded, trace_in(message.headers))
             case Abort():
                 await self._on_abort(decoded)
             case RunEnd():
@@ -174,7 +176,7 @@ class UpdateListener:
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
         await self._answer("joined", EpochJoined(self._instance, epoch.incarnation, epoch.epoch))
 
-    async def _on_announce(self, announce: Announce) -> None:
+    async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         self._gate.announce(version)
         if not self._in_epoch(announce.incarnation, announce.epoch):
@@ -184,12 +186,14 @@ class UpdateListener:
             error = TransferError(f"serves {self._gate.served} already, which is newer")
             await self._fail(announce, announce.version, error)
             return
-        self._receiving = self._tasks.create_task(self._receive(announce))
+        self._receiving = self._tasks.create_task(self._receive(announce, trace))
 
-    async def _receive(self, announce: Announce) -> None:
+    async def _receive(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
-            staged = await self._receiver.receive(version, announce.deadline_s)
+            with receiving(trace, announce) as span:
+                staged = await self._receiver.receive(version, announce.deadline_s)
+                show_received(span, staged)
         except TransferError as error:
             await self._fail(announce, announce.version, error)
             return
@@ -208,17 +212,20 @@ class UpdateListener:
                 receive_s=staged.receive_s,
                 prepare_s=staged.prepare_s,
             ),
+            headers_of(trace_of(span)),
         )
 
-    async def _on_commit(self, commit: Commit) -> None:
+    async def _on_commit(self, commit: Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)
         if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
             return
         self._staged, self._committing = None, True
         try:
-            async with self.serving:
-                stall_s = await self._receiver.commit(version)
-                self._gate.serve(version)
+            with committing(trace, commit) as span:
+                async with self.serving:
+                    stall_s = await self._receiver.commit(version)
+                    self._gate.serve(version)
+                show_stall(span, stall_s)
         except CommitFailed:
             raise  # which weights are served is unknown: the process ends and comes back as a new member
         except TransferError as error:
@@ -229,7 +236,9 @@ class UpdateListener:
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
         await self._answer(
-            "serving", Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s)
+            "serving",
+            Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s),
+            headers_of(trace_of(span)),
         )
 
     async def _on_abort(self, abort: Abort) -> None:
@@ -268,9 +277,11 @@ class UpdateListener:
             "failed", Abort(about.incarnation, about.epoch, version, reason, self._instance, group_broke)
         )
 
-    async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort) -> None:
+    async def _answer(
+        self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS
+    ) -> None:
         payload = encode_control(message)
-        await until_taken(lambda: self._bus.publish_control(kind, payload, self._instance), f"answer {kind!r}")
+        await until_taken(lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}")
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:

@@ -15,6 +15,7 @@ from pipelinerl.arrays import array_to_bytes, logprobs_from_bytes, token_ids_fro
 from pipelinerl.codec import sampling_to_proto, spans_from_proto
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.service.grpc_channel import explained, open_channel
+from pipelinerl.tracing.spans import Trace, headers_of
 from pipelinerl.types import Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 
@@ -66,9 +67,9 @@ class ActorClient:
         await self._channel.close()
 
     async def generate(
-        self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float
+        self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float, trace: Trace = None
     ) -> AsyncIterator[EvaluatedCompletion]:
-        """Completions as they finish. Raises `ServiceError`, `MessageError`."""
+        """Completions as they finish. `trace`: what the actor's span follows. Raises `ServiceError`, `MessageError`."""
         request = actor_pb2.GenerateRequest(
             prompts=[
                 actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=array_to_bytes(tokens))
@@ -78,7 +79,8 @@ class ActorClient:
             seed=seed,
         )
         try:
-            async for result in self._stub.Generate(request, timeout=timeout_s):
+            metadata = tuple(headers_of(trace).items())
+            async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
                 yield EvaluatedCompletion(
                     problem_id=result.id,
                     token_ids=token_ids_from_bytes(

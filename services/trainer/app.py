@@ -72,6 +72,7 @@ from services.trainer.resume.lineage_file import write_lineage
 from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.scaling import ReplicaAdvice
+from services.trainer.sequence_traces import SequenceTraces
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.token_pieces import TokenPieces
 from services.trainer.trackers.run_trackers import RunTrackers, run_trackers
@@ -208,7 +209,8 @@ class TrainingRun:
         self._publishing = asyncio.Lock()
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
-        self._books = Books(journal.write)
+        traces = SequenceTraces()
+        self._books = Books(traces.recording(journal.write))
         bound = feeder_bound(recipe, settings.expected_actors)
         self._updater = WeightUpdater(
             bus,
@@ -231,6 +233,7 @@ class TrainingRun:
             lambda: feeder_bound(recipe, self._updater.num_present),
             lambda: self._loop.feeder_version,
             functools.partial(reserve, journal),
+            traces,
         )
         self._intake = Intake(
             bus,
@@ -240,6 +243,7 @@ class TrainingRun:
             vocab_size=policy.vocab_size,
             on_loss=self._feeder.look_again,
             lineage=start.lineage,
+            traces=traces,
         )
         self._continuation = Continuation(
             settings.run_dir,
@@ -293,6 +297,7 @@ class TrainingRun:
             on_heldout=self._heldout_done,
             on_parity=self._report.parity,
             actor_client=self._actor_client,
+            traces=traces,
         )
         self._watch(metrics)
 

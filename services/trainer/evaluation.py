@@ -13,7 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.trace import SpanKind
+
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.tracing import attributes as a
+from pipelinerl.tracing.spans import Trace, child, root, trace_of
 from pipelinerl.types import FinishReason, SamplingParams, TokenIds
 from pipelinerl.verify import VerifyItem, VerifyOutcome
 from services.trainer.actor_client import ActorClient, ActorClients, EvaluatedCompletion
@@ -87,13 +91,15 @@ class HeldoutEvaluator:
 
         Raises `ServiceError` when not one problem has a verdict by then.
         """
-        began_at = asyncio.get_running_loop().time()
-        completions = await self._generate(version, began_at + GENERATION_SHARE * self._timeout_s)
-        items = [self._item(completion) for completion in completions.values() if not completion.failure]
-        verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-        return self._result(version, completions, verdicts)
+        with root("evaluation", attributes={a.VERSION: version}) as span:
+            began_at = asyncio.get_running_loop().time()
+            generated_by = began_at + GENERATION_SHARE * self._timeout_s
+            completions = await self._generate(version, generated_by, trace_of(span))
+            items = [self._item(completion) for completion in completions.values() if not completion.failure]
+            verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
+            return self._result(version, completions, verdicts)
 
-    async def _generate(self, version: int, deadline: float) -> dict[str, EvaluatedCompletion]:
+    async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, EvaluatedCompletion]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, EvaluatedCompletion] = {}
         try:
@@ -101,7 +107,7 @@ class HeldoutEvaluator:
                 while missing := [p for p in self._problems if p not in done]:
                     members = dict(self._members())
                     before = len(done)
-                    await self._ask(members, missing, version, done)
+                    await self._ask(members, missing, version, done, trace)
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
@@ -110,24 +116,39 @@ class HeldoutEvaluator:
         return done
 
     async def _ask(
-        self, members: dict[str, str], missing: list[str], version: int, done: dict[str, EvaluatedCompletion]
+        self,
+        members: dict[str, str],
+        missing: list[str],
+        version: int,
+        done: dict[str, EvaluatedCompletion],
+        trace: Trace,
     ) -> None:
         names = sorted(members)
         shares = {name: missing[position :: len(names)] for position, name in enumerate(names)}
         async with asyncio.TaskGroup() as tasks:
             for name, share in shares.items():
                 if share:
-                    tasks.create_task(self._ask_one(name, members[name], share, version, done))
+                    tasks.create_task(self._ask_one(name, members[name], share, version, done, trace))
 
     async def _ask_one(
-        self, name: str, address: str, share: list[str], version: int, done: dict[str, EvaluatedCompletion]
+        self,
+        name: str,
+        address: str,
+        share: list[str],
+        version: int,
+        done: dict[str, EvaluatedCompletion],
+        trace: Trace,
     ) -> None:
         prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
+        about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
+        calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
         try:
-            async with self._client(name, address) as client:
-                async for completion in client.generate(prompts, self._sampling, self._seed, self._timeout_s):
-                    if completion.problem_id in prompts and self._is_of(version, completion):
-                        done[completion.problem_id] = completion
+            with calling as span:
+                async with self._client(name, address) as client:
+                    answers = client.generate(prompts, self._sampling, self._seed, self._timeout_s, trace_of(span))
+                    async for completion in answers:
+                        if completion.problem_id in prompts and self._is_of(version, completion):
+                            done[completion.problem_id] = completion
         except (ServiceError, MessageError) as error:
             log.warning("held-out evaluation goes on without %s: %s", name, error)
 

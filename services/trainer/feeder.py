@@ -21,9 +21,11 @@ from pipelinerl.codec import encode_group
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.retry import until_taken
+from pipelinerl.tracing.spans import Trace, headers_of, trace_of
 from pipelinerl.types import PromptGroup, SamplingParams, TokenIds
 from services.trainer.books import Books
 from services.trainer.resume.left_behind import LeftBehind
+from services.trainer.sequence_traces import SequenceTraces
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +77,9 @@ class Feeder:
         bound: Callable[[], FeederBound],
         version: Callable[[], int],
         reserve: Callable[[int], Awaitable[None]] = _no_reservation,
+        traces: SequenceTraces | None = None,
     ) -> None:
-        self._reserve = reserve
+        self._reserve, self._traces = reserve, traces or SequenceTraces()
         self._bus, self._recipe, self._problems, self._books = bus, recipe, problems, books
         self._bound, self._version = bound, version
         self._look = asyncio.Event()
@@ -140,7 +143,8 @@ class Feeder:
 
     async def _send(self, group: PromptGroup, message_id: str) -> None:
         try:
-            position = await self._publish(group, message_id)
+            with self._traces.issue(group, message_id) as span:
+                position = await self._publish(group, message_id, trace_of(span))
         except PayloadTooLarge as error:
             self._refuse(group, "prompt group too large", str(error))
         except MessageError as error:
@@ -167,10 +171,12 @@ class Feeder:
             issued_version=max(0, self._version()),
         )
 
-    async def _publish(self, group: PromptGroup, message_id: str) -> int:
+    async def _publish(self, group: PromptGroup, message_id: str, trace: Trace) -> int:
         """Position on PROMPTS. Waits through outages. Raises `PayloadTooLarge`, `MessageError`."""
-        payload = encode_group(group)
-        return await until_taken(lambda: self._bus.publish_prompt(payload, message_id), f"issue group {group.group_id}")
+        payload, headers = encode_group(group), headers_of(trace)
+        return await until_taken(
+            lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"
+        )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""

@@ -31,6 +31,7 @@ from pipelinerl.types import Sequence
 from services.trainer.books import Books, failed_copy, short_reason
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
+from services.trainer.sequence_traces import SequenceTraces
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ class Intake:
         vocab_size: int,
         on_loss: Callable[[], None],
         lineage: Lineage = FIRST_INCARNATION,
+        traces: SequenceTraces | None = None,
     ) -> None:
         self._bus, self._recipe, self._books, self._bound = bus, recipe, books, bound
-        self._lineage = lineage
+        self._lineage, self._traces = lineage, traces or SequenceTraces()
         self._vocab_size, self._on_loss = vocab_size, on_loss
         self._ready: deque[CompletedGroup] = deque()
         self._changed = asyncio.Condition()
@@ -90,6 +92,8 @@ class Intake:
                 self.position = entry.position
                 sequence = self._read(entry)
                 if sequence is not None:
+                    if self._books.ledger.is_open(sequence.sequence_id):
+                        self._traces.received(entry, sequence)
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:

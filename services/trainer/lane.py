@@ -13,11 +13,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipelinerl.bus.protocol import NO_HEADERS, Headers
 from pipelinerl.control import Abort, Announce, Backend, Commit, EpochMember, EpochStart, Serving, Staged
 from pipelinerl.errors import TransferError
+from pipelinerl.tracing.spans import headers_of, trace_of
 from pipelinerl.weights.errors import RanksMissing
 from pipelinerl.weights.manifest import Manifest
 from services.trainer import coordinator as c
+from services.trainer.update_trace import UpdateTrace
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class Surroundings:
     """What lanes share. `say` sends an order to all or to one actor, `post` takes an event to a lane, `spawn` starts a task."""
 
     port: TransferPort
-    say: Callable[[str, Order, str], Awaitable[None]]
+    say: Callable[[str, Order, str, Headers], Awaitable[None]]
     post: Callable[[Lane, c.Event], None]
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     incarnation: int
@@ -114,7 +117,7 @@ class Lane:
 
     def __init__(self, around: Surroundings, coordinator: c.Coordinator, *, joiner: str = "") -> None:
         self._around, self.coordinator, self.joiner = around, coordinator, joiner
-        self.record = UpdateRecord(-1)
+        self.record, self.trace = UpdateRecord(-1), UpdateTrace()
         self._snapshot: object = None
         self._begun_at = 0.0
         self._group: TransferGroup | None = None
@@ -124,6 +127,7 @@ class Lane:
     def begin(self, version: int, snapshot: object) -> None:
         """What the next `VersionReady` will send."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
+        self.trace = UpdateTrace.begin(version, self.joiner)
 
     async def step(self, event: c.Event) -> list[Outcome]:
         """Takes an event of this lane and performs what follows from it; returns what concerns the run."""
@@ -139,9 +143,10 @@ class Lane:
         if self._timer is not None:
             self._timer.cancel()
         await self._stop_transfer()
+        self.trace.end("given up")
 
-    async def _say(self, kind: str, order: Order) -> None:
-        await self._around.say(kind, order, self.joiner)
+    async def _say(self, kind: str, order: Order, headers: Headers = NO_HEADERS) -> None:
+        await self._around.say(kind, order, self.joiner, headers)
 
     async def _perform(self, action: c.Action) -> None:
         around = self._around
@@ -152,13 +157,15 @@ class Lane:
                 announce = Announce(
                     around.incarnation, epoch, version, around.port.manifest.manifest_id, around.deadline_s
                 )
-                await self._say("announce", announce)
+                with self.trace.order("announce", epoch) as span:
+                    await self._say("announce", announce, headers_of(trace_of(span)))
                 assert self._group is not None
                 self._task = around.spawn(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
-                await self._say("commit", Commit(around.incarnation, epoch, version))
+                await self._say("commit", Commit(around.incarnation, epoch, version), self.trace.commit(epoch))
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
+                self.trace.aborted(reason)
                 await self._say("abort", Abort(around.incarnation, epoch, version, reason, ""))
                 await self._stop_transfer()
             case c.SetDeadline(token):
@@ -168,8 +175,10 @@ class Lane:
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._snapshot = None
+                self.trace.end()
             case c.Evicted(actor, epoch, reason):
                 log.warning("actor %s leaves epoch %d: %s", actor, epoch, reason)
+                self.trace.evicted(actor, reason)
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
@@ -210,7 +219,8 @@ class Lane:
 
     async def _broadcast(self, group: TransferGroup, snapshot: object, epoch: int, version: int) -> None:
         try:
-            sent = await group.broadcast(snapshot, self._around.deadline_s)
+            with self.trace.transfer(epoch):
+                sent = await group.broadcast(snapshot, self._around.deadline_s)
         except TransferError as error:
             self._around.post(self, c.TransferFailed(epoch, str(error)))
             return

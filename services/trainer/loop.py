@@ -35,6 +35,7 @@ from services.trainer.records import StepRecord
 from services.trainer.resume.checkpointer import Checkpointer, Due
 from services.trainer.resume.run_state import RunState
 from services.trainer.resume.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
+from services.trainer.sequence_traces import SequenceTraces
 from services.trainer.throughput import update_idle_s
 from services.trainer.updater import WeightUpdater
 
@@ -124,8 +125,9 @@ class OptimizerLoop:
         on_heldout: Callable[[HeldoutResult], None],
         on_parity: Callable[[Parity], None],
         actor_client: ActorClients = ActorClient,
+        traces: SequenceTraces | None = None,
     ) -> None:
-        self._actor_client = actor_client
+        self._actor_client, self._traces = actor_client, traces or SequenceTraces()
         self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
         self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
         self._incarnation, self._probe = incarnation, probe
@@ -236,9 +238,12 @@ class OptimizerLoop:
         self.waiting_for = ""
         async with self._checkpoints.step():
             self._prepare_next()
-            with timer.measure("compute"):
-                figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
-            self._conclude(figures, batch)
+            ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
+            with self._traces.step(self.version + 1, ids) as span:
+                with timer.measure("compute"):
+                    figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
+                self._conclude(figures, batch)
+                span.set_attributes(step_attributes(figures))
             self._unrecorded = functools.partial(self._record, figures, batch, timer, began_at)
         self._feeder.look_again()
         if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:
@@ -362,6 +367,12 @@ class OptimizerLoop:
 
     async def _in_compute(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+
+
+def step_attributes(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's span shows of its figures. Pure."""
+    shown = {name: figures.get(name) for name in ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")}
+    return {f"pipelinerl.step.{name}": value for name, value in shown.items() if value is not None}
 
 
 def _nothing() -> None:

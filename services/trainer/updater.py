@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.control import (
     Abort,
     EpochJoined,
@@ -34,6 +34,7 @@ from services.trainer.attendance import Attendance, Departures, MemberChange
 from services.trainer.joining import Action as JoiningAction
 from services.trainer.joining import BeginSide, EndSide, Joining
 from services.trainer.lane import Lane, Order, Outcome, Surroundings, TransferPort, UpdateRecord
+from services.trainer.update_trace import heard
 
 log = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class WeightUpdater:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue
+                heard(message)
                 self._hear(decoded)
 
     def _hear(self, answer: object) -> None:
@@ -278,6 +280,7 @@ class WeightUpdater:
         lane = next((lane for lane in self._sides.values() if lane.coordinator.epoch == epoch), self._main)
         if times is not None and lane.coordinator.epoch == epoch and lane.record.version == times.version:
             lane.record.note(times)
+            lane.trace.answered(times)
         return lane
 
     def _note_reason(self, actor: str, reason: str) -> None:
@@ -418,9 +421,9 @@ class WeightUpdater:
         async with self._served_changed:
             self._served_changed.notify_all()
 
-    async def _say(self, kind: str, order: Order, actor: str) -> None:
+    async def _say(self, kind: str, order: Order, actor: str, headers: Headers) -> None:
         payload = encode_control(order)
-        await until_taken(lambda: self._bus.publish_control(kind, payload, actor), f"say {kind!r}")
+        await until_taken(lambda: self._bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)

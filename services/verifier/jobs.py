@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.errors import PipelineRLError
@@ -24,6 +24,7 @@ class Job:
     """One item on its way. Its future gets one result, the first; the future is cancelled when the caller leaves."""
 
     item: verifier_pb2.VerifyItem
+    on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None
     future: asyncio.Future[verifier_pb2.VerifyResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -34,6 +35,7 @@ class Job:
     def settle(self, result: verifier_pb2.VerifyResult) -> None:
         if not self.future.done():
             self.future.set_result(result)
+            self.on_result(result)
 
     @property
     def is_wanted(self) -> bool:

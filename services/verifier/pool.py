@@ -98,9 +98,16 @@ class RewardPool:
         """Items that may wait."""
         return self._queue.capacity
 
-    async def score(self, items: Sequence[verifier_pb2.VerifyItem]) -> list[verifier_pb2.VerifyResult]:
-        """One result for each item, in order. Raises `QueueFull`. Cancelling it takes its items out of the queue."""
-        jobs = [Job(item) for item in items]
+    async def score(
+        self,
+        items: Sequence[verifier_pb2.VerifyItem],
+        on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
+    ) -> list[verifier_pb2.VerifyResult]:
+        """One result for each item, in order; `on_result` gets each as it comes. Raises `QueueFull`.
+
+        Cancelling it takes its items out of the queue.
+        """
+        jobs = [Job(item, on_result) for item in items]
         self._queue.put(jobs)
         return list(await asyncio.gather(*(job.future for job in jobs)))
 

@@ -26,6 +26,7 @@ from services.verifier.frames import WorkerSetup
 from services.verifier.jobs import QueueFull
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import RewardPool, run_pool
+from services.verifier.spans import CallSpans
 
 log = logging.getLogger(__name__)
 
@@ -43,26 +44,29 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.VerifyResponse:
         """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
         started_s, code = time.perf_counter(), grpc.StatusCode.INTERNAL
+        spans = CallSpans(context.invocation_metadata(), request.items)
         try:
-            code, problem, results = await self._answer(request.items)
+            code, problem, results = await self._answer(request.items, spans)
             if problem:
                 await context.abort(code, problem)
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
         finally:
+            spans.end(code.name)
             self._metrics.calls.labels(code.name).inc()
             self._metrics.call_seconds.observe(time.perf_counter() - started_s)
         return verifier_pb2.VerifyResponse(results=results)
 
     async def _answer(
-        self, items: Sequence[verifier_pb2.VerifyItem]
+        self, items: Sequence[verifier_pb2.VerifyItem], spans: CallSpans
     ) -> tuple[grpc.StatusCode, str, list[verifier_pb2.VerifyResult]]:
         if len(items) > self._pool.capacity:
             problem = f"items = {len(items)}: max_queue is {self._pool.capacity}; send fewer at once"
             return grpc.StatusCode.INVALID_ARGUMENT, problem, []
         try:
-            scored = iter(await self._pool.score([item for item in items if item.task == self._task]))
+            ours = [item for item in items if item.task == self._task]
+            scored = iter(await self._pool.score(ours, spans.scored))
         except QueueFull as full:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), []
         results = [next(scored) if item.task == self._task else self._unknown(item) for item in items]

@@ -102,5 +102,15 @@ CASES: dict[str, Case] = {
     "no-policies": Case({"networkPolicy": {"enabled": False}}),
     "no-rbac": Case({"rbac": {"create": False}, "actor": {"serviceAccount": {"create": False, "name": "mine"}}}),
     "no-kubernetes-api": Case({"kubernetesApi": {"enabled": False}, "test": {"enabled": False}}, cpu=True),
+    "traces": Case(
+        {
+            "tracing": {
+                "endpoint": "http://otel-collector.observability:4318",
+                "ratio": 0.05,
+                "headersSecret": "collector-login",
+            }
+        },
+        cpu=True,
+    ),
     "other-name": Case({"recipe": {"name": "smollm2"}, "network": {"bindHost": "::"}}, cpu=True, release="blue"),
 }

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 Schema = Mapping[str, Any]
 _NOTES = {"description", "default", "title", "$schema", "definitions", "format"}
 _MOST_ITEMS = 2
-_TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12)
+_CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])
+"""YAML holds no control characters."""
+_TEXT = st.text(_CHARACTERS, max_size=12)
 _ANYTHING = st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), _TEXT | st.integers(0, 9), max_size=2)
 
 
@@ -46,8 +48,10 @@ def _of_type(kind: str, schema: Schema, definitions: Mapping[str, Any]) -> st.Se
         _check(keywords - {"properties", "additionalProperties"}, {"minimum", "maximum"})
         return st.integers(schema.get("minimum", -(2**31)), schema.get("maximum", 2**31))
     if kind == "number":
-        _check(keywords, {"exclusiveMinimum", "maximum"})
-        return st.floats(schema["exclusiveMinimum"], schema["maximum"], exclude_min=True, allow_subnormal=False)
+        _check(keywords, {"minimum", "exclusiveMinimum", "maximum"})
+        above = schema.get("exclusiveMinimum")
+        least = schema["minimum"] if above is None else above
+        return st.floats(least, schema["maximum"], exclude_min=above is not None, allow_subnormal=False)
     return st.none() if kind == "null" else st.booleans()
 
 
@@ -64,7 +68,9 @@ def _object(schema: Schema, definitions: Mapping[str, Any]) -> st.SearchStrategy
 
 
 def _string(schema: Schema) -> st.SearchStrategy[str]:
-    strings = st.from_regex(schema["pattern"].replace("$", r"\Z")) if "pattern" in schema else _TEXT
+    strings = (
+        st.from_regex(schema["pattern"].replace("$", r"\Z"), alphabet=_CHARACTERS) if "pattern" in schema else _TEXT
+    )
     fewest, refused = schema.get("minLength", 0), schema.get("not", {})
     return strings.filter(
         lambda text: (

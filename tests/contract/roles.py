@@ -8,7 +8,17 @@ from pathlib import Path
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
-from pipelinerl.bus.protocol import Bus, ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
+from pipelinerl.bus.protocol import (
+    NO_HEADERS,
+    Bus,
+    ControlMessage,
+    Headers,
+    LogEntry,
+    MemberEvent,
+    PendingPrompt,
+    StreamInfo,
+    StreamLimits,
+)
 from pipelinerl.bus.subjects import FROM_ACTOR
 from pipelinerl.local.nats_server import NatsServer
 
@@ -56,16 +66,16 @@ class RolesBus:
     async def delete_streams(self) -> None:
         await self._person.delete_streams()
 
-    async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
+    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """A group that is handed over has a slash in its id."""
         issuer = self._actor if "/" in msg_id else self._trainer
-        return await issuer.publish_prompt(payload, msg_id)
+        return await issuer.publish_prompt(payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> object:
         return await self._actor.next_prompt(timeout_s)
 
-    async def publish_sequence(self, payload: bytes, msg_id: str) -> int:
-        return await self._actor.publish_sequence(payload, msg_id)
+    async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        return await self._actor.publish_sequence(payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> AbstractAsyncContextManager[AsyncIterator[LogEntry]]:
         return self._trainer.read_sequences(from_position)
@@ -88,9 +98,9 @@ class RolesBus:
     async def sequences_info(self) -> StreamInfo:
         return await self._trainer.sequences_info()
 
-    async def publish_control(self, kind: str, payload: bytes, actor: str = "") -> None:
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         sender = self._actor if kind in FROM_ACTOR else self._trainer
-        await sender.publish_control(kind, payload, actor)
+        await sender.publish_control(kind, payload, actor, headers)
 
     def watch_control(
         self, kinds: Sequence[str], actor: str = ""

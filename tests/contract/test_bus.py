@@ -595,6 +595,37 @@ async def test_a_control_message_that_nobody_would_get_is_refused(bus: Bus, kind
     assert caught.value.field == field
 
 
+# --- headers
+
+TRACED = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "vendor=1"}
+
+
+async def test_headers_travel_with_each_kind_of_message_and_stay_with_it(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g1", TRACED)
+    await bus.publish_sequence(b"sequence", "s1", TRACED)
+    await bus.publish_control("announce", b"v1", headers=TRACED)
+    first = await take(bus)
+    await first.give_back()
+    async with bus.read_sequences(1) as entries, bus.watch_control(["announce"]) as messages:
+        received = [
+            first.headers,
+            (await take(bus)).headers,
+            (await soon(entries)).headers,
+            (await soon(messages)).headers,
+        ]
+    assert [dict(headers) for headers in received] == [TRACED] * 4
+
+
+async def test_a_message_without_headers_has_none_and_its_id_is_not_one(bus: Bus) -> None:
+    await bus.publish_prompt(b"group", "g1")
+    await bus.publish_sequence(b"sequence", "s1")
+    await bus.publish_control("announce", b"v1")
+    async with bus.read_sequences(1) as entries, bus.watch_control(["announce"]) as messages:
+        delivery, entry, message = await take(bus), await soon(entries), await soon(messages)
+    assert [dict(each.headers) for each in (delivery, entry, message)] == [{}, {}, {}]
+    assert (delivery.msg_id, entry.msg_id) == ("g1", "s1")
+
+
 # --- members
 
 

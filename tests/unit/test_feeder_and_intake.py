@@ -22,6 +22,7 @@ from services.trainer.app import feeder_bound
 from services.trainer.books import Books
 from services.trainer.feeder import EncodedProblem, Feeder, group_seed
 from services.trainer.intake import Intake
+from services.trainer.sequence_traces import SequenceTraces
 from tests.unit.builders import RUN, make_recipe, make_sequence
 
 
@@ -30,12 +31,14 @@ class Desk:
 
     def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
         self.bus, self.recipe, self.version = bus, recipe, 0
-        self.books = Books()
+        self.traces = SequenceTraces()
+        self.books = Books(self.traces.recording(lambda event: None))
         self.num_actors = 1
         self.prompt_length = prompt_length
         self.odd_problems: dict[int, EncodedProblem] = {}
-        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version)
-        self.intake = Intake(bus, recipe, self.books, self.bound(), vocab_size=100, on_loss=self.feeder.look_again)
+        traces, on_loss = self.traces, lambda: self.feeder.look_again()
+        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version, traces=traces)
+        self.intake = Intake(bus, recipe, self.books, self.bound(), vocab_size=100, on_loss=on_loss, traces=traces)
 
     def bound(self) -> FeederBound:
         return feeder_bound(self.recipe, self.num_actors)

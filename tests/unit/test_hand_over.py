@@ -196,7 +196,7 @@ async def test_the_old_message_is_acknowledged_only_when_the_new_one_is_stored(m
         await generating(one, 2)
         publish, seen = one.bus.publish_prompt, []
 
-        async def slow(payload: bytes, msg_id: str) -> int:
+        async def slow(payload: bytes, msg_id: str, *headers: object) -> int:
             if len(seen) < 2:
                 seen.append((await one.bus.prompts_info()).messages)
                 raise BusError("not now")

@@ -616,7 +616,7 @@ async def test_a_joiner_that_goes_while_it_is_being_told_of_its_version_does_not
         bus = one.updater._bus
         publish, gone = bus.publish_control, asyncio.Event()
 
-        async def publish_slowly(kind: str, payload: bytes, actor: str = "") -> None:
+        async def publish_slowly(kind: str, payload: bytes, actor: str = "", *headers: object) -> None:
             await publish(kind, payload, actor)
             if kind == "announce" and actor == "b" and not gone.is_set():
                 gone.set()

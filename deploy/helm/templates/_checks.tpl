@@ -13,6 +13,9 @@
 {{- if and (not $encrypts) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)) -}}
 {{- include "pipelinerl.fail" "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both" -}}
 {{- end -}}
+{{- if and .Values.tracing.headersSecret (not .Values.tracing.endpoint) -}}
+{{- include "pipelinerl.fail" (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret) -}}
+{{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
 {{- end -}}

@@ -103,6 +103,19 @@ readinessProbe:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: PIPELINERL_LOG_FORMAT, value: {{ .root.Values.log.format }}}
 - {name: PIPELINERL_LOG_LEVEL, value: {{ .root.Values.log.level }}}
+{{- with .root.Values.tracing }}
+{{- if .endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
+- {name: OTEL_EXPORTER_OTLP_PROTOCOL, value: {{ .protocol }}}
+- {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ .ratio | quote }}}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.namespace.name={{ $.root.Release.Namespace }},k8s.pod.name=$(PIPELINERL_INSTANCE)"}
+{{- with .headersSecret }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.root.Values.tracing.headersKey | quote }}}}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if .root.Values.tls.grpc.enabled }}
 - {name: PIPELINERL_TLS_DIR, value: /etc/pipelinerl/tls}
 {{- end }}

@@ -1,0 +1,52 @@
+"""Spans that code under test makes, kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+
+from pipelinerl.tracing.spans import use_tracer
+
+
+@dataclass
+class Recorded:
+    exporter: InMemorySpanExporter
+
+    @property
+    def all(self) -> tuple[ReadableSpan, ...]:
+        """Those that have ended, in that order."""
+        return self.exporter.get_finished_spans()
+
+    @property
+    def names(self) -> list[str]:
+        return [span.name for span in self.all]
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.all if span.name == name]
+
+    def way(self, span: ReadableSpan) -> list[str]:
+        """Names from the first span of its trace to this one."""
+        by_id = {other.context.span_id: other for other in self.all if other.context}
+        way = [span]
+        while (parent := way[-1].parent) is not None:
+            assert way[-1].context is not None
+            assert parent.trace_id == way[-1].context.trace_id
+            way.append(by_id[parent.span_id])
+        return [one.name for one in reversed(way)]
+
+
+@contextmanager
+def recorded(sampler: Sampler = ALWAYS_ON) -> Iterator[Recorded]:
+    """Of tasks that begin inside."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with use_tracer(provider.get_tracer("test")):
+        yield Recorded(exporter)
+    provider.shutdown()

@@ -1,0 +1,318 @@
+"""What is traced, and how a trace goes from one process to the next in headers and metadata."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, rpc_attributes
+from opentelemetry.trace import StatusCode
+
+from pipelinerl.algorithms.ledger import Outcome
+from pipelinerl.bus.memory import MemoryServer
+from pipelinerl.bus.protocol import NO_HEADERS, Bus, Headers, LogEntry
+from pipelinerl.codec import decode_group, encode_group, encode_sequence
+from pipelinerl.tracing import attributes as a
+from pipelinerl.tracing.batch import KEY, MOST_ITEMS, metadata_of, traces_in
+from pipelinerl.tracing.spans import child, headers_of, root, trace_from, trace_in, trace_of, traceparent_of
+from pipelinerl.types import PolicyVersion
+from pipelinerl.v1 import verifier_pb2
+from services.trainer.books import Books
+from services.trainer.sequence_traces import SequenceTraces
+from services.verifier.spans import CallSpans
+from tests.unit.builders import RUN, make_group, make_sequence
+from tests.unit.spans import recorded
+from tests.unit.test_feeder_and_intake import desk
+from tests.unit.test_generation_loop import stage as actor_stage
+from tests.unit.test_update_protocol import stage as update_stage
+
+SAMPLED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+TRACED = {"traceparent": SAMPLED}
+
+
+def test_a_trace_goes_through_headers() -> None:
+    with recorded() as spans:
+        with root("here") as here:
+            headers = headers_of(trace_of(here))
+        with child(trace_in(headers), "there"):
+            pass
+    assert spans.way(spans.named("there")[0]) == ["here", "there"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"traceparent": ""},
+        {"traceparent": "garbage"},
+        {"traceparent": SAMPLED[:-1]},
+        {"traceparent": SAMPLED.replace("a", "0")},
+        {"traceparent": SAMPLED.replace("00-", "ff-", 1)},
+        {"traceparent": "x" * 10_000},
+        {"traceparent": SAMPLED[:-2] + "00"},  # not sampled
+    ],
+)
+def test_what_names_no_sampled_trace_is_followed_by_nothing(headers: dict[str, str]) -> None:
+    with recorded() as spans:
+        trace = trace_in(headers)
+        with child(trace, "never") as span:
+            assert headers_of(trace_of(span)) == {}
+            assert traceparent_of(trace) == ""
+    assert trace is None
+    assert spans.all == ()
+
+
+def test_without_a_tracer_a_trace_passes_through_and_none_begins() -> None:
+    with root("never") as span:
+        assert headers_of(trace_of(span)) == {}
+    with child(trace_in(TRACED), "never") as span:
+        assert headers_of(trace_of(span)) == TRACED
+
+
+def test_traces_of_a_batch_go_through_metadata() -> None:
+    metadata = metadata_of(["", SAMPLED, "", SAMPLED.replace("b", "c")])
+    assert metadata[0] == ("traceparent", SAMPLED)
+    found = traces_in(metadata)
+    assert {position: traceparent_of(trace) for position, trace in found.items()} == {
+        1: SAMPLED,
+        3: SAMPLED.replace("b", "c"),
+    }
+    assert metadata_of(["", ""]) == ()
+    large = metadata_of([SAMPLED] * 4096)
+    assert list(traces_in(large)) == list(range(MOST_ITEMS))
+    assert sum(len(key) + len(value) for key, value in large) < 4096  # half of what gRPC takes
+
+
+@pytest.mark.parametrize("value", ["", "=", "1", "x=y", f"-1={SAMPLED}", f"0={SAMPLED}x,,", "0=" + "9" * 9000])
+def test_metadata_that_does_not_parse_is_left_out(value: str) -> None:
+    assert traces_in([(KEY, value), (KEY, b"\xff"), ("other", SAMPLED)]) == {}
+    assert traces_in(None) == {}
+
+
+def test_attributes_have_the_names_of_the_conventions() -> None:
+    ours = {*a.messaging("send", "s", "m", 1), *a.rpc("m"), a.RPC_STATUS}
+    ours |= {a.INPUT_TOKENS, a.OUTPUT_TOKENS, a.FINISH_REASONS, a.CHOICES}
+    theirs = {
+        v
+        for m in (gen_ai_attributes, messaging_attributes, rpc_attributes)
+        for v in vars(m).values()
+        if isinstance(v, str)
+    }
+    assert ours <= theirs
+
+
+# --- the trainer
+
+
+def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
+    traces, group = SequenceTraces(), make_group(num_samples=3)
+    with recorded() as spans:
+        books = Books(traces.recording(lambda event: None))
+        books.issue(group)
+        with traces.issue(group, group.group_id) as issued:
+            headers = headers_of(trace_of(issued))
+        sequences = [make_sequence(group, index) for index in range(3)]
+        for sequence in sequences[:2]:
+            traces.received(LogEntry(1, b"payload", sequence.sequence_id, 0.0, headers), sequence)
+        with traces.step(8, [sequence.sequence_id for sequence in sequences[:2]]):
+            books.train(sequences[:1], 8)
+        books.close(sequences[1:], Outcome.DROPPED_STALE, "too old")
+        assert not traces._open
+    (trained,), (step,) = spans.named("sequence.train"), spans.named("step.train")
+    assert spans.way(trained) == ["group.issue", "sequence.receive", "sequence.train"]
+    assert step.parent is None
+    assert {link.context.span_id for link in step.links} == {
+        span.context.span_id for span in spans.named("sequence.receive") if span.context
+    }
+    assert step.context is not None
+    assert [link.context.span_id for link in trained.links] == [step.context.span_id]
+    assert trained.attributes is not None
+    assert (trained.attributes[a.OUTCOME], trained.attributes[a.VERSION]) == ("trained", 8)
+    stale = spans.named("sequence.end")
+    assert [spans.way(span)[:-1] for span in stale] == [["group.issue", "sequence.receive"], ["group.issue"]]
+    assert {(span.attributes or {})[a.REASON] for span in stale} == {"too old"}
+
+
+async def test_what_the_feeder_issues_and_the_intake_reads_is_one_trace() -> None:
+    with recorded() as spans:
+        async with desk() as one:
+            delivery = await one.bus.next_prompt(5.0)
+            assert delivery is not None
+            group = decode_group(delivery.payload, expected_run=RUN)
+            for index, reward in enumerate((1.0, 0.0)):
+                sequence = make_sequence(group, index, reward=reward)
+                await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id, delivery.headers)
+            async with asyncio.timeout(10):
+                while len(spans.named("sequence.receive")) < 2:
+                    await asyncio.sleep(0)
+    issued = next(span for span in spans.named("group.issue") if (span.attributes or {})[a.GROUP_ID] == group.group_id)
+    assert [spans.way(span) for span in spans.named("sequence.receive")] == [["group.issue", "sequence.receive"]] * 2
+    assert issued.attributes is not None
+    assert issued.attributes["messaging.destination.name"] == f"{RUN}.prompts"
+    assert issued.attributes["messaging.message.id"] == group.group_id
+
+
+async def issued_headers() -> list[Headers]:
+    async with desk() as one:
+        deliveries = [await one.bus.next_prompt(5.0) for _ in range(2)]
+    assert all(deliveries)
+    return [delivery.headers for delivery in deliveries if delivery]
+
+
+async def test_nothing_travels_without_a_tracer() -> None:
+    assert await issued_headers() == [NO_HEADERS] * 2
+
+
+async def test_nothing_travels_where_nothing_is_sampled() -> None:
+    with recorded(ALWAYS_OFF) as spans:
+        assert await issued_headers() == [NO_HEADERS] * 2
+    assert spans.all == ()
+
+
+# --- the actor
+
+
+async def headers_of_log(bus: Bus, count: int) -> list[dict[str, str]]:
+    found = []
+    async with asyncio.timeout(10), bus.read_sequences(1) as entries:
+        async for entry in entries:
+            found.append(dict(entry.headers))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_an_actors_spans_follow_the_group_and_lead_into_the_log() -> None:
+    with recorded() as spans:
+        async with actor_stage() as one:
+            with root("group.issue") as issued:
+                group = make_group()
+                await one.bus.publish_prompt(encode_group(group), group.group_id, headers_of(trace_of(issued)))
+            headers = await headers_of_log(one.bus, 2)
+            await one.until(lambda: len(one.held) == 0)
+    chain = ["group.issue", "sequence.generate"]
+    assert [spans.way(span) for span in spans.named("sequence.verify")] == [[*chain, "sequence.verify"]] * 2
+    published = spans.named("sequence.publish")
+    assert [spans.way(span) for span in published] == [[*chain, "sequence.publish"]] * 2
+    assert {trace_in(each).span_id for each in headers} == {  # type: ignore[union-attr]
+        span.context.span_id for span in published if span.context
+    }
+    generated = spans.named("sequence.generate")[0].attributes
+    assert generated is not None
+    assert generated[a.OUTPUT_TOKENS] == 2
+    assert generated[a.FINISH_REASONS] == ("stop",)
+    assert (generated[a.FIRST_VERSION], generated[a.LAST_VERSION]) == (0, 0)
+
+
+@pytest.mark.parametrize("headers", [NO_HEADERS, {"traceparent": "garbage"}])
+async def test_an_untraced_or_malformed_group_is_generated_without_spans(headers: dict[str, str]) -> None:
+    with recorded() as spans:
+        async with actor_stage() as one:
+            group = make_group()
+            await one.bus.publish_prompt(encode_group(group), group.group_id, headers)
+            assert await headers_of_log(one.bus, 2) == [{}, {}]
+    assert spans.all == ()
+
+
+async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
+    server = MemoryServer()
+    with recorded() as spans:
+        async with actor_stage(server=server) as first, actor_stage(server=server, serve=False) as second:
+            first.engine.open.clear()
+            with root("group.issue") as issued:
+                group = make_group()
+                await first.bus.publish_prompt(encode_group(group), group.group_id, headers_of(trace_of(issued)))
+            await first.until(lambda: first.engine.running == 2)
+            await first.leave()
+            second.gate.serve(PolicyVersion(1, 0))
+            await headers_of_log(second.bus, 2)
+            await second.until(lambda: len(second.held) == 0)
+    generated = spans.named("sequence.generate")
+    assert [spans.way(span) for span in generated] == [["group.issue", "sequence.generate"]] * 4
+    carried = [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated]
+    assert carried == [None, None, 2, 2]
+    assert [event.name for span in generated[:2] for event in span.events] == ["interrupted"] * 2
+
+
+# --- the verifier
+
+
+def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
+    items = [verifier_pb2.VerifyItem(sequence_id=f"g0.{index}", task="t") for index in range(3)]
+    other = SAMPLED.replace("a", "c")
+    with recorded() as spans:
+        call = CallSpans(metadata_of([SAMPLED, "", other]), items)
+        for index, status in enumerate((verifier_pb2.VERIFY_STATUS_OK, 0, verifier_pb2.VERIFY_STATUS_TIMEOUT)):
+            call.scored(verifier_pb2.VerifyResult(sequence_id=f"g0.{index}", status=status, seconds=0.5))
+        call.end("OK")
+    scored, served = spans.named("reward.score"), spans.named("sequence.verify")
+    assert [span.parent for span in served] == [trace_from(SAMPLED), trace_from(other)]
+    assert [span.parent for span in scored] == [span.context for span in served]
+    assert [span.status.status_code for span in scored] == [StatusCode.UNSET, StatusCode.ERROR]
+    assert all(span.end_time - span.start_time >= 500_000_000 for span in scored if span.end_time and span.start_time)
+
+
+def test_a_call_whose_metadata_names_items_that_are_not_there_is_answered() -> None:
+    with recorded() as spans:
+        call = CallSpans(((KEY, f"7={SAMPLED}"),), [verifier_pb2.VerifyItem(sequence_id="g0.0")])
+        call.scored(verifier_pb2.VerifyResult(sequence_id="g0.0"))
+        call.end("RESOURCE_EXHAUSTED")
+    assert spans.all == ()
+
+
+# --- weight updates
+
+PARTS = ("receive", "stage", "commit", "load")
+
+
+async def test_an_update_is_one_trace_over_the_trainer_and_every_member() -> None:
+    with recorded() as spans:
+        async with update_stage("a", "b") as one:
+            await one.send(0)
+    (update,) = spans.named("weight_update")
+    assert sorted(event.name for event in update.events) == ["serving"] * 2 + ["staged"] * 2
+    for part in ("receive", "stage", "load"):
+        assert len(spans.named(f"weight_update.{part}")) == 2
+    assert len(spans.named("weight_update.commit")) == 3  # the trainer's and the members'
+    ways = {tuple(spans.way(span)[1:]) for span in spans.all}
+    assert ways == {
+        tuple(f"weight_update.{part}" for part in way)
+        for way in (
+            (),
+            ("announce",),
+            ("transfer",),
+            ("commit",),
+            ("announce", "receive"),
+            ("announce", "receive", "stage"),
+            ("announce", "receive", "answer"),
+            ("commit", "commit"),
+            ("commit", "commit", "load"),
+            ("commit", "commit", "answer"),
+        )
+    }
+
+
+async def test_an_eviction_stays_in_the_updates_trace() -> None:
+    with recorded() as spans:
+        async with update_stage("a", "b", deadline_s=0.2) as one:
+            one.actors["b"].receiver.may_receive.clear()
+            await one.send(0)
+    update = next(span for span in spans.named("weight_update") if a.ACTOR not in (span.attributes or {}))
+    assert [event.name for event in update.events] == ["staged", "evicted", "aborted", "staged", "serving"]
+    assert update.status.status_code is StatusCode.UNSET  # the version was served in the end
+    assert {spans.way(span)[0] for span in spans.all} == {"weight_update"}
+
+
+async def test_orders_and_answers_have_no_headers_without_a_trace() -> None:
+    async with update_stage("a") as one:
+        await one.send(0)
+        kinds = ("epoch", "announce", "commit", "joined", "staged", "serving")
+        async with asyncio.timeout(10), one.updater._bus.watch_control(kinds) as messages:
+            assert [dict((await anext(messages)).headers) for _ in kinds] == [{}] * len(kinds)
+
+
+def test_a_failed_sequence_shows_why() -> None:
+    sequence = replace(make_sequence(make_group(), 0), failure="reward_timeout: killed after 5 s")
+    assert a.generated(sequence)[a.ERROR] == "reward_timeout"

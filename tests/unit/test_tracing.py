@@ -1,0 +1,184 @@
+"""When spans leave a process, where to, and what becomes of them when nobody takes them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from pipelinerl.config.tracing import TracingSettings, TracingSwitch
+from pipelinerl.errors import UserError
+from pipelinerl.service.environment import read_settings
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.tracing import tracing
+from pipelinerl.tracing.spans import is_on, root
+from tests.collector import Collector, collecting
+
+CONTEXT = LogContext("run-1", "verifier", "verifier-0")
+COLLECTOR = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "on"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "x", "OTEL_TRACES_SAMPLER": "no such sampler"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": ""}, False),
+        ({"OTEL_TRACES_EXPORTER": "None", **COLLECTOR}, False),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
+        (COLLECTOR, True),
+        ({"OTEL_SDK_DISABLED": "TRUE", **COLLECTOR}, False),
+    ],
+)
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], on: bool) -> None:
+    given(monkeypatch, variables)
+    assert TracingSwitch().is_on is on
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp' or 'console'"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
+            "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", **COLLECTOR},
+            "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/json': .*'grpc'",
+        ),
+        ({"OTEL_TRACES_SAMPLER": "sometimes", **COLLECTOR}, "OTEL_TRACES_SAMPLER = 'sometimes': .*'always_on'"),
+        (
+            {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1%", **COLLECTOR},
+            "OTEL_TRACES_SAMPLER_ARG = '1%': .*from 0 to 1",
+        ),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "many", **COLLECTOR}, "OTEL_BSP_MAX_QUEUE_SIZE = 'many'"),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "10", **COLLECTOR}, r"queue of spans \(OTEL_BSP_…\) cannot be made"),
+    ],
+)
+def test_what_cannot_be_used_is_said_by_name(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    given(monkeypatch, variables)
+    with pytest.raises(UserError, match=message), tracing(CONTEXT):
+        raise AssertionError("it began all the same")
+
+
+def test_the_argument_of_a_sampler_that_takes_none_is_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLER_ARG": "endpoint=x", **COLLECTOR})
+    assert read_settings(TracingSettings).protocol == "http/protobuf"
+
+
+def test_a_process_that_does_not_trace_loads_nothing_of_the_sdk() -> None:
+    code = """
+import sys
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.tracing import tracing
+with tracing(LogContext("r", "s", "i")):
+    loaded = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_spans_carry_who_made_them(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_RESOURCE_ATTRIBUTES": "team=rl"})
+    with tracing(CONTEXT), root("one", attributes={"n": 3}):
+        assert is_on()
+    assert not is_on()
+    (span,) = collector.spans
+    assert (span.name, span.service, span.instance) == ("one", "pipelinerl-verifier", "verifier-0")
+    assert (span.resource["pipelinerl.run"], span.resource["team"]) == ("run-1", "rl")
+    assert span.attributes == {"n": 3}
+
+
+def test_a_service_name_of_ones_own_wins(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
+    given(
+        monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_SERVICE_NAME": "mine"}
+    )
+    with tracing(CONTEXT), root("one"):
+        pass
+    assert collector.spans[0].service == "mine"
+
+
+def test_the_share_of_traces_is_the_samplers(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
+    none = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **none})
+    with tracing(CONTEXT), root("one"):
+        pass
+    assert collector.spans == []
+
+
+def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", **COLLECTOR})
+    with tracing(CONTEXT):
+        assert is_on()
+    assert "traces go to http://127.0.0.1:9 by grpc; sampler parentbased_always_on" in caplog.text
+
+
+def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes the connection and does not answer until this process has ended all its work."""
+    collector.answering.clear()
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "1"})
+    with tracing(CONTEXT):
+        with root("first"):
+            pass
+        assert collector.asked.wait(10)
+        for _ in range(5000):  # more than the queue holds
+            with root("more"):
+                pass
+    assert "the last spans are lost" in caplog.text
+    assert collector.spans == []
+
+
+def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from pipelinerl.service.tracing import Watched
+
+    caplog.set_level(logging.INFO)
+    results = iter(
+        [SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS]
+    )
+
+    class Flaky(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            return next(results)
+
+    exporter, losing = Watched(Flaky()), []
+    for _ in range(4):
+        exporter.export([object(), object()])  # type: ignore[list-item]
+        losing.append(exporter.is_losing)
+    assert losing == [True, True, False, False]
+    assert [record.getMessage().partition(" in ")[0] for record in caplog.records] == [
+        "spans cannot be sent, and are lost until that changes; training goes on",
+        "spans are sent again; 4 were lost",
+    ]
+
+
+def test_the_sdks_own_lines_are_not_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    given(monkeypatch, COLLECTOR)
+    with tracing(CONTEXT):
+        for number in range(3):
+            logging.getLogger("opentelemetry.exporter.any").warning("cannot reach it, try %d", number)
+    assert caplog.text.count("cannot reach it") == 1
