@@ -54,9 +54,10 @@ class RunRegistry(CollectorRegistry):
     def collect(self) -> Iterator[Metric]:
         for run, family in self.parts():
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            created = f"{family.name}{CREATED}"
             labelled.samples = [
-                Sample(sample.name, {LABEL: run, **sample.labels}, sample.value)
+                Sample(sample.name, {LABEL: run, **sample.labels}, *sample[2:])
                 for sample in family.samples
-                if not sample.name.endswith(CREATED)
+                if sample.name != created
             ]
             yield labelled
