@@ -16,8 +16,8 @@ from grafana_foundation_sdk.models import dashboard as choices
 from deploy.dashboards.panels import DATASOURCE, Panel, built
 
 TAG = "pipelinerl"
-KNOWN_BY = "pipelinerl_trainer_policy_version"
-"""Metric whose labels are the namespaces and runs to choose from."""
+KNOWN_BY = "pipelinerl_trainer_phase"
+"""Metric that is there from the trainer's start, whose labels are the namespaces and runs to choose from."""
 
 
 @dataclass(frozen=True)
