@@ -28,7 +28,7 @@ from pipelinerl.bus.nats_members import MemberWatch
 from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
 from pipelinerl.bus.nats_publisher import StreamPublisher
 from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
-from pipelinerl.bus.nats_stored import stored_messages
+from pipelinerl.bus.nats_stored import stored_messages, stream_info
 from pipelinerl.bus.protocol import ControlMessage, LogEntry, MemberEvent, PendingPrompt, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
 from pipelinerl.errors import BusError
@@ -273,10 +273,7 @@ class JetStreamBus:
                 await self._link.js.add_consumer(self._subjects.prompts_stream, nats_streams.actors(self.limits))
 
     async def _info(self, stream: str) -> StreamInfo:
-        with bus_errors(f"looking at {stream} at {self._link.url}"):
-            state = (await self._link.js.stream_info(stream)).state
-        first = state.first_seq if state.messages else state.last_seq + 1
-        return StreamInfo(state.messages, state.bytes, first, state.last_seq)
+        return await stream_info(self._link, stream)
 
 
 class _LogEntries:

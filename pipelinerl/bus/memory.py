@@ -140,7 +140,7 @@ class MemoryBus:
 
     async def publish_prompt(self, payload: bytes, msg_id: str) -> int:
         self._check_size("prompts", payload)
-        position = self._streams().prompts.put(payload, msg_id, _now_s())
+        position = self._streams().prompts.put(payload, msg_id, _now_s(), time.time())
         self.server.notify()
         return position
 

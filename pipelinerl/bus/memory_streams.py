@@ -50,11 +50,12 @@ class WorkQueue:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits, self._ids = limits, RecentIds(limits.duplicate_window_s)
         self._messages: dict[int, Taken] = {}
+        self._published_at_s: dict[int, float] = {}  # of those messages
         self._waiting: list[int] = []  # heap: the oldest first, redelivered ones before newer ones
         self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
         self._last = 0
 
-    def put(self, payload: bytes, msg_id: str, now_s: float) -> int:
+    def put(self, payload: bytes, msg_id: str, now_s: float, published_at_s: float = 0.0) -> int:
         """Position of the message. Raises `BusError` when full. A known id is not stored again."""
         known = self._ids.position_of(msg_id, now_s)
         if known is not None:
@@ -63,6 +64,7 @@ class WorkQueue:
             raise BusError(f"PROMPTS is full: it may hold {self._limits.prompts_max_messages} messages")
         self._last += 1
         self._messages[self._last] = Taken(self._last, payload, msg_id, 0)
+        self._published_at_s[self._last] = published_at_s
         heapq.heappush(self._waiting, self._last)
         self._ids.add(msg_id, self._last, now_s)
         return self._last
@@ -82,6 +84,7 @@ class WorkQueue:
     def remove(self, position: int) -> None:
         """Acknowledged or terminated; also by a taker whose deadline has passed."""
         self._messages.pop(position, None)
+        self._published_at_s.pop(position, None)
         self._deadlines_s.pop(position, None)
 
     def extend(self, position: int, now_s: float) -> None:
@@ -100,7 +103,8 @@ class WorkQueue:
 
     def info(self) -> StreamInfo:
         size = sum(len(message.payload) for message in self._messages.values())
-        return StreamInfo(len(self._messages), size, min(self._messages, default=self._last + 1), self._last)
+        first = min(self._messages, default=self._last + 1)
+        return StreamInfo(len(self._messages), size, first, self._last, self._published_at_s.get(first))
 
 
 class Log:
@@ -145,7 +149,8 @@ class Log:
             self._first += 1
 
     def info(self) -> StreamInfo:
-        return StreamInfo(len(self._entries), self._bytes, self._first, self.last_position)
+        first_at_s = self._entries[0].published_at_s if self._entries else None
+        return StreamInfo(len(self._entries), self._bytes, self._first, self.last_position, first_at_s)
 
 
 class DeadLetters:

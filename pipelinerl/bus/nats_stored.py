@@ -6,8 +6,13 @@ Gets messages one by one, many at once. It acknowledges nothing and moves nobody
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
+import nats.errors
 import nats.js.errors
 
 from pipelinerl.bus.nats_link import NatsLink, bus_errors
@@ -24,6 +29,31 @@ class StoredMessage:
     position: int
     headers: dict[str, str]
     payload: bytes
+
+
+async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
+    """What the server says of a stream. Raises `BusError`.
+
+    Asked for without nats-py's own call, which leaves out when the oldest message came.
+    """
+    with bus_errors(f"looking at {stream} at {link.url}"):
+        try:
+            answer = await link.client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=link.request_timeout_s)
+        except nats.errors.NoRespondersError as error:
+            raise nats.js.errors.ServiceUnavailableError from error
+        found = json.loads(answer.data)
+        if "error" in found:
+            raise nats.js.errors.APIError.from_error(found["error"])
+    return info_of(found["state"])
+
+
+def info_of(state: Mapping[str, Any]) -> StreamInfo:
+    """JetStream's state of a stream as ours. Pure."""
+    messages, last = state["messages"], state["last_seq"]
+    if not messages:
+        return StreamInfo(0, state["bytes"], last + 1, last)
+    first_at_s = datetime.fromisoformat(state["first_ts"]).timestamp()
+    return StreamInfo(messages, state["bytes"], state["first_seq"], last, first_at_s)
 
 
 async def stored_messages(link: NatsLink, stream: str, subject: str, info: StreamInfo) -> list[StoredMessage]:

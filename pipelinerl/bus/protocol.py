@@ -60,6 +60,8 @@ class StreamInfo:
     bytes: int
     first_position: int
     last_position: int
+    first_at_s: float | None = None
+    """Server's wall-clock time at which the oldest message was published, Unix seconds; None when the stream is empty."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
-from prometheus_client import CollectorRegistry
-
 from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.config.load import load_recipe
@@ -33,6 +31,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.v1 import actor_pb2_grpc
@@ -70,14 +69,17 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
 
 
 async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, context: LogContext) -> None:
-    registry, readiness = CollectorRegistry(), Readiness("vLLM is starting")
+    registry, readiness = RunRegistry(settings.run), Readiness("vLLM is starting")
+    metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        engine = await stack.enter_async_context(start_engine(recipe, model_source(recipe, settings), stop))
+        engine = await stack.enter_async_context(
+            start_engine(recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step)
+        )
         readiness.set_not_ready("waiting for NATS")
 
         def connected() -> Awaitable[Bus]:
@@ -94,7 +96,7 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
 
         bus = await unless_stopped(until_taken(connected, "connect"), stop)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
-        actor = Actor(settings, recipe, engine, bus, verifier, registry, context, stop)
+        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop)
         server = await stack.enter_async_context(
             serve_grpc(
                 actor.add_to_server,
@@ -125,14 +127,14 @@ class Actor:
         engine: VllmEngine,
         bus: Bus,
         verifier: VerifierClient,
-        registry: CollectorRegistry,
+        metrics: ActorMetrics,
         context: LogContext,
         stop: asyncio.Event,
     ) -> None:
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
         self._context, self._stop = context, stop
         self._process = uuid.uuid4().hex[:12]
-        self._metrics = ActorMetrics(registry)
+        self._metrics = metrics
         self._gate = ServingGate(recipe.algorithm.max_lag)
         self._held = HeldGroups()
         self._finisher = Finisher(
@@ -183,6 +185,13 @@ class Actor:
             metrics=self._metrics,
             started_at=time.monotonic(),
             max_context=recipe.model.max_context,
+        )
+        metrics.watch(
+            version=lambda: self._gate.served.number if self._gate.served else None,
+            ready=lambda: self._gate.is_open,
+            held_groups=lambda: self._held.num_groups,
+            staging=lambda: self._updates.staging_state,
+            most_in_progress=recipe.actor.sequences_in_progress,
         )
 
     def add_to_server(self, server: object) -> None:

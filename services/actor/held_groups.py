@@ -51,6 +51,11 @@ class HeldGroups:
     def __len__(self) -> int:
         return sum(len(messages) for messages in self._held.values())
 
+    @property
+    def num_groups(self) -> int:
+        """Groups in hand, whatever the messages they came in. May be read on any thread."""
+        return len(self._held)
+
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return delivery.position in self._held.get(group.group_id, ())
 

@@ -3,106 +3,180 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.service.metric_set import MetricSet
+from pipelinerl.types import FinishReason
+
+CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+"""A message to another process: from the same machine to a reward at its deadline, or a stream that is away."""
+RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+"""Megabytes inside a machine to hundreds of gigabytes over a network."""
+STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
+"""One decode step, up to loading a model anew."""
+DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+"""One decode step: a small model, up to a large one on a CPU."""
+COMPLETION_TOKENS = tuple(2**power for power in range(2, 18))
+"""Doubling, from one word to 131,072 tokens."""
+STAGING_STATES = ("idle", "receiving", "staged", "committing")
+CARRIED_STATES = ("unfinished", "finished")
 
 
 class BusyClock:
-    """Seconds in which at least one thing was in progress. Not thread-safe: one event loop."""
+    """Seconds in which at least one thing was in progress. Stepped by one event loop, read on any thread."""
 
     def __init__(self) -> None:
-        self._running = 0
-        self._since = 0.0
-        self._total_s = 0.0
+        self._state = (0, 0.0, 0.0)
+        """Things in progress, since when there are any, and the seconds before that; replaced whole."""
 
     def enter(self) -> None:
-        if self._running == 0:
-            self._since = time.monotonic()
-        self._running += 1
+        running, since, total_s = self._state
+        self._state = (running + 1, since if running else time.monotonic(), total_s)
 
     def leave(self) -> None:
-        self._running -= 1
-        if self._running == 0:
-            self._total_s += time.monotonic() - self._since
+        running, since, total_s = self._state
+        ended_s = time.monotonic() - since if running == 1 else 0.0
+        self._state = (running - 1, since, total_s + ended_s)
 
     @property
     def total_s(self) -> float:
-        return self._total_s + (time.monotonic() - self._since if self._running else 0.0)
+        running, since, total_s = self._state
+        return total_s + (time.monotonic() - since if running else 0.0)
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor."""
+    """Counters and gauges of one actor. What is read at a scrape has no series before `watch`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        prefix = "pipelinerl_actor_"
-        self.policy_version = Gauge(prefix + "policy_version", "Policy version served.", registry=registry)
-        self.in_progress = Gauge(prefix + "sequences_in_progress", "Sequences being generated.", registry=registry)
-        self.generated_tokens = Counter(prefix + "generated_tokens", "Completion tokens.", registry=registry)
-        self.finished = Counter(
-            prefix + "sequences_finished", "Sequences by finish reason.", ["reason"], registry=registry
-        )
-        self.failed = Counter(prefix + "sequences_failed", "Sequences that failed here.", ["reason"], registry=registry)
-        self.handed_over = Counter(
-            prefix + "sequences_handed_over",
-            "Sequences given to another actor, begun (unfinished) or not yet stored (finished).",
-            ["state"],
-            registry=registry,
-        )
-        self.continued = Counter(
-            prefix + "sequences_continued",
-            "Sequences taken from an actor that left, to be generated further (unfinished) or only stored (finished).",
-            ["state"],
-            registry=registry,
-        )
-        self.carried_tokens = Counter(
-            prefix + "carried_tokens",
-            "Tokens of continued sequences that were not generated again.",
-            registry=registry,
-        )
-        self.bad_messages = Counter(prefix + "bad_messages", "Messages set aside.", ["kind"], registry=registry)
-        self.dead_letters = Counter(prefix + "dead_letters", "Prompt groups given up.", registry=registry)
-        self.updates = Counter(prefix + "weight_updates", "Weight updates by outcome.", ["outcome"], registry=registry)
-        self.received_bytes = Counter(prefix + "received_bytes", "Weight bytes received.", registry=registry)
-        self.receive_seconds = Histogram(
-            prefix + "receive_seconds",
-            "First to last byte of one update.",
-            registry=registry,
-            buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60),
-        )
-        self.stall_seconds = Histogram(
-            prefix + "stall_seconds",
-            "Time without generation per update.",
-            registry=registry,
-            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5),
-        )
-        self.weight_loader = Gauge(
-            prefix + "weight_loader", "1 for the way in which weights are loaded.", ["mode"], registry=registry
-        )
-        self.deletion_cost = Gauge(
-            prefix + "deletion_cost",
-            "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
-            registry=registry,
-        )
-        self.verify_seconds = Histogram(
-            prefix + "verify_seconds", "Verifier call as the actor sees it.", registry=registry
-        )
-        self.publish_seconds = Histogram(
-            prefix + "publish_seconds", "Publish until the stream's acknowledgement.", registry=registry
-        )
-        self.completion_tokens = Histogram(
-            prefix + "completion_tokens",
-            "Length of completions.",
-            registry=registry,
-            buckets=tuple(2**power for power in range(2, 18)),
-        )
+        metrics = MetricSet("pipelinerl_actor", registry)
         self.busy = BusyClock()
         self.tokens_total = 0
         self.finished_total = 0
+        self._serving(metrics)
+        self._generating(metrics)
+        self._finishing(metrics)
+        self._weights(metrics)
+
+    def _serving(self, metrics: MetricSet) -> None:
+        self._version = metrics.reading("policy_version", "Policy version served; none before the first.")
+        self._ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
+        self._held = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
+        self.deletion_cost = metrics.gauge(
+            "deletion_cost",
+            "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
+            unit="tokens",
+        )
+        self.bad_messages = metrics.counter(
+            "bad_messages_total", "Messages set aside.", {"kind": ("prompt_group", "control")}, unit="messages"
+        )
+        self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
+
+    def _generating(self, metrics: MetricSet) -> None:
+        self.in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
+        self._most_in_progress = metrics.reading(
+            "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
+        )
+        self.generated_tokens = metrics.counter(
+            "generated_tokens_total", "Completion tokens sampled here, whether their sequence finished or not."
+        )
+        self._busy_seconds = metrics.count("busy_seconds_total", "Time with at least one sequence in progress.")
+        self._busy_seconds.read(lambda: self.busy.total_s)
+        self.decode_step = metrics.histogram(
+            "decode_step_seconds",
+            "From one token of a sequence to its next, over a decode step; with the stall where weights are swapped.",
+            DECODE_SECONDS,
+        )
+        self._kv_cache = metrics.reading(
+            "kv_cache_usage_ratio", "Share of the KV cache's blocks in use, last decode step."
+        )
+
+    def _finishing(self, metrics: MetricSet) -> None:
+        reasons = tuple(reason.value for reason in FinishReason)
+        self.finished = metrics.counter(
+            "sequences_finished_total", "Sequences by finish reason.", {"reason": reasons}, unit="sequences"
+        )
+        self.failed = metrics.counter(
+            "sequences_failed_total", "Sequences that failed here.", {"reason": "see docs/errors.md"}, unit="sequences"
+        )
+        self.handed_over = metrics.counter(
+            "sequences_handed_over_total",
+            "Sequences given to another actor, begun (unfinished) or not yet stored (finished).",
+            {"state": CARRIED_STATES},
+            unit="sequences",
+        )
+        self.continued = metrics.counter(
+            "sequences_continued_total",
+            "Sequences taken from an actor that left, to be generated further (unfinished) or only stored (finished).",
+            {"state": CARRIED_STATES},
+            unit="sequences",
+        )
+        self.carried_tokens = metrics.counter(
+            "carried_tokens_total", "Tokens of continued sequences that were not generated again."
+        )
+        self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions.", COMPLETION_TOKENS)
+        self.verify_seconds = metrics.histogram(
+            "verify_seconds", "Verifier call as the actor sees it, one batch.", CALL_SECONDS
+        )
+        self.publish_seconds = metrics.histogram(
+            "publish_seconds", "Publish of a sequence until the stream's acknowledgement.", CALL_SECONDS
+        )
+
+    def _weights(self, metrics: MetricSet) -> None:
+        self.updates = metrics.counter(
+            "weight_updates_total",
+            "Weight updates: committed, failed here, discarded before a commit, or refused with the manifest.",
+            {"outcome": ("committed", "failed", "discarded", "refused")},
+            unit="updates",
+        )
+        self.received_bytes = metrics.counter("received_bytes_total", "Weight bytes received.")
+        self.receive_seconds = metrics.histogram(
+            "receive_seconds", "First to last byte of one update.", RECEIVE_SECONDS
+        )
+        self.stall_seconds = metrics.histogram(
+            "stall_seconds", "Time without generation because of one update.", STALL_SECONDS
+        )
+        self._staging = metrics.reading(
+            "staging_state",
+            "1 for what the actor does with the next version, 0 for the others.",
+            {"state": STAGING_STATES},
+            unit="1 or 0",
+        )
+        self._weight_loader = metrics.reading(
+            "weight_loader",
+            "1 for the way in which weights are loaded.",
+            {"mode": "shadow, in_place, paused"},
+            unit="1",
+        )
+
+    def watch(
+        self,
+        *,
+        version: Callable[[], int | None],
+        ready: Callable[[], bool],
+        held_groups: Callable[[], int],
+        staging: Callable[[], str],
+        most_in_progress: int,
+    ) -> None:
+        """Where to read at a scrape, on the HTTP thread. `staging`: one of `STAGING_STATES`."""
+        self._version.read(version)
+        self._ready.read(lambda: float(ready()))
+        self._held.read(held_groups)
+        self._staging.read_state(STAGING_STATES, staging)
+        self._most_in_progress.set(most_in_progress)
+
+    def engine_step(self, decode_s: float | None, kv_cache_usage: float | None) -> None:
+        """One step of the engine. `decode_s`: None of a step in which no sequence got a further token; `kv_cache_usage` in
+        [0, 1]: None where the engine does not say."""
+        if decode_s is not None:
+            self.decode_step.observe(decode_s)
+        if kv_cache_usage is not None:
+            self._kv_cache.set(kv_cache_usage)
 
     def show_weight_loader(self, mode: str) -> None:
         """`shadow`, `in_place` or `paused`; one at a time."""
-        self.weight_loader.clear()
-        self.weight_loader.labels(mode).set(1)
+        self._weight_loader.set_each({mode: 1.0})
 
     def count_generated(self, num_tokens: int) -> None:
         """Tokens sampled here, whether their sequence finished or not."""

@@ -73,6 +73,7 @@ class UpdateListener:
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._staged: PolicyVersion | None = None
+        self._committing = False
         self.epoch: EpochStart | None = None
         self.serving = asyncio.Lock()
 
@@ -80,6 +81,16 @@ class UpdateListener:
     def manifest_id(self) -> str:
         """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
         return self._manifest.manifest_id if self._manifest else ""
+
+    @property
+    def staging_state(self) -> str:
+        """`idle`, `receiving`, `staged` or `committing`. May be read on any thread."""
+        receiving = self._receiving
+        if self._committing:
+            return "committing"
+        if self._staged is not None:
+            return "staged"
+        return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
         """Runs until cancelled. Waits for the trainer to make the streams.
@@ -203,7 +214,7 @@ class UpdateListener:
         version = PolicyVersion(commit.incarnation, commit.version)
         if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
             return
-        self._staged = None
+        self._staged, self._committing = None, True
         try:
             async with self.serving:
                 stall_s = await self._receiver.commit(version)
@@ -213,9 +224,10 @@ class UpdateListener:
         except TransferError as error:
             await self._fail(commit, commit.version, error)
             return
+        finally:
+            self._committing = False
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
-        self._metrics.policy_version.set(version.number)
         await self._answer(
             "serving", Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s)
         )

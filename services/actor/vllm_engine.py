@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 _ABORTED = "abort"
+OnStep = Callable[[float | None, float | None], None]
+"""Seconds from the token before to this step's, None where no sequence had one; share of the KV cache in use."""
 EVALUATION_SLOTS = 64
 """Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
 
@@ -77,13 +80,16 @@ def _one_process() -> type:
 
 
 @asynccontextmanager
-async def start_engine(recipe: Recipe, model: str, stop: asyncio.Event | None = None) -> AsyncIterator[VllmEngine]:
-    """Starts vLLM on a thread (tens of seconds, in which the loop goes on) and shuts it down at the end.
+async def start_engine(
+    recipe: Recipe, model: str, stop: asyncio.Event | None = None, *, on_step: OnStep | None = None
+) -> AsyncIterator[VllmEngine]:
+    """Starts vLLM on a thread (tens of seconds, in which the loop goes on) and shuts it down at the end. `on_step` hears of
+    each step of the engine, on the event loop.
 
     Raises `EngineError` when vLLM cannot serve the model (its own log says why), `StartStopped` when `stop` is set first.
     """
     stop = stop or asyncio.Event()
-    llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set), stop)
+    llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step), stop)
     engine = VllmEngine(llm)
     try:
         llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
@@ -92,7 +98,7 @@ async def start_engine(recipe: Recipe, model: str, stop: asyncio.Event | None = 
         await engine.close()
 
 
-def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool]) -> AsyncLLM:
+def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
     """vLLM with its engine process, ready to serve. Blocks; runs on any thread. Raises `EngineError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -103,9 +109,40 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool]) -> AsyncL
     if stopped():  # the imports alone take seconds
         raise EngineError("stopped before vLLM was started")
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        loggers = None if on_step is None else [step_logger(on_step)]
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
+
+
+def step_logger(on_step: OnStep) -> type[PrometheusStatLogger]:
+    """A stat logger of vLLM that calls `on_step` and nothing else.
+
+    vLLM adds its own Prometheus logger, with a hundred metrics, unless a given one is of that class.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class StepLogger(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+            return
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            gaps_s = iteration_stats.inter_token_latencies_iter if iteration_stats else ()
+            usage = scheduler_stats.kv_cache_usage if scheduler_stats else None
+            on_step(min(gaps_s, default=None), usage)
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            return
+
+        def record_admission_rejection(self, reason: str) -> None:
+            return
+
+        def log_engine_initialized(self) -> None:
+            return
+
+    return StepLogger
 
 
 class VllmEngine:

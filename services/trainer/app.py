@@ -16,7 +16,6 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
 from grpc import aio
-from prometheus_client import CollectorRegistry
 
 from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
 from pipelinerl.algorithms.ledger import Outcome
@@ -38,6 +37,7 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.service.until_stopped import StartStopped, unless_stopped
 from pipelinerl.types import SamplingParams
@@ -86,7 +86,8 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
 
 async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     recipe = load_recipe(settings.recipe)
-    registry, readiness = CollectorRegistry(), Readiness("the model is loading")
+    registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
+    metrics = TrainerMetrics(registry)
     async with AsyncExitStack() as stack:
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
@@ -118,7 +119,7 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
-        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, registry, context, events)
+        run = TrainingRun(settings, recipe, policy, bus, verifier, files, journal, start, metrics, context, events)
         server = await stack.enter_async_context(
             serve_grpc(
                 run.add_to_server,
@@ -170,15 +171,15 @@ class TrainingRun:
         files: RunFiles,
         journal: Journal,
         start: Start,
-        registry: CollectorRegistry,
+        metrics: TrainerMetrics,
         context: LogContext,
         events: RunEvents,
     ) -> None:
         self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
         self._incarnation = start.lineage.incarnation
-        self._metrics = TrainerMetrics(registry)
-        self._replicas = ReplicaAdvice(recipe, registry)
+        self._metrics = metrics
+        self._replicas = ReplicaAdvice(recipe, metrics.registry)
         self._report = RunReport(recipe, files, self._metrics)
         self._feed = StepFeed(files.kept)
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
@@ -195,7 +196,9 @@ class TrainingRun:
             on_served=self._version_served,
             on_joined=self._joined,
             on_member=self._member_changed,
-            on_aborted=events.update_failed,
+            on_aborted=self._update_aborted,
+            on_regroup=lambda epoch: metrics.membership.regrouped(),
+            on_evicted=metrics.membership.evicted,
         )
         self._feeder = Feeder(
             bus,
@@ -228,7 +231,12 @@ class TrainingRun:
             lambda: self._loop,
         )
         self._upkeep = StreamUpkeep(
-            bus, self._books, self._intake, self._continuation.readable_from, lambda: self._loop.checkpoint_anew()
+            bus,
+            self._books,
+            self._intake,
+            self._continuation.readable_from,
+            lambda: self._loop.checkpoint_anew(),
+            on_look=metrics.queues.saw,
         )
         evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
@@ -262,6 +270,20 @@ class TrainingRun:
             on_heldout=self._report.heldout,
             on_parity=self._report.parity,
             actor_client=self._actor_client,
+        )
+        self._watch(metrics)
+
+    def _watch(self, metrics: TrainerMetrics) -> None:
+        """Tells the metrics where to read what is asked for at a scrape."""
+        metrics.progress.begin(self._recipe.trainer.steps, self._start.version if self._start.again else None)
+        metrics.progress.watch(self._current_phase, lambda: self._loop.version, lambda: self._updater.served_version)
+        metrics.token_lag.bound(self._recipe.algorithm.max_lag)
+        metrics.queues.watch(self._intake, lambda: self._feeder.allowance)
+        metrics.membership.watch(self._updater)
+        metrics.outcomes.watch(
+            self._books,
+            lambda: self._intake.tokens_arrived,
+            lambda: self._intake.bad_messages + self._updater.bad_messages,
         )
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -425,25 +447,26 @@ class TrainingRun:
 
     def _version_served(self, update: UpdateRecord) -> None:
         self._report.update_served(update)
-        self._metrics.members.set(len(self._updater.members))
-        self._metrics.epoch.set(self._updater.epoch)
-        self._metrics.evictions.set(self._updater.evictions)
         self._feeder.look_again()
 
+    def _update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
+        self._metrics.membership.aborted()
+        self._events.update_failed(version, epoch, actor, reason)
+
     def _member_changed(self, change: MemberChange) -> None:
+        self._metrics.membership.changed(change)
         others = self._updater.serving.keys() - {change.member.actor}
         self._events.member(change, len(others) + (change.kind == "joined"))
 
     def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self._continuation.checkpoint_written(written)
-        self._metrics.checkpoint_written(written)
+        self._metrics.progress.checkpoint_written(written)
         self._events.checkpoint_written(written)
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         record = self._report.step(figures, batch, self._intake.tokens_arrived)
         self._replicas.step(record)
         self._journal.flush()
-        self._metrics.bad_messages.set(self._intake.bad_messages + self._updater.bad_messages)
         self._feed.add(record)
         self._context.policy_version = self._loop.version
         log.info(
@@ -452,11 +475,14 @@ class TrainingRun:
             extra={key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")},
         )
 
+    def _current_phase(self) -> trainer_pb2.TrainerPhase:
+        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._loop.waiting_for:
+            return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
+        return self._phase
+
     def _status(self) -> trainer_pb2.TrainerStatus:
-        phase = self._phase
+        phase = self._current_phase()
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
-        if phase == trainer_pb2.TRAINER_PHASE_TRAINING and waiting_for:
-            phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return trainer_pb2.TrainerStatus(
             run=self._settings.run,
             phase=phase,

@@ -13,18 +13,24 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.algorithms.grouping import CompletedGroup, GroupAssembler
-from pipelinerl.algorithms.ledger import Ledger, Outcome
+from pipelinerl.algorithms.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.types import PromptGroup, Sequence
 
 REASON_CHARACTERS = 60
 
 
 class Books:
-    """See the module. `issued_groups` counts replacements of lost ones too; `record` takes the events."""
+    """See the module. `issued_groups` counts replacements of lost ones too; `record` takes the events.
+
+    `counts` and `tokens` are for readers on other threads: the ledger's numbers after the last event, of one moment, and the
+    completion tokens that ended here by outcome, since these books were opened.
+    """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
         self._record = record
         self.ledger = Ledger()
+        self.counts = LedgerCounts()
+        self.tokens = {outcome.value: 0 for outcome in Outcome}
         self.groups = GroupAssembler()
         self.issued_groups = 0
         self.lost_groups = 0
@@ -34,6 +40,7 @@ class Books:
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
         self.groups.expect(group.group_id, group.num_samples)
         self.issued_groups += 1
+        self.counts = self.ledger.counts
         samples, version = group.num_samples, group.issued_version
         self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
@@ -54,7 +61,7 @@ class Books:
         if group is not None:
             self._queue_positions.pop(group.group_id, None)
             for failed in group.failed:
-                self._close([failed.sequence_id], Outcome.FAILED, short_reason(failed.failure))
+                self.close([failed], Outcome.FAILED, short_reason(failed.failure))
         return group
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
@@ -78,20 +85,26 @@ class Books:
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "") -> None:
         """Raises `LedgerViolation`."""
-        self._close([sequence.sequence_id for sequence in sequences], outcome, reason)
+        self._end(sequences, outcome, reason)
 
     def train(self, sequences: Iterable[Sequence], version: int) -> None:
         """They were trained on, and `version` came of it. Raises `LedgerViolation`."""
-        self._close([sequence.sequence_id for sequence in sequences], Outcome.TRAINED, version=version)
+        self._end(sequences, Outcome.TRAINED, version=version)
 
     def end_step(self, version: int) -> None:
         """All of the step that made `version` is in. Raises `LedgerViolation` when the equation does not hold."""
         self.ledger.check()
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
+    def _end(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
+        ended = tuple(sequences)
+        self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
+        self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
+
     def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
         for sequence_id in ids:
             self.ledger.close(sequence_id, outcome, reason)
+        self.counts = self.ledger.counts
         if ids:
             because = {"reason": reason} if reason else {}
             self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
@@ -112,6 +125,7 @@ class Books:
         """Takes over `to_state` of other books, without an event. Raises `LedgerViolation`."""
         groups = state["groups"]
         self.ledger, self.groups = Ledger.from_state(state["ledger"]), GroupAssembler()
+        self.counts = self.ledger.counts
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
         for group_id, num_samples in groups["open"].items():
             self.groups.expect(group_id, num_samples)

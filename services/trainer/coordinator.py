@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 MOST_RESTARTS = 3
 """Attempts at one version with the same members after the first. Then each has to show alone that it can."""
@@ -199,6 +199,18 @@ class SendAbort:
     reason: str
 
 
+class EvictionCause(StrEnum):
+    """Why an actor is put out of an epoch, in a few words; the reason has the details."""
+
+    HEARTBEAT = "heartbeat"
+    RESTARTED = "restarted"
+    MISSING = "missing"
+    FAILED = "failed"
+    DEADLINE = "deadline"
+    CHECKSUM = "checksum"
+    GROUP_BROKE = "group_broke"
+
+
 @dataclass(frozen=True)
 class Evicted:
     """`left`: in order, on somebody's wish."""
@@ -207,6 +219,7 @@ class Evicted:
     epoch: int
     reason: str
     left: bool = False
+    cause: EvictionCause = field(default=EvictionCause.FAILED, compare=False)
 
 
 @dataclass(frozen=True)
@@ -306,7 +319,8 @@ class Coordinator:
             case TransferFailed(epoch, reason, missing):
                 if epoch != self.epoch or not self._under_way:
                     return []
-                return self._lose(set(missing), reason) if missing else self._restart(reason)
+                lost = set(missing)
+                return self._lose(lost, reason, EvictionCause.MISSING) if lost else self._restart(reason)
             case MemberFailed(actor, epoch, reason, group_broke):
                 if epoch != self.epoch or actor not in self.members:
                     return []
@@ -328,7 +342,7 @@ class Coordinator:
             if self.version >= 0:
                 self._newcomers.add(actor)
         if actor in self.members and self.members[actor].process != member.process:
-            return self._lose({actor}, "restarted as a new process")
+            return self._lose({actor}, "restarted as a new process", EvictionCause.RESTARTED)
         if self.phase is Phase.WAITING and actor == min(self._benched, key=self._benched.__getitem__, default=actor):
             self._benched.pop(actor, None)
             return self._form()
@@ -344,7 +358,7 @@ class Coordinator:
     def _members_down(self, actors: tuple[str, ...]) -> list[Action]:
         self._forget(actors)
         lost = set(actors) & set(self.members)
-        return self._lose(lost, "left, or its heartbeat stopped") if lost else []
+        return self._lose(lost, "left, or its heartbeat stopped", EvictionCause.HEARTBEAT) if lost else []
 
     def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
         processes = {member.actor: member.process for member in members}
@@ -388,7 +402,7 @@ class Coordinator:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
         if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
-        return self._lose(late, f"deadline passed while {self.phase.value}")
+        return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
 
     def _note(self, event: MemberJoined | GroupBuilt | BytesSent | MemberStaged | MemberServing) -> None:
         match event:
@@ -417,7 +431,7 @@ class Coordinator:
         if self.phase is Phase.SENDING and self._round.sent_checksum is not None:
             wrong = {a for a, checksum in self._round.staged.items() if checksum != self._round.sent_checksum}
             if wrong:
-                return self._lose(wrong, "staged bytes differ from those sent")
+                return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             held = self._held_above is not None and self.version > self._held_above
             if set(self._round.staged) >= everyone and not held:
                 self.phase = Phase.COMMITTING
@@ -457,9 +471,11 @@ class Coordinator:
         self._deadline_token += 1
         return [VersionServed(self.version, self.epoch, tuple(self.members))]
 
-    def _lose(self, actors: set[str], reason: str, *, left: bool = False) -> list[Action]:
+    def _lose(
+        self, actors: set[str], reason: str, cause: EvictionCause = EvictionCause.FAILED, *, left: bool = False
+    ) -> list[Action]:
         """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
-        evicted: list[Action] = [Evicted(actor, self.epoch, reason, left) for actor in sorted(actors)]
+        evicted: list[Action] = [Evicted(actor, self.epoch, reason, left, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
                 self._benched[actor] = next(self._failures)
@@ -481,7 +497,8 @@ class Coordinator:
         self._restarts += 1
         if self._restarts > (0 if self._breaks else MOST_RESTARTS):
             self._breaks = len(self.members) > 1
-            return self._lose(set(self.members), f"the group broke {self._restarts} times: {reason}")
+            broke = f"the group broke {self._restarts} times: {reason}"
+            return self._lose(set(self.members), broke, EvictionCause.GROUP_BROKE)
         return self._again(reason)
 
     def _again(self, reason: str) -> list[Action]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
@@ -23,22 +23,39 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
+from pipelinerl.service.metric_set import MetricSet
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
+from services.trainer.learn.share import TRAIN
 from services.trainer.loading import load_learner
 from services.trainer.ranks.follower import follow
+from services.trainer.ranks.lead import ADAPTER, BEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.ranks.world import leave_ranks
 
 log = logging.getLogger(__name__)
+
+ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, BEAT)
+
+
+class RankMetrics:
+    """Of a rank that speaks for its node."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        metrics = MetricSet("pipelinerl_trainer", registry)
+        self.orders = metrics.counter(
+            "rank_orders_total",
+            "Orders of rank 0 to the first rank of a further node.",
+            {"kind": ORDERS},
+            unit="orders",
+        )
 
 
 class RankHealth:
     """What a rank shows of itself; set and counted on the thread that works."""
 
-    def __init__(self) -> None:
-        self.registry, self.readiness = CollectorRegistry(), Readiness("the model is loading")
-        self._orders = Counter(
-            "pipelinerl_trainer_rank_orders", "Orders of rank 0 to this rank.", ["kind"], registry=self.registry
-        )
+    def __init__(self, run: str) -> None:
+        self.registry, self.readiness = RunRegistry(run), Readiness("the model is loading")
+        self._orders = RankMetrics(self.registry).orders
 
     def heard(self, order: str) -> None:
         self._orders.labels(order).inc()
@@ -47,7 +64,7 @@ class RankHealth:
 async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: LogContext) -> None:
     """Runs until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
-    health = RankHealth()
+    health = RankHealth(settings.run)
     async with _answering(settings, health, speaks=ranks.local_rank == 0):
         await asyncio.to_thread(_work, settings, ranks, health)
 

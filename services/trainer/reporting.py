@@ -6,12 +6,13 @@ Called by the optimizer loop and the updater on the event loop; does no waiting 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from pipelinerl.algorithms.advantages import all_equal
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.run_summary import RunSummary
 from services.trainer.actor_client import ActorLoad
@@ -89,12 +90,13 @@ class RunReport:
         self.totals.update_bytes += update.num_bytes
         self.totals.transfer_s.append(update.transfer_s)
         self.totals.stall_s.extend(update.stall_s.values())
+        self._metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
         """A side group has brought `actor` to the served version; `round_trip_s` is what that took."""
         self._latest.joins.append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
-        self._metrics.join_seconds.observe(update.round_trip_s)
+        self._metrics.membership.joined(update.round_trip_s)
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Completes one step's record, writes it everywhere and returns it."""
@@ -118,6 +120,7 @@ class RunReport:
             "time_s": now - self._started_at,
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
+            **group_figures(batch),
             "heldout_accuracy": latest.heldout.accuracy if latest.heldout else None,
             "heldout_version": latest.heldout.version if latest.heldout else None,
             "heldout_unanswered": latest.heldout.num_unanswered if latest.heldout else None,
@@ -227,6 +230,15 @@ class RunReport:
         }
         self._files.write_summary(summary)
         return summary
+
+
+def group_figures(batch: Sequence[TrainingGroup]) -> dict[str, float]:
+    """How much rewards differ inside the groups of a step, under the names of metrics.jsonl. Pure."""
+    groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
+    return {
+        "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),
+        "equal_reward_groups": float(np.mean([all_equal(rewards) for rewards in groups])),
+    }
 
 
 def update_figures(update: UpdateRecord) -> dict[str, Any]:

@@ -6,22 +6,22 @@ it keeps the replicas that there are. It scales nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from pipelinerl.algorithms.replicas_wanted import ActorCounts, ReplicasWanted
 from pipelinerl.config.recipe import Recipe
+from pipelinerl.service.metric_set import MetricSet
 from services.trainer.actor_client import ActorLoad
 from services.trainer.records import StepRecord
 
-METRIC = "pipelinerl_actor_replicas_wanted"
+PREFIX, NAME = "pipelinerl_actor", "replicas_wanted"
+METRIC = f"{PREFIX}_{NAME}"
 _USED_UP = ("trained", "dropped_stale", "dropped_filtered", "failed")
 
 
-class ReplicaAdvice(Collector):
+class ReplicaAdvice:
     """See the module."""
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry) -> None:
@@ -31,7 +31,8 @@ class ReplicaAdvice(Collector):
             in_flight=most_in_flight(recipe),
         )
         self._used_up: int | None = None
-        registry.register(self)
+        text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
+        MetricSet(PREFIX, registry).reading(NAME, text, unit="actors").read(lambda: self._advice.wanted)
 
     def step(self, record: StepRecord) -> None:
         """One step's record, as it goes to metrics.jsonl."""
@@ -50,12 +51,6 @@ class ReplicaAdvice(Collector):
 
     def finish(self) -> None:
         self._advice.finish()
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(METRIC, "Actors that would keep the trainer busy within the lag bound.")
-        if self._advice.wanted is not None:
-            family.add_metric([], self._advice.wanted)
-        yield family
 
 
 def most_in_flight(recipe: Recipe) -> int | None:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
 """What actors say, by kind."""
+MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
+"""What a registered actor is doing. `waiting`: it serves no version, or an older one, and its turn is still to come."""
 MOST_REASONS = 16
 """Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
 
@@ -47,7 +49,8 @@ class WeightUpdater:
     """See the module. `join_timeout_s`: from the offer of the first version until some version is served.
 
     Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_aborted`: version,
-    epoch, actor (empty: all of the epoch) and reason of an update that is begun again.
+    epoch, actor (empty: all of the epoch) and reason of an update that is begun again. `on_regroup`: the group of all members
+    is formed again, as this epoch; `on_evicted`: one was put out of it.
     """
 
     def __init__(
@@ -62,11 +65,17 @@ class WeightUpdater:
         on_joined: Callable[[str, UpdateRecord], None] = lambda actor, record: None,
         on_member: Callable[[MemberChange], None] = lambda change: None,
         on_aborted: Callable[[int, int, str, str], None] = lambda version, epoch, actor, reason: None,
+        on_regroup: Callable[[int], None] = lambda epoch: None,
+        on_evicted: Callable[[c.EvictionCause], None] = lambda cause: None,
     ) -> None:
         self._bus, self._port = bus, port
         self._incarnation, self._join_timeout_s = incarnation, join_timeout_s
         self._on_served, self._on_joined = on_served, on_joined
         self._on_member, self._on_aborted = on_member, on_aborted
+        self._on_regroup, self._on_evicted = on_regroup, on_evicted
+        self._formed_before = False
+        self._draining: dict[str, str] = {}
+        """Processes that were told to end and are still registered, by actor."""
         self._departures, self._attendance = Departures(), Attendance()
         self._events: asyncio.Queue[tuple[Lane | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
@@ -105,6 +114,19 @@ class WeightUpdater:
     def joining(self) -> frozenset[str]:
         """Actors that are being brought to the served version on side groups."""
         return frozenset(self._sides)
+
+    @property
+    def member_states(self) -> dict[str, int]:
+        """Registered actors by state, each of `MEMBER_STATES`. May be read on any thread."""
+        present, serving, joining = set(self._main.coordinator.present), set(self._serving), set(self._sides)
+        leaving = set(self._draining) - present
+        others = present - serving - joining
+        return {
+            "serving": len(present & serving - joining),
+            "joining": len(present & joining),
+            "waiting": len(others),
+            "leaving": len(leaving),
+        }
 
     @property
     def epoch(self) -> int:
@@ -186,6 +208,7 @@ class WeightUpdater:
         async with self._bus.watch_members() as events:
             async for event in events:
                 if event.payload is None:
+                    self._draining.pop(event.actor, None)
                     self._post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
@@ -205,6 +228,8 @@ class WeightUpdater:
             registration.pod_uid,
         )
         draining = registration.phase == "draining"
+        if draining:
+            self._draining[member.actor] = member.process
         self._post(None, c.MembersLeaving((member,), "it was told to end") if draining else c.MemberUp(member))
 
     async def _watch_answers(self) -> None:
@@ -320,10 +345,15 @@ class WeightUpdater:
 
     def _main_outcome(self, outcome: Outcome) -> list[JoiningAction]:
         match outcome:
-            case c.FormGroup(_, members):
+            case c.FormGroup(epoch, members):
+                if self._formed_before:
+                    self._on_regroup(epoch)
+                self._formed_before = True
                 return self._joining.formed(members)
-            case c.Evicted(actor, epoch, reason, left):
-                self.evictions += not left
+            case c.Evicted(actor, epoch, reason, left, cause):
+                if not left:
+                    self.evictions += 1
+                    self._on_evicted(cause)
                 self._note_reason(actor, reason)
                 self._tell(self._attendance.put_out(actor, epoch, self.served_version, reason, left=left))
                 return self._joining.left(actor)

@@ -36,7 +36,7 @@ class _Gone(NamedTuple):
 
 class StreamUpkeep:
     """See the module. `checkpoint` writes one; `readable_from(filling)`: lowest position of the log that may be read again, by
-    the newest checkpoint alone where the log is `filling` up.
+    the newest checkpoint alone where the log is `filling` up. `on_look` hears what is seen of `prompts` and `sequences`.
 
     An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
     a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
@@ -51,27 +51,31 @@ class StreamUpkeep:
         readable_from: Callable[[bool], int],
         checkpoint: Callable[[], Awaitable[None]],
         *,
+        on_look: Callable[[str, StreamInfo], None] = lambda stream, info: None,
         every_s: float = LOOK_EVERY_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self._bus, self._books, self._intake = bus, books, intake
         self._readable_from, self._checkpoint = readable_from, checkpoint
-        self._every_s, self._lost_after_s = every_s, lost_after_s
+        self._on_look, self._every_s, self._lost_after_s = on_look, every_s, lost_after_s
         self._purged_below = 1
         self._gone: dict[str, _Gone] = {}
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `UserError` where `Intake` does."""
         while True:
-            await asyncio.sleep(self._every_s)
             try:
-                await self._purge()
-                await self._look_for_lost_groups()
+                prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
+                self._on_look("prompts", prompts)
+                self._on_look("sequences", sequences)
+                await self._purge(sequences)
+                await self._look_for_lost_groups(prompts)
             except BusError as error:
                 log.info("the streams are looked after later: %s", error)
+            await asyncio.sleep(self._every_s)
 
-    async def _purge(self) -> None:
-        filling = fills_up(await self._bus.sequences_info(), self._bus.limits)
+    async def _purge(self, sequences: StreamInfo) -> None:
+        filling = fills_up(sequences, self._bus.limits)
         if filling:
             try:
                 await self._checkpoint()
@@ -82,8 +86,8 @@ class StreamUpkeep:
             await self._bus.purge_sequences(readable_from)
             self._purged_below = readable_from
 
-    async def _look_for_lost_groups(self) -> None:
-        gone = self._books.gone_from_queue((await self._bus.prompts_info()).first_position)
+    async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
+        gone = self._books.gone_from_queue(prompts.first_position)
         if gone:
             still_there = {group_id_of(prompt.msg_id): prompt.position for prompt in await self._bus.pending_prompts()}
             for group_id in set(gone) & set(still_there):

@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from pipelinerl.service.metric_set import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
 UNKNOWN_TASK = "(unknown)"
 """Label of items of another run's task: callers do not choose how many label values there are."""
 
+LOSSES = ("timeout", "death", "retirement")
+"""What ends a worker."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+"""A comparison of two strings takes a millisecond, a program in a sandbox up to `reward.timeout_s`."""
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
+"""Around 0 and 1, where the built-in rewards and their terms lie; a user's own may reach further."""
+
+
+def status_name(status: int) -> str:
+    """A `VerifyStatus` without its prefix, lower case. Pure."""
+    return verifier_pb2.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
+
+
+STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.values() if status)
 
 
 class VerifierMetrics:
     """Counters, gauges and histograms of one verifier process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        prefix = "pipelinerl_verifier_"
-        self.calls = Counter(prefix + "calls", "Verify calls by gRPC status.", ["code"], registry=registry)
-        self.call_seconds = Histogram(
-            prefix + "call_seconds", "Verify calls, arrival to answer.", buckets=_SECONDS, registry=registry
+        metrics = MetricSet("pipelinerl_verifier", registry)
+        task = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
+        self.calls = metrics.counter(
+            "calls_total", "Verify calls by gRPC status.", {"code": "names of gRPC's status codes"}, unit="calls"
         )
-        self.requests = Counter(
-            prefix + "requests", "Items by task and outcome.", ["task", "status"], registry=registry
+        self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
+        self.requests = metrics.counter(
+            "requests_total", "Items by task and outcome.", {**task, "status": STATUSES}, unit="items"
         )
-        self.reward_seconds = Histogram(
-            prefix + "reward_seconds", "Time in the reward of one item.", ["task"], buckets=_SECONDS, registry=registry
+        self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, task)
+        self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, task, unit="reward")
+        self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
+        self.queue_capacity = metrics.gauge("queue_capacity_items", "Items that may wait for a worker.")
+        self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
+        self.worker_restarts = metrics.counter(
+            "worker_restarts_total", "Workers replaced, by what ended them.", {"reason": LOSSES}, unit="processes"
         )
-        self.reward = Histogram(
-            prefix + "reward", "Rewards of scored items.", ["task"], buckets=_REWARDS, registry=registry
-        )
-        self.queue_items = Gauge(prefix + "queue_items", "Items waiting for a worker.", registry=registry)
-        self.workers = Gauge(prefix + "workers", "Worker processes that are up.", registry=registry)
-        self.worker_restarts = Counter(
-            prefix + "worker_restarts", "Workers replaced, by what ended them.", ["reason"], registry=registry
-        )
-        self.timeouts = Counter(prefix + "timeouts", "Rewards killed at their deadline.", registry=registry)
+        self.timeouts = metrics.counter("timeouts_total", "Rewards killed at their deadline.", unit="items")
+
+    def begin(self, task: str) -> None:
+        """The recipe's task: its series are there from the start."""
+        for status in STATUSES:
+            self.requests.labels(task, status)
 
     def count(self, task: str, result: verifier_pb2.VerifyResult) -> None:
         """One item's outcome."""
-        status = verifier_pb2.VerifyStatus.Name(result.status).removeprefix("VERIFY_STATUS_").lower()
-        self.requests.labels(task, status).inc()
+        self.requests.labels(task, status_name(result.status)).inc()
         self.reward_seconds.labels(task).observe(result.seconds)
         if result.status == verifier_pb2.VERIFY_STATUS_OK:
             self.reward.labels(task).observe(result.reward)

@@ -91,6 +91,7 @@ class RewardPool:
         self._up = 0
         self._item_s: float | None = None
         metrics.queue_items.set_function(lambda: len(self._queue))
+        metrics.queue_capacity.set(max_queue)
 
     @property
     def capacity(self) -> int:

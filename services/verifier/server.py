@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import grpc
 from grpc import aio
-from prometheus_client import CollectorRegistry
 
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import VerifierSettings
@@ -20,6 +19,7 @@ from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.frames import WorkerSetup
@@ -82,8 +82,9 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     """Serves until `stop`. Raises `UserError` for a recipe or a reward that does not exist, `ServiceError` for a port
     in use."""
     recipe = load_recipe(settings.recipe)
-    registry, readiness = CollectorRegistry(), Readiness("starting reward workers")
+    registry, readiness = RunRegistry(settings.run), Readiness("starting reward workers")
     metrics = VerifierMetrics(registry)
+    metrics.begin(recipe.task.name)
 
     def on_workers(num_up: int) -> None:
         readiness.set_ready() if num_up else readiness.set_not_ready("no reward worker is up")

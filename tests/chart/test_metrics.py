@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from pipelinerl.config.load import load_recipe
+from pipelinerl.service.run_registry import RunRegistry
 from services.actor.metrics import ActorMetrics
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.scaling import ReplicaAdvice
@@ -20,13 +20,12 @@ WANTED = "pipelinerl_actor_replicas_wanted"
 
 def exported() -> set[str]:
     """Names of all samples that some service may show."""
-    registry = CollectorRegistry()
+    registry = RunRegistry("r")
     for metrics in (ActorMetrics, TrainerMetrics, VerifierMetrics):
         metrics(registry)
     ReplicaAdvice(load_recipe("arithmetic"), registry)
-    families = list(registry.collect())
-    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
-    return {f"{family.name}{suffix}" for family in families for suffix in suffixes[family.type]}
+    suffixes = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    return {f"{family.name}{suffix}" for family in registry.families for suffix in suffixes[family.kind]}
 
 
 def _names_in(text: str) -> set[str]:

@@ -24,6 +24,7 @@ from pipelinerl.service.until_stopped import StartStopped
 from pipelinerl.types import PolicyVersion, SamplingParams
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
+from services.actor.metrics import ActorMetrics
 from tests.unit.builders import RUN, make_group, make_recipe
 from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
 
@@ -61,7 +62,9 @@ async def running() -> AsyncIterator[Running]:
         engine.llm = None  # type: ignore[attr-defined]
         engine.open.set()
         context = LogContext(RUN, "actor", "a")
-        actor = app.Actor(settings(), make_recipe(), engine, bus, verifier, CollectorRegistry(), context, stop)  # type: ignore[arg-type]
+        actor = app.Actor(
+            settings(), make_recipe(), engine, bus, verifier, ActorMetrics(CollectorRegistry()), context, stop
+        )  # type: ignore[arg-type]
         task = asyncio.create_task(actor.run("a:1", readiness))
         actor._gate.serve(PolicyVersion(1, 0))
         try:
@@ -168,7 +171,7 @@ async def test_a_dead_engine_ends_the_actor_and_its_registration(monkeypatch: py
 
 async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
-    async def start_engine(*_: object) -> AsyncIterator[None]:
+    async def start_engine(*_: object, **more: object) -> AsyncIterator[None]:
         raise StartStopped("stopped before the engine was up")
         yield
 
@@ -182,7 +185,7 @@ def light_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors generate with a stand-in for vLLM, and try for 0.2 s at a time to reach NATS."""
 
     @asynccontextmanager
-    async def start_engine(*_: object) -> AsyncIterator[ScriptedEngine]:
+    async def start_engine(*_: object, **more: object) -> AsyncIterator[ScriptedEngine]:
         engine = ScriptedEngine()
         engine.llm = None  # type: ignore[attr-defined]
         yield engine

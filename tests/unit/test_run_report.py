@@ -77,7 +77,7 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     assert (summary["sequences_multi_version_fraction"], summary["lag"]["max"]) == (0.5, 0.0)
     assert desk.report.totals.sequences_trained == 2
     assert desk.report.totals.ess == [0.9]
-    assert (desk.exported("tokens_trained_total"), desk.exported("steps_skipped_total")) == (8, 1)
+    assert (desk.of("token_lag_steps_count"), desk.exported("steps_skipped_total")) == (8, 1)
 
 
 def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
@@ -107,7 +107,7 @@ def test_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
     record = desk.step()
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
     assert desk.summary()["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4}]
-    assert desk.exported("heldout_unanswered") == 4
+    assert desk.exported("heldout_unanswered_problems") == 4
 
 
 def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
@@ -123,9 +123,9 @@ def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
 def test_throughput_is_exported_and_summed_up(desk: Desk) -> None:
     desk.step()
     desk.step("loss not finite")
-    assert desk.exported("mfu") == 0.4
-    assert desk.exported("imbalance") == 0.05
-    assert desk.exported("memory_peak_gib") == 1.5
+    assert desk.exported("mfu_ratio") == 0.4
+    assert desk.exported("imbalance_ratio") == 0.05
+    assert desk.exported("memory_peak_bytes") == 1.5 * 2**30
     assert (desk.of("tokens_per_second", tokens="computed"), desk.of("tokens_per_second", tokens="trained")) == (100, 0)
     assert desk.of("compute_phase_seconds_sum", phase="forward_backward") == pytest.approx(0.14)
     assert desk.exported("update_idle_seconds_sum") == pytest.approx(0.04)

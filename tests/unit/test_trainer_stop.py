@@ -23,6 +23,7 @@ from services.trainer import app
 from services.trainer.events import RunEvents
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.metrics import TrainerMetrics
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
@@ -70,7 +71,7 @@ async def training_run(
                 files,
                 journal,
                 Start(),
-                CollectorRegistry(),
+                TrainerMetrics(CollectorRegistry()),
                 LogContext(RUN, "trainer", "trainer"),
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
             )
