@@ -225,6 +225,17 @@ _DATA = Section(
             (Query(gauge("trainer_ledger_sequences", "state"), "{{run}} {{state}}"),),
             low=0,
         ),
+        Panel(
+            "Sequences lost, by reason",
+            "Sequences that failed and that were dropped as too old, since the run began.",
+            "None, or a few after an actor was lost.",
+            "A reason that grows all the time: docs/errors.md says what it means.",
+            (
+                Query(gauge("trainer_failed_sequences", "reason"), "{{run}} failed: {{reason}}"),
+                Query(gauge("trainer_dropped_stale_sequences", "reason"), "{{run}} too old: {{reason}}"),
+            ),
+            low=0,
+        ),
     ),
 )
 

@@ -58,12 +58,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(tiny_model: Path, tmp_path: Path) -> Path:
     """A run of a few optimizer steps. A third of its completions go to their limit, so that sequences span versions."""
-    path = tmp_path / "tiny.yaml"
+    return write_recipe(tmp_path / "tiny.yaml", tiny_model)
+
+
+def write_recipe(path: Path, model: Path) -> Path:
+    """Writes the tiny recipe with that model."""
     path.write_text(
         yaml.safe_dump(
             {
                 "name": "tiny",
-                "model": {"source": "path", "name": str(tiny_model), "max_context": 96},
+                "model": {"source": "path", "name": str(model), "max_context": 96},
                 "task": {
                     "name": "chain_sum",
                     "config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
@@ -103,6 +107,12 @@ class RunningCommand:
     def pids(self) -> dict[str, int]:
         return json.loads((self.run_dir / "pids.json").read_text())
 
+    def kill(self) -> None:
+        """With all its processes, where it is not at its end."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+
     def wait(self) -> int:
         return self.process.wait(RUN_TIMEOUT_S)
 
@@ -129,6 +139,14 @@ class RunningCommand:
         return found
 
 
+def launch(run_dir: Path, output: Path, *arguments: str) -> RunningCommand:
+    """`pipelinerl run` with these arguments, in a session of its own; `run_dir`: the folder that they name."""
+    program = Path(sys.executable).with_name("pipelinerl")
+    with output.open("wb") as file:
+        process = subprocess.Popen([str(program), "run", *arguments], stdout=file, stderr=file, start_new_session=True)
+    return RunningCommand(process, run_dir, output)
+
+
 @pytest.fixture
 def start_run(recipe: Path, tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
     """Starts `pipelinerl run` on the tiny recipe, on that named by `of`, or on the folder `resume`; what is left is killed."""
@@ -136,16 +154,10 @@ def start_run(recipe: Path, tmp_path: Path) -> Iterator[Callable[..., RunningCom
 
     def start(*arguments: str, of: str = str(recipe), resume: Path | None = None) -> RunningCommand:
         run_dir, output = resume or tmp_path / f"run{len(started)}", tmp_path / f"output{len(started)}.txt"
-        program = Path(sys.executable).with_name("pipelinerl")
         where = ["--resume", str(run_dir)] if resume else [of, "--run-dir", str(run_dir)]
-        command = [str(program), "run", *where, *arguments]
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        started.append(RunningCommand(process, run_dir, output))
+        started.append(launch(run_dir, output, *where, *arguments))
         return started[-1]
 
     yield start
     for run in started:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait(10)
+        run.kill()
