@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="DIR", type=Path,
         help="go on with the run in DIR, with its own recipe unless RECIPE or --set change what may change",
     )  # fmt: skip
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", type=int, default=0,
+        help="port on this machine for the runner's /metrics and for /targets, where a Prometheus finds all of the run "
+        "(default: any free one)",
+    )  # fmt: skip
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -43,14 +48,16 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.runner import LocalRun
+    from pipelinerl.service.logs import LogContext, configure_logging
 
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
+            configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            ending = asyncio.run(LocalRun(recipe, run_dir, display).run())
+            ending = asyncio.run(LocalRun(recipe, run_dir, display, metrics_port=args.metrics_port).run())
         return finish(recipe, run_dir, ending)
 
 

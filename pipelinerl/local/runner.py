@@ -28,6 +28,7 @@ from pipelinerl.local.progress import Display
 from pipelinerl.local.progress_view import RunState
 from pipelinerl.local.resume import newest_checkpoint
 from pipelinerl.local.run_dir import RunDir, write_json, write_whole
+from pipelinerl.local.runner_metrics import RunnerMetrics
 from pipelinerl.local.scaling import read_wish
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches
 from pipelinerl.local.stop_budget import StopBudget
@@ -35,8 +36,10 @@ from pipelinerl.local.summary import is_finished, kept_records, read_jsonl, read
 from pipelinerl.local.supervised_nats import NAME as NATS
 from pipelinerl.local.supervised_nats import SupervisedNats
 from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, SupervisedService
+from pipelinerl.local.targets import living_names, runner_http
 from pipelinerl.local.threads import available_cores, plan_threads
 from pipelinerl.local.watch import background, follow_trainer, watch_actors
+from pipelinerl.service.run_registry import RunRegistry
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
@@ -61,10 +64,14 @@ class LocalRun:
     commands: ServiceCommands = field(default_factory=ServiceCommands)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    metrics_port: int = 0
+    """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
         self._state = RunState(self.run_dir.name, self.recipe.trainer.steps)
+        self._registry = RunRegistry(self.run_dir.name)
+        self._metrics = RunnerMetrics(self._registry, lambda: living_names(self.run_dir))
         self._budget = StopBudget(time.monotonic)
         self._pids: dict[str, int] = {}
         self._killers: list[Callable[[], None]] = []
@@ -100,6 +107,7 @@ class LocalRun:
     async def _work(self) -> None:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(background(self._refresh()))
+            await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             nats = await stack.enter_async_context(self._nats())
             self._launches = replace(self._launches, nats_url=nats.url)
             model_dir = await initial_model(self.recipe, self._launches, self._process, self._state.on_phase)
@@ -136,6 +144,7 @@ class LocalRun:
         """Brings the actors to the number that `pipelinerl scale` asks for."""
         while True:
             wish = read_wish(self.run_dir)
+            self._metrics.actors_wanted.set(self.recipe.actor.count if wish is None else wish)
             if wish is not None and wish != len(actors.services) and not self._over:
                 self._note(f"scaling from {len(actors.services)} to {wish} actors")
                 try:
@@ -247,6 +256,7 @@ class LocalRun:
 
     def _on_end(self, name: str, problem: str, delay_s: float) -> None:
         self._state.on_restart(name)
+        self._metrics.restarts(name)
         where = ""
         if name == TRAINER:
             version = newest_checkpoint(self.run_dir) or 0

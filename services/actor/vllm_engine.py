@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.loggers import StatLoggerFactory
 
 _ABORTED = "abort"
 OnStep = Callable[[float | None, float | None], None]
@@ -115,7 +115,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
 
 
-def step_logger(on_step: OnStep) -> type[PrometheusStatLogger]:
+def step_logger(on_step: OnStep) -> StatLoggerFactory:
     """A stat logger of vLLM that calls `on_step` and nothing else.
 
     vLLM adds its own Prometheus logger, with a hundred metrics, unless a given one is of that class.
