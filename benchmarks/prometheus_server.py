@@ -68,6 +68,20 @@ class Prometheus:
             raise QueryRefused(f"{parameters.get('query')}: {error.read().decode(errors='replace')}") from error
 
 
+def run_targets(run_dir: Path, process: subprocess.Popen[bytes]) -> dict[str, object]:
+    """Where the run of `process` tells its services' addresses, for a scrape config; waits until it does.
+
+    Raises `RuntimeError` when it ends before.
+    """
+    address = run_dir / "addresses" / "runner.json"
+    while not address.exists():
+        if process.poll() is not None:
+            raise RuntimeError(f"the run in {run_dir} ended before it said where its targets are")
+        time.sleep(0.05)
+    url = f"http://{json.loads(address.read_text(encoding='utf-8'))['http']}/targets"
+    return {"http_sd_configs": [{"url": url, "refresh_interval": "1s"}]}
+
+
 @contextmanager
 def prometheus_server(
     program: str, folder: Path, scrape_configs: Sequence[object], *, every: str = "1s", rules: Sequence[Path] = ()

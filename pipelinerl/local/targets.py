@@ -44,7 +44,7 @@ async def runner_http(run_dir: RunDir, registry: RunRegistry, port: int) -> Asyn
     readiness.set_ready()
     app = health_app(readiness, registry)
 
-    @app.get("/targets")
+    @app.get("/targets", response_model=None)
     def targets() -> list[Target]:
         return targets_of(run_dir, {NAME, *living_names(run_dir)})
 
