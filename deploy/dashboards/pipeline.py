@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploy.dashboards.board import Board, Section
 from deploy.dashboards.panels import Panel, Query
-from deploy.dashboards.queries import actor_gauge, actor_mean, actor_rate, gauge, mean, quantile, rate, series
+from deploy.dashboards.queries import actor_gauge, actor_mean, actor_rate, gauge, increase, mean, quantile, rate, series
 
 _WHO_WAITS = Section(
     "Who waits",
@@ -212,6 +212,15 @@ _TRAINER = Section(
             low=0,
         ),
         Panel(
+            "Orders to other nodes",
+            "Orders that further nodes of the trainer carried out, by kind. Empty with one node.",
+            "train at the rate of steps on every node.",
+            "Flat while the trainer waits: that node hangs.",
+            (Query(rate("trainer_rank_orders_total", "kind", "pod"), "{{pod}} {{kind}}"),),
+            unit="cps",
+            low=0,
+        ),
+        Panel(
             "Checkpoints",
             "Mean time to write one, beside training.",
             "Much shorter than the interval between two.",
@@ -284,4 +293,38 @@ _ACTORS = Section(
     ),
 )
 
-PIPELINE = Board("pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _TRAINER, _ACTORS))
+_LOCAL = Section(
+    "On one machine: the runner",
+    (
+        Panel(
+            "Processes",
+            "Processes of a local run that live, and actors asked for. Empty in a cluster.",
+            "One trainer, verifier and nats, and as many actors as are wanted.",
+            "Fewer: one is being started again; the run directory's logs say why.",
+            (
+                Query(gauge("runner_processes", "service"), "{{service}}"),
+                Query(gauge("runner_actors_wanted"), "actors wanted"),
+            ),
+            low=0,
+        ),
+        Panel(
+            "Processes started again",
+            "Processes that ended by themselves and were started again.",
+            "None.",
+            "The same one again and again.",
+            (Query(increase("runner_restarts_total", "service"), "{{service}}"),),
+            low=0,
+        ),
+        Panel(
+            "Running since",
+            "Time since the runner started.",
+            "It grows.",
+            "It begins anew: somebody resumed the run.",
+            (Query(f"time() - {gauge('runner_start_timestamp_seconds')}"),),
+            unit="s",
+            low=0,
+        ),
+    ),
+)
+
+PIPELINE = Board("pipeline", "Pipeline", "Who waits for whom?", (_WHO_WAITS, _FLOW, _TRAINER, _ACTORS, _LOCAL))

@@ -46,8 +46,10 @@ def _of_type(kind: str, schema: Schema, definitions: Mapping[str, Any]) -> st.Se
         _check(keywords - {"properties", "additionalProperties"}, {"minimum", "maximum"})
         return st.integers(schema.get("minimum", -(2**31)), schema.get("maximum", 2**31))
     if kind == "number":
-        _check(keywords, {"exclusiveMinimum", "maximum"})
-        return st.floats(schema["exclusiveMinimum"], schema["maximum"], exclude_min=True, allow_subnormal=False)
+        _check(keywords, {"minimum", "exclusiveMinimum", "maximum"})
+        above = "exclusiveMinimum" in schema
+        lowest = schema["exclusiveMinimum" if above else "minimum"]
+        return st.floats(lowest, schema["maximum"], exclude_min=above, allow_subnormal=False)
     return st.none() if kind == "null" else st.booleans()
 
 

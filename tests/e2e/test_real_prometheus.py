@@ -6,7 +6,6 @@ one in a cluster would, which puts `namespace` and `pod` on every series.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prometheus_server import Prometheus, prometheus_server
+from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
 from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board
 from tests.chart.rendering import NAMESPACE
@@ -35,10 +34,16 @@ WITHOUT = {
     "pipelinerl_trainer_value_loss": "only with algorithm.advantage: value",
     "pipelinerl_trainer_explained_variance_ratio": "only with algorithm.advantage: value",
     "pipelinerl_trainer_reference_kl_nats": "only with algorithm.kl_coefficient",
-    "pipelinerl_trainer_failed_sequences": "a reason is there from its first sequence on",
-    "pipelinerl_actor_sequences_failed_total": "a reason is there from its first sequence on",
+    "pipelinerl_trainer_rank_orders_total": "only of a trainer's second and further nodes",
 }
 """Metrics of which a healthy run on a CPU has no series, and why."""
+LATE = {
+    "pipelinerl_actor_replicas_wanted": "known when actors were measured for a minute",
+    "pipelinerl_trainer_failed_sequences": "a reason is there from its first sequence on",
+    "pipelinerl_trainer_dropped_stale_sequences": "a reason is there from its first sequence on",
+    "pipelinerl_actor_sequences_failed_total": "a reason is there from its first sequence on",
+}
+"""Metrics of which a short run may have none, and why."""
 
 
 @dataclass(frozen=True)
@@ -53,64 +58,56 @@ class Scraped:
         return bool(self.server.query_range(expression, self.start_s, self.end_s, 1.0))
 
 
-def scrape_configs(targets: Path) -> list[object]:
+def scrape_configs(targets: dict[str, object]) -> list[object]:
     """Every service once as it is, and once as a pod."""
-    found = {"file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
     as_pods = [
+        {"source_labels": ["service"], "regex": "runner", "action": "drop"},
         {"target_label": "namespace", "replacement": NAMESPACE},
-        {"source_labels": ["service"], "target_label": "pod", "replacement": "pipelinerl-$1"},
+        {"source_labels": ["instance"], "target_label": "pod", "replacement": "pipelinerl-$1"},
         {
             "source_labels": ["service"],
-            "regex": "trainer",
+            "regex": "(trainer|verifier)",
             "target_label": "pod",
-            "replacement": "pipelinerl-trainer-0",
+            "replacement": "pipelinerl-$1-0",
         },
     ]
-    return [{"job_name": "local", **found}, {"job_name": "cluster", **found, "relabel_configs": as_pods}]
+    return [{"job_name": "local", **targets}, {"job_name": "cluster", **targets, "relabel_configs": as_pods}]
 
 
-def write_targets(run: RunningCommand, targets: Path) -> None:
-    groups = []
-    for path in sorted((run.run_dir / "addresses").glob("*.json")):
-        address = json.loads(path.read_text(encoding="utf-8"))
-        if "http" in address:
-            groups.append({"targets": [address["http"]], "labels": {"service": path.stem}})
-    partial = targets.with_suffix(".partial")
-    partial.write_text(json.dumps(groups), encoding="utf-8")
-    partial.replace(targets)
-
-
-def wait_until(expression: str, server: Prometheus, run: RunningCommand, targets: Path) -> None:
+def wait_until(expression: str, server: Prometheus, run: RunningCommand) -> None:
     deadline_s = time.monotonic() + RUN_TIMEOUT_S
     while not server.query(expression):
         assert run.process.poll() is None, run.output.read_text()
         assert time.monotonic() < deadline_s, f"never true: {expression}\n{run.output.read_text()}"
-        write_targets(run, targets)
         time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
 def scraped(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     program, folder = tool("prometheus"), tmp_path_factory.mktemp("scraped")
-    recipe, targets = write_recipe(folder / "tiny.yaml", tiny_model), folder / "targets.json"
-    rules = write_rules(folder / "rules.yaml")
-    with prometheus_server(program, folder, scrape_configs(targets), rules=[rules]) as server:
-        start_s = time.time()
-        arguments = ["--run-dir", str(folder / "run"), "--actors", "2", "--set", "trainer.steps=100000"]
-        run = launch(folder / "run", folder / "output.txt", str(recipe), *arguments)
-        try:
+    recipe, rules = write_recipe(folder / "tiny.yaml", tiny_model), write_rules(folder / "rules.yaml")
+    start_s = time.time()
+    arguments = ["--run-dir", str(folder / "run"), "--actors", "2", "--set", "trainer.steps=100000"]
+    run = launch(folder / "run", folder / "output.txt", str(recipe), *arguments)
+    try:
+        targets = run_targets(folder / "run", run.process)
+        with prometheus_server(program, folder, scrape_configs(targets), rules=[rules]) as server:
             both = 'max(pipelinerl_trainer_members{state="serving"}) == 2'
-            wait_until(f"{both} and max(pipelinerl_trainer_policy_version) > 5", server, run, targets)
+            wait_until(f"{both} and max(pipelinerl_trainer_policy_version) > 5", server, run)
             os.kill(run.pids()["actor-1"], signal.SIGKILL)
-            wait_until("max(pipelinerl_trainer_evictions_total) > 0", server, run, targets)
-            wait_until(f"{both} and max(pipelinerl_trainer_join_seconds_count) > 0", server, run, targets)
-            wait_until("count(pipelinerl_actor_ready == 1) == 4", server, run, targets)  # each is scraped twice
-            wait_until("count(rate(pipelinerl_actor_stall_seconds_count[5s]) > 0) == 4", server, run, targets)
+            wait_until("sum(pipelinerl_trainer_evictions_total) > 0", server, run)
+            wait_until(f"{both} and max(pipelinerl_trainer_join_seconds_count) > 0", server, run)
+            wait_until("count(pipelinerl_actor_ready == 1) == 4", server, run)  # each is scraped twice
+            wait_until("count(rate(pipelinerl_actor_stall_seconds_count[5s]) > 0) == 4", server, run)
             os.killpg(run.process.pid, signal.SIGINT)
             assert run.process.wait(30) == 130
-        finally:
-            run.kill()
-        yield Scraped(server, start_s, time.time())
+            yield Scraped(server, start_s, time.time())
+    finally:
+        run.kill()
+
+
+def has_none(query: str, namespace: str) -> bool:
+    return bool(names_in(query) & WITHOUT.keys()) or (namespace != "" and "pipelinerl_runner_" in query)
 
 
 @pytest.mark.parametrize("namespace", ["", NAMESPACE], ids=["local", "cluster"])
@@ -122,7 +119,7 @@ def test_every_query_of_every_panel_finds_data(scraped: Scraped, board: Board, n
         for query in panel.queries:
             chosen = query.expr.replace("$namespace", namespace).replace("$run", ".+")
             found = scraped.finds(chosen.replace("$__rate_interval", WINDOW))
-            if found == bool(names_in(query.expr) & WITHOUT.keys()):
+            if found == has_none(query.expr, namespace) and not names_in(query.expr) & LATE.keys():
                 empty.append(f"{panel.title}: {query.expr} ({'data' if found else 'nothing'})")
     assert empty == []
 
@@ -132,8 +129,8 @@ def test_every_alert_looks_at_series_that_are_there(scraped: Scraped, name: str)
     expression = alerts()[name]["expr"]
     scraped.finds(expression)  # raises when Prometheus refuses it
     for selector in re.findall(r"\w+\{.*?\}", expression):
-        if not names_in(selector) & WITHOUT.keys():
-            assert scraped.finds(selector), selector
+        well_or_not = re.sub(r', \w+!=".*?"', "", selector)  # what went wrong has series when it first does
+        assert scraped.finds(well_or_not), selector
 
 
 def test_no_alert_fires_in_a_run_that_is_well(scraped: Scraped) -> None:
@@ -152,8 +149,8 @@ def test_what_actors_are_called_is_their_pod_or_their_instance(scraped: Scraped)
         if panel.title == "Stall, by actor"
         for query in panel.queries
     ]
-    ready = query.expr.replace("$run", ".+").replace("$__rate_interval", WINDOW)
-    pods = scraped.server.query_range(ready.replace("$namespace", NAMESPACE), scraped.start_s, scraped.end_s, 1.0)
+    stalls = query.expr.replace("$run", ".+").replace("$__rate_interval", WINDOW)
+    pods = scraped.server.query_range(stalls.replace("$namespace", NAMESPACE), scraped.start_s, scraped.end_s, 1.0)
     assert {series["metric"]["actor"] for series in pods} == {"pipelinerl-actor-0", "pipelinerl-actor-1"}
-    local = scraped.server.query_range(ready.replace("$namespace", ""), scraped.start_s, scraped.end_s, 1.0)
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+|actor-\d", series["metric"]["actor"]) for series in local)
+    local = scraped.server.query_range(stalls.replace("$namespace", ""), scraped.start_s, scraped.end_s, 1.0)
+    assert {series["metric"]["actor"] for series in local} == {"actor-0", "actor-1"}

@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.service.run_registry import Family, RunRegistry
-from services.actor.metrics import ActorMetrics
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.scaling import ReplicaAdvice
-from services.verifier.metrics import VerifierMetrics
+from deploy.tools.metrics_reference import catalogue
+from pipelinerl.service.run_registry import Family
 
 OF_PROMETHEUS = {"namespace", "pod", "instance", "run"}
 _ENDINGS = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -20,11 +16,8 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!=|!~|=)\s*"(.*?)"')
 
 def samples() -> dict[str, Family]:
     """Families by the names of their samples."""
-    registry = RunRegistry("r")
-    for metrics in (ActorMetrics, TrainerMetrics, VerifierMetrics):
-        metrics(registry)
-    ReplicaAdvice(load_recipe("arithmetic"), registry)
-    return {f"{family.name}{end}": family for family in registry.families for end in _ENDINGS[family.kind]}
+    families = [sourced.family for service in catalogue().values() for sourced in service]
+    return {f"{family.name}{end}": family for family in families for end in _ENDINGS[family.kind]}
 
 
 def names_in(query: str) -> set[str]:

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.rendering import ROOT, HelmError
+from pipelinerl.config.fields import dotted_paths
+from pipelinerl.config.recipe import Recipe
+from tests.chart.rendering import ROOT, HelmError, render
+from tests.chart.test_schema import LEAVES
+from tests.monitoring.catalogue import problems_of, samples
 from tests.monitoring.chart_rules import alerts, write_rules
 from tests.tools import tool
 
@@ -116,3 +120,22 @@ def test_thresholds_are_values() -> None:
 def test_a_threshold_that_there_is_not_is_refused() -> None:
     with pytest.raises(HelmError, match="essratio"):
         alerts({"thresholds": {"essratio": 0.9}})
+
+
+def test_the_runbook_names_metrics_fields_and_values_that_exist() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    assert [problem for problem in problems_of(text, samples()) if "no metric" in problem] == []
+    sections = {path.rpartition(".")[0] for path in LEAVES}
+    fields = {*dotted_paths(Recipe), *LEAVES, *sections}
+    named = {
+        name for name in re.findall(r"`([a-z][A-Za-z]*\.[\w.]+)", text) if not name.endswith((".yaml", ".jsonl", ".py"))
+    }
+    assert len(named) > 20
+    assert {name for name in named if name not in fields} == set()
+
+
+def test_commands_of_the_runbook_name_objects_that_exist() -> None:
+    objects = {item["metadata"]["name"] for item in render().objects}
+    text = RUNBOOK.read_text(encoding="utf-8")
+    for name in re.findall(r"(?:deployment/|hpa |pod )(pipelinerl-\w+)", text):
+        assert name.removesuffix("-0") in objects, name
