@@ -103,18 +103,16 @@ def draw(recording: Recording, path: Path) -> None:
 
     laid_out = list(rows(list(FRESHNESS.panels)))
     figure = pyplot.figure(figsize=(15, 2.9 * len(laid_out)), layout="constrained")
-    grid = figure.add_gridspec(len(laid_out), GRID)
+    grid = figure.add_gridspec(len(laid_out), 1)
     figure.suptitle(
         f"PipelineRL / {FRESHNESS.title}: recipe {recording['recipe']}, {recording['actors']} actors, "
         "by the dashboard's queries to a real Prometheus",
         fontsize=12,
     )
     for number, row in enumerate(laid_out):
-        left = 0
-        for panel in row:
-            axes = figure.add_subplot(grid[number, left : left + panel.width])
-            left += panel.width
-            _draw_panel(axes, panel, recording["panels"][panel.title], recording["step_s"])
+        cells = grid[number].subgridspec(1, len(row), width_ratios=[panel.width for panel in row])
+        for cell, panel in zip(cells, row, strict=True):
+            _draw_panel(figure.add_subplot(cell), panel, recording["panels"][panel.title], recording["step_s"])
     figure.savefig(path, dpi=80)
 
 
