@@ -109,6 +109,12 @@ class RunningCommand:
     def pids(self) -> dict[str, int]:
         return json.loads((self.run_dir / "pids.json").read_text())
 
+    def kill(self) -> None:
+        """With all its processes, where it is not at its end."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+
     def wait(self) -> int:
         return self.process.wait(RUN_TIMEOUT_S)
 
@@ -145,12 +151,11 @@ def started_run(recipe: Path | str, run_dir: Path, *arguments: str, resume: bool
         process = subprocess.Popen(
             [str(program), "run", *where, *arguments], stdout=file, stderr=file, start_new_session=True
         )
+    running = RunningCommand(process, run_dir, output)
     try:
-        yield RunningCommand(process, run_dir, output)
+        yield running
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        running.kill()
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""PromQL of the panels: small functions from a metric's name, without its prefix, to the text of a query. Pure.
+
+Every query aggregates, so that a line goes on when a pod comes back under another address. Every query selects by the variables
+`$namespace` and `$run`; a matcher `.*` also takes series without the label, as those of a local Prometheus. Quotients are cut
+where nothing was counted, so that a quiet minute is a gap and no NaN.
+"""
+
+from __future__ import annotations
+
+WINDOW = "[$__rate_interval]"
+
+
+def series(name: str, matchers: str = "") -> str:
+    """One metric, of the namespace and run that are chosen; `matchers`: further ones, as in `phase="wait"`."""
+    more = f", {matchers}" if matchers else ""
+    return f'pipelinerl_{name}{{namespace=~"$namespace", run=~"$run"{more}}}'
+
+
+def gauge(name: str, *by: str, matchers: str = "", of: str = "max") -> str:
+    """A gauge's value by run and `by`; `of`: how several sources become one."""
+    return f"{of} by ({_labels(by)}) ({series(name, matchers)})"
+
+
+def rate(name: str, *by: str, matchers: str = "") -> str:
+    """A counter's growth per second; `name` with its `_total`."""
+    return f"sum by ({_labels(by)}) (rate({series(name, matchers)}{WINDOW}))"
+
+
+def increase(name: str, *by: str, matchers: str = "") -> str:
+    """A counter's growth between two points."""
+    return f"sum by ({_labels(by)}) (increase({series(name, matchers)}{WINDOW}))"
+
+
+def mean(name: str, *by: str) -> str:
+    """Mean observation of a histogram."""
+    return f"{rate(f'{name}_sum', *by)} / ({rate(f'{name}_count', *by)} > 0)"
+
+
+def quantile(share: float, name: str, *by: str) -> str:
+    """Quantile of a histogram, to the width of its buckets."""
+    return f"histogram_quantile({share}, {rate(f'{name}_bucket', 'le', *by)}) >= -Inf"
+
+
+def buckets(name: str) -> str:
+    """Observations per second by bucket, of all runs that are chosen: for a heat map."""
+    return f"sum by (le) (rate({series(f'{name}_bucket')}{WINDOW}))"
+
+
+def by_actor(vector: str, of: str = "max", *by: str) -> str:
+    """Aggregates by the label `actor`: the pod's name in a cluster, else what Prometheus calls the instance."""
+    instance = f'label_replace({vector}, "actor", "$1", "instance", "(.+)")'
+    return f'{of} by ({_labels(("actor", *by))}) (label_replace({instance}, "actor", "$1", "pod", "(.+)"))'
+
+
+def actor_gauge(name: str, *by: str) -> str:
+    """A gauge of each actor."""
+    return by_actor(series(f"actor_{name}"), "max", *by)
+
+
+def actor_rate(name: str, *by: str) -> str:
+    """A counter's growth per second, of each actor."""
+    return by_actor(f"rate({series(f'actor_{name}')}{WINDOW})", "sum", *by)
+
+
+def actor_mean(name: str) -> str:
+    """Mean observation of each actor's histogram."""
+    return f"{actor_rate(f'{name}_sum')} / ({actor_rate(f'{name}_count')} > 0)"
+
+
+def _labels(by: tuple[str, ...]) -> str:
+    return ", ".join(("run", *by))

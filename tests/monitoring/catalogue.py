@@ -1,0 +1,48 @@
+"""Which metrics and labels the services export, and what a query asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from deploy.tools.metrics_reference import catalogue
+from pipelinerl.service.run_registry import Family
+
+OF_PROMETHEUS = {"namespace", "pod", "instance", "run"}
+_ENDINGS = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+_SELECTOR = re.compile(r"(pipelinerl_\w+)(?:\{(.*?)\})?")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!=|!~|=)\s*"(.*?)"')
+
+
+def samples() -> dict[str, Family]:
+    """Families by the names of their samples."""
+    families = [sourced.family for service in catalogue().values() for sourced in service]
+    return {f"{family.name}{end}": family for family in families for end in _ENDINGS[family.kind]}
+
+
+def names_in(query: str) -> set[str]:
+    return {name for name, _ in _SELECTOR.findall(query)}
+
+
+def problems_of(query: str, known: dict[str, Family]) -> Iterator[str]:
+    """Metrics, labels and label values that no service exports."""
+    for name, matchers in _SELECTOR.findall(query):
+        if name not in known:
+            yield f"no metric {name}"
+            continue
+        for label, operator, value in _MATCHER.findall(matchers):
+            values = known[name].labels.get(label)
+            if values is None and label not in OF_PROMETHEUS:
+                yield f"{name} has no label {label}"
+            elif operator == "=" and values is not None and not isinstance(values, str) and value not in values:
+                yield f"{name}: {label} is never {value}"
+            elif operator == "=~" and values is not None and not isinstance(values, str):
+                yield from (
+                    f"{name}: {label} is never {choice}"
+                    for choice in value.split("|")
+                    if not any(re.fullmatch(choice, one) for one in values)
+                )
+
+
+def labels_shown(legend: str) -> set[str]:
+    return set(re.findall(r"\{\{(\w+)\}\}", legend))

@@ -1,0 +1,141 @@
+"""Every alert fires when it should and not otherwise (promtool), says what is wrong, and has a section in the runbook."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelinerl.config.fields import dotted_paths
+from pipelinerl.config.recipe import Recipe
+from tests.chart.rendering import ROOT, HelmError, render
+from tests.chart.test_schema import LEAVES
+from tests.monitoring.catalogue import problems_of, samples
+from tests.monitoring.chart_rules import alerts, write_rules
+from tests.tools import tool
+
+CASES = Path(__file__).parent / "rules"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+ASKED_FOR = {
+    "PipelineRLESSLow",
+    "PipelineRLLagNearBound",
+    "PipelineRLLagOverBound",
+    "PipelineRLActorOnOldVersion",
+    "PipelineRLTrainerStarved",
+    "PipelineRLActorsStarved",
+    "PipelineRLLedgerDoesNotAddUp",
+    "PipelineRLWeightUpdatesFailing",
+    "PipelineRLCheckpointOld",
+    "PipelineRLVerifierErrors",
+    "PipelineRLNoActors",
+    "PipelineRLActorsEvicted",
+    "PipelineRLStepsSkipped",
+    "PipelineRLParityFailures",
+}
+
+
+@functools.cache
+def shown() -> dict[str, dict[str, Any]]:
+    return alerts()
+
+
+def promtool(*arguments: str | Path) -> str:
+    done = subprocess.run([tool("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def cases() -> list[Path]:
+    return sorted(CASES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", cases(), ids=lambda file: file.stem)
+def test_alerts_fire_when_they_should_and_not_otherwise(file: Path, tmp_path: Path) -> None:
+    write_rules(tmp_path / "rules.yaml")
+    shutil.copy(file, tmp_path)
+    promtool("test", "rules", tmp_path / file.name)
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    promtool("check", "rules", write_rules(tmp_path / "rules.yaml"))
+
+
+def test_every_alert_is_tested_firing_and_silent() -> None:
+    firing, silent = set(), set()
+    for file in cases():
+        for case in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]:
+            for entry in case["alert_rule_test"]:
+                (firing if entry["exp_alerts"] else silent).add(entry["alertname"])
+    assert firing == set(shown())
+    assert silent == set(shown())
+    assert set(shown()) >= ASKED_FOR
+
+
+def test_every_alert_has_a_runbook_section_and_no_section_is_left_over() -> None:
+    sections = re.findall(r"^### (PipelineRL\w+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(sections) == sorted(shown())
+    for name, rule in shown().items():
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+
+
+def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
+    for section in re.split(r"^### ", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        for part in ("**Means.**", "**Look.**", "**Do.**"):
+            assert part in section, section.splitlines()[0]
+
+
+def test_every_alert_tells_its_severity_and_the_value() -> None:
+    for name, rule in shown().items():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert "$value" in rule["annotations"]["description"] or name == "PipelineRLTrainerDown"
+
+
+def test_rules_look_at_their_own_release_alone() -> None:
+    for rule in alerts(release="blue").values():
+        selectors = re.findall(r"\{(.*?)\}", rule["expr"])
+        assert selectors
+        assert all('namespace="train", pod=~"blue-pipelinerl-' in selector for selector in selectors)
+        assert "[[" not in rule["expr"]
+
+
+def test_thresholds_are_values() -> None:
+    values = yaml.safe_load((ROOT / "deploy/helm/values.yaml").read_text(encoding="utf-8"))
+    thresholds = values["metrics"]["prometheusRule"]["thresholds"]
+    others = {name: value / 2 if isinstance(value, float) else value + 100 for name, value in thresholds.items()}
+    changed = {name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown()[name]["expr"]}
+    fixed = {"PipelineRLTrainerDown", "PipelineRLNoActors", "PipelineRLLedgerDoesNotAddUp", "PipelineRLStepsSkipped"}
+    fixed |= {"PipelineRLLagOverBound", "PipelineRLActorTakesNoPrompts", "PipelineRLParityFailures"}
+    assert changed == set(shown()) - fixed
+    text = (ROOT / "deploy/helm/files/alerts.yaml").read_text(encoding="utf-8")
+    assert all(f"[[{name}]]" in text for name in thresholds)
+
+
+def test_a_threshold_that_there_is_not_is_refused() -> None:
+    with pytest.raises(HelmError, match="essratio"):
+        alerts({"thresholds": {"essratio": 0.9}})
+
+
+def test_the_runbook_names_metrics_fields_and_values_that_exist() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    assert [problem for problem in problems_of(text, samples()) if "no metric" in problem] == []
+    sections = {path.rpartition(".")[0] for path in LEAVES}
+    fields = {*dotted_paths(Recipe), *LEAVES, *sections}
+    named = {
+        name for name in re.findall(r"`([a-z][A-Za-z]*\.[\w.]+)", text) if not name.endswith((".yaml", ".jsonl", ".py"))
+    }
+    assert len(named) > 20
+    assert {name for name in named if name not in fields} == set()
+
+
+def test_commands_of_the_runbook_name_objects_that_exist() -> None:
+    objects = {item["metadata"]["name"] for item in render().objects}
+    text = RUNBOOK.read_text(encoding="utf-8")
+    for name in re.findall(r"(?:deployment/|hpa |pod )(pipelinerl-\w+)", text):
+        assert name.removesuffix("-0") in objects, name

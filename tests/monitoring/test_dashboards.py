@@ -1,0 +1,170 @@
+"""The committed dashboards are those of the code, and Grafana and Prometheus can make something of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.dashboards.__main__ import FOLDER, PAGE
+from deploy.dashboards.all import BOARDS
+from deploy.dashboards.board import Board, json_text
+from deploy.dashboards.panel_list import with_panel_list
+from tests.chart.rendering import render
+from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples
+from tests.monitoring.chart_rules import alerts
+from tests.tools import tool
+
+RENEW = "python -m deploy.dashboards"
+GRID = 24
+NOT_SHOWN = {"pipelinerl_trainer_checkpoint_version": "its age is shown"}
+"""Metrics without a panel, and why."""
+
+every_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+
+
+def shown(board: Board) -> dict[str, Any]:
+    """As it is committed."""
+    return dict(json.loads((FOLDER / f"{board.name}.json").read_text(encoding="utf-8")))
+
+
+def panels(board: Board) -> list[dict[str, Any]]:
+    return [panel for panel in shown(board)["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for board in BOARDS for panel in panels(board) for target in panel["targets"]]
+
+
+@every_board
+def test_the_committed_dashboard_is_what_the_code_makes(board: Board) -> None:
+    assert (FOLDER / f"{board.name}.json").read_text(encoding="utf-8") == json_text(board), RENEW
+
+
+def test_the_list_of_panels_is_what_the_code_makes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_panel_list(page, BOARDS) == page, RENEW
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        with_panel_list("no marks", BOARDS)
+
+
+def test_no_file_is_left_of_a_dashboard_that_is_gone() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == {board.name for board in BOARDS}
+    assert len({board.uid for board in BOARDS}) == len(BOARDS) == 5
+    assert all(len(board.uid) <= 40 for board in BOARDS)  # Grafana's limit
+
+
+@every_board
+def test_panels_have_ids_of_their_own_and_places_of_their_own(board: Board) -> None:
+    everything = shown(board)["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    cells = Counter(
+        (column, row)
+        for place in (panel["gridPos"] for panel in everything)
+        for column in range(place["x"], place["x"] + place["w"])
+        for row in range(place["y"], place["y"] + place["h"])
+    )
+    assert max(cells.values()) == 1
+    assert max(column for column, _ in cells) < GRID
+
+
+@every_board
+def test_every_panel_says_what_good_and_what_bad_look_like_and_has_a_unit(board: Board) -> None:
+    for panel in panels(board):
+        about, good, bad = panel["description"].split("\n\n")
+        assert about.endswith(".") and good.startswith("**Good:** ") and bad.startswith("**Bad:** ")  # noqa: PT018
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["targets"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    titles = [panel["title"] for panel in panels(board)]
+    assert len(titles) == len(set(titles))
+
+
+@every_board
+def test_queries_go_to_the_chosen_source_namespace_and_run(board: Board) -> None:
+    variables = {variable["name"]: variable for variable in shown(board)["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "run"]
+    assert variables["namespace"]["allValue"] == ".*"  # also of series without the label
+    assert variables["run"].get("multi", False) == board.several_runs
+    for panel in panels(board):
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}"
+            selectors = re.findall(r"pipelinerl_\w+(\{.*?\})?", target["expr"])
+            assert selectors
+            assert all('namespace=~"$namespace", run=~"$run"' in selector for selector in selectors)
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= {"namespace", "run", "__rate_interval", "1"}
+
+
+@every_board
+def test_dashboards_lead_to_each_other_with_what_was_chosen(board: Board) -> None:
+    (link,) = shown(board)["links"]
+    assert link["type"] == "dashboards"
+    assert (link["includeVars"], link["keepTime"]) == (True, True)
+    assert link["tags"] == shown(board)["tags"]
+
+
+def test_queries_ask_for_metrics_labels_and_values_that_exist() -> None:
+    known = samples()
+    queries = [*expressions(), *(rule["expr"] for rule in alerts().values())]
+    assert [problem for query in queries for problem in problems_of(query, known)] == []
+
+
+def test_a_misspelt_query_would_be_found() -> None:
+    known = samples()
+    wrong = 'pipelinerl_trainer_phase{phase="trainig", state="x"} > pipelinerl_trainer_ess'
+    assert list(problems_of(wrong, known)) == [
+        "pipelinerl_trainer_phase: phase is never trainig",
+        "pipelinerl_trainer_phase has no label state",
+        "no metric pipelinerl_trainer_ess",
+    ]
+
+
+def test_legends_name_labels_that_the_query_keeps() -> None:
+    for board in BOARDS:
+        for panel in board.panels:
+            for query in panel.queries:
+                kept = set(re.findall(r"\w+", " ".join(re.findall(r"(?:by|group_right|on) \((.*?)\)", query.expr))))
+                assert labels_shown(query.legend) <= kept, (panel.title, query.legend)
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    asked = {name for expression in expressions() for name in names_in(expression)}
+    known = samples()
+    without = {family.name for family in known.values()} - {known[name].name for name in asked}
+    assert without == set(NOT_SHOWN)
+
+
+def test_prometheus_parses_every_query(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"query_{number}", "expr": expression.replace("$__rate_interval", "1m")}
+        for number, expression in enumerate(expressions())
+    ]
+    path = tmp_path / "queries.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")
+    done = subprocess.run([tool("promtool"), "check", "rules", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_chart_brings_each_dashboard_as_grafanas_sidecar_takes_it() -> None:
+    found = render({"metrics": {"dashboards": {"enabled": True}}}).of_kind("ConfigMap")
+    maps = [item for item in found if "grafana_dashboard" in item["metadata"]["labels"]]
+    assert len(maps) == len(BOARDS)
+    for item in maps:
+        assert item["metadata"]["labels"]["grafana_dashboard"] == "1"
+        ((name, text),) = item["data"].items()
+        assert text == (FOLDER / name).read_text(encoding="utf-8")
+        assert len(text.encode()) < 1_000_000  # of a ConfigMap
+
+
+def test_labels_that_prometheus_adds_are_none_of_ours() -> None:
+    clashes = {name: set(family.labels) & OF_PROMETHEUS for name, family in samples().items()}
+    assert not {name: labels for name, labels in clashes.items() if labels}
