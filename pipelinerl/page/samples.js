@@ -81,7 +81,8 @@ const PrlSamples = (() => {
       if (event.key === "Escape") return show(null);
       if (!(event.key in moves) || !spans.length) return;
       event.preventDefault();
-      const at = current ? Number(current.dataset.index) + moves[event.key] : event.key === "End" || moves[event.key] < 0 ? Infinity : 0;
+      const first = ["End", "ArrowLeft", "ArrowUp"].includes(event.key) ? Infinity : 0;
+      const at = current ? Number(current.dataset.index) + moves[event.key] : first;
       show(spans[Math.max(0, Math.min(spans.length - 1, at))]);
       current.scrollIntoView({ block: "nearest" });
     };

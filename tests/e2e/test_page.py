@@ -39,7 +39,7 @@ TOO_WIDE = """() => [...document.querySelectorAll('main *')]
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCommand]:
     """A run without end, whose page is up."""
     folder = tmp_path_factory.mktemp("page")
-    changes = {"trainer.steps": 100_000, "checkpoint.every_steps": 3, "weights.deadline_s": 300}
+    changes = {"trainer.steps": 100_000, "checkpoint.every_steps": 3, "evaluation.every_steps": 1000}
     options = [option for name, value in changes.items() for option in ("--set", f"{name}={value}")]
     with started_run(tiny_recipe(tiny_model, folder), folder / "run", *options) as started:
         started.wait_for_steps(2)
@@ -203,11 +203,11 @@ async def settled(shown: Opened, client: httpx.AsyncClient) -> str:
 
 
 async def test_it_shows_the_numbers_of_metrics(run: RunningCommand) -> None:
-    """At a moment that is settled: the actor is held, so that the trainer has used up what there was."""
-    actor = run.pids()["actor-0"]
+    """At a moment that is settled: the verifier is held, so that the trainer has used up what there was."""
+    verifier = run.pids()["verifier"]
     async with opened(link(run)) as shown, httpx.AsyncClient(base_url=link(run), trust_env=False) as client:
         await shown.version_above(0)
-        os.killpg(actor, signal.SIGSTOP)
+        os.killpg(verifier, signal.SIGSTOP)
         try:
             text = await settled(shown, client)
             version = str(int(metric(text, "policy_version")))
@@ -221,7 +221,7 @@ async def test_it_shows_the_numbers_of_metrics(run: RunningCommand) -> None:
             assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
             assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
         finally:
-            os.killpg(actor, signal.SIGCONT)
+            os.killpg(verifier, signal.SIGCONT)
 
 
 async def test_it_goes_on_after_the_trainer_is_killed(run: RunningCommand) -> None:
