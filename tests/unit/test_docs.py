@@ -206,3 +206,16 @@ def test_every_outcome_and_reason_is_described() -> None:
     given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/algorithms/admission.py").read_text())
     assert len(given) >= 6
     assert [reason for reason in given if f"`{reason}`" not in text] == []
+
+
+def span_names() -> set[str]:
+    """Written out in files that make spans; the names of an update's orders are put together there."""
+    files = [file for folder in ("pipelinerl", "services") for file in (ROOT / folder).rglob("*.py")]
+    texts = [text for file in files if "tracing.spans import" in (text := file.read_text(encoding="utf-8"))]
+    name = re.compile(r'"((?:group|sequence|step|reward|weight_update|evaluation)\.[a-z]+|weight_update|evaluation)"')
+    return {found for text in texts for found in name.findall(text)} | {"weight_update.announce"}
+
+
+def test_every_span_is_documented_and_no_others_are() -> None:
+    text = (ROOT / "docs" / "traces.md").read_text(encoding="utf-8").partition("## One sequence")[0]
+    assert span_names() == set(re.findall(r"^\| `([a-z_]+(?:\.[a-z]+)?)` \|", text, re.MULTILINE))
