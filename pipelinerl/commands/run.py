@@ -27,9 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument(
+        "--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)"
+    )
+    page.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.add_argument(
         "--resume", metavar="DIR", type=Path,
         help="go on with the run in DIR, with its own recipe unless RECIPE or --set change what may change",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", type=int, default=0,
+        help="port on this machine for the runner's /metrics and for /targets, where a Prometheus finds all of the run "
+        "(default: any free one)",
     )  # fmt: skip
 
 
@@ -43,15 +53,36 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.runner import LocalRun
+    from pipelinerl.service.logs import LogContext, configure_logging
 
+    page_port = None if args.no_page else free_page_port(args.page_port)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, notes = make(args, overrides, stack)
         with open_display() as display:
+            configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            ending = asyncio.run(LocalRun(recipe, run_dir, display).run())
+            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=args.metrics_port)
+            ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)
+
+
+def free_page_port(port: int) -> int:
+    """The same port. Raises `FieldError` when it is none, or somebody else listens there."""
+    import socket
+
+    if not 0 <= port <= 65535:
+        raise FieldError("--page-port", port, "give a port from 1 to 65535, or 0 for any free one")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise FieldError(
+                "--page-port", port, f"cannot listen there ({error.strerror}); give another, or 0"
+            ) from error
+    return port
 
 
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:

@@ -51,6 +51,8 @@ class RunState:
     actors: tuple[ActorView, ...] = ()
     sequences: Mapping[str, int] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    page: str = ""
+    """Address of the live page; empty where there is none (yet)."""
     ended: bool = False
 
     @property
@@ -131,6 +133,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("sequences", _sequences_text(state.sequences)),
         ("actors", _actors_text(state)),
         ("now", state.phase + _restarts_text(state)),
+        ("live page", "-" if state.ended else state.page or "-"),
     ]
 
 

@@ -28,6 +28,7 @@ from pipelinerl.local.progress import Display
 from pipelinerl.local.progress_view import RunState
 from pipelinerl.local.resume import newest_checkpoint
 from pipelinerl.local.run_dir import RunDir, write_json, write_whole
+from pipelinerl.local.runner_metrics import RunnerMetrics
 from pipelinerl.local.scaling import read_wish
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches
 from pipelinerl.local.stop_budget import StopBudget
@@ -35,8 +36,11 @@ from pipelinerl.local.summary import is_finished, kept_records, read_jsonl, read
 from pipelinerl.local.supervised_nats import NAME as NATS
 from pipelinerl.local.supervised_nats import SupervisedNats
 from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, SupervisedService
+from pipelinerl.local.targets import living_names, runner_http
 from pipelinerl.local.threads import available_cores, plan_threads
 from pipelinerl.local.watch import background, follow_trainer, watch_actors
+from pipelinerl.service.address import ServiceAddress
+from pipelinerl.service.run_registry import RunRegistry
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
@@ -61,22 +65,31 @@ class LocalRun:
     commands: ServiceCommands = field(default_factory=ServiceCommands)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    page_port: int | None = 0
+    """See `ServiceLaunches`."""
+    metrics_port: int = 0
+    """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
         self._state = RunState(self.run_dir.name, self.recipe.trainer.steps)
+        self._registry = RunRegistry(self.run_dir.name)
+        self._metrics = RunnerMetrics(self._registry, lambda: living_names(self.run_dir))
         self._budget = StopBudget(time.monotonic)
         self._pids: dict[str, int] = {}
         self._killers: list[Callable[[], None]] = []
         self._interrupts = 0
         self._over = False
+        self._trainer_address: ServiceAddress | None = None
         threads = plan_threads(
             available_cores(),
             self.recipe.actor.count,
             self.recipe.trainer.threads * self.recipe.trainer.nproc,
             self.recipe.actor.engine.threads,
         )
-        self._launches = ServiceLaunches(self.recipe, self.run_dir, threads, self.environment, self.commands)
+        self._launches = ServiceLaunches(
+            self.recipe, self.run_dir, threads, self.environment, self.commands, page_port=self.page_port
+        )
 
     async def run(self) -> Ending:
         """Waits for the run's end and says how it ended; by then every process is gone. Raises only for our own bugs."""
@@ -100,6 +113,7 @@ class LocalRun:
     async def _work(self) -> None:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(background(self._refresh()))
+            await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             nats = await stack.enter_async_context(self._nats())
             self._launches = replace(self._launches, nats_url=nats.url)
             model_dir = await initial_model(self.recipe, self._launches, self._process, self._state.on_phase)
@@ -119,7 +133,7 @@ class LocalRun:
         """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s)),
+                group.create_task(follow_trainer(trainer, self._state, self._elapsed_s, self._trainer_up)),
                 group.create_task(nats.keep()),
                 group.create_task(verifier.keep()),
                 group.create_task(actors.keep()),
@@ -136,6 +150,7 @@ class LocalRun:
         """Brings the actors to the number that `pipelinerl scale` asks for."""
         while True:
             wish = read_wish(self.run_dir)
+            self._metrics.actors_wanted.set(self.recipe.actor.count if wish is None else wish)
             if wish is not None and wish != len(actors.services) and not self._over:
                 self._note(f"scaling from {len(actors.services)} to {wish} actors")
                 try:
@@ -193,7 +208,7 @@ class LocalRun:
         """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
 
         def prepare() -> None:
-            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services))
+            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services), self._trainer_address)
             self.run_dir.summary.unlink(missing_ok=True)  # of the process before
 
         service = self._supervised(
@@ -247,12 +262,21 @@ class LocalRun:
 
     def _on_end(self, name: str, problem: str, delay_s: float) -> None:
         self._state.on_restart(name)
+        self._metrics.restarts(name)
         where = ""
         if name == TRAINER:
             version = newest_checkpoint(self.run_dir) or 0
             self._state.rewind(version)
             where = f", and goes on from version {version}"
         self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")
+
+    def _trainer_up(self, address: ServiceAddress) -> None:
+        """Its page is where this says from now on, also after restarts."""
+        first, self._trainer_address = self._trainer_address is None, address
+        if self.page_port is not None:
+            self._state.page = f"http://{address.http}/"
+            if first:
+                self._note(f"Live page: {self._state.page}")
 
     def _finished(self) -> bool:
         """The trainer has said so: it removes nothing after that, and needs nobody any more."""

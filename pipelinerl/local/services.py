@@ -40,6 +40,8 @@ class ServiceLaunches:
     environment: Mapping[str, str]
     commands: ServiceCommands
     nats_url: str = ""
+    page_port: int | None = 0
+    """Of the trainer's live page; 0 = any free port, None = no page."""
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """`again`: where it listened before a restart; actors keep that address."""
@@ -48,14 +50,19 @@ class ServiceLaunches:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         return self._launch("verifier", self.commands.verifier, settings, self.threads.light_env())
 
-    def trainer(self, verifier: str, model_dir: str, actors: int | None = None) -> Launch:
-        """`actors`: how many there are; the recipe's number unless it was changed."""
+    def trainer(
+        self, verifier: str, model_dir: str, actors: int | None = None, again: ServiceAddress | None = None
+    ) -> Launch:
+        """`actors`: how many there are; the recipe's number unless it was changed. `again`: where it listened before a restart;
+        pages that are open keep that address."""
         settings = {
             "nats_url": self.nats_url,
             "verifier": verifier,
             "model_dir": model_dir,
             "run_dir": str(self.run_dir.path.resolve()),
             "expected_actors": str(self.recipe.actor.count if actors is None else actors),
+            "page": "false" if self.page_port is None else "true",
+            "http_port": str(self.page_port or 0) if again is None else _port(again.http),
         }
         return self._launch(
             "trainer", self.commands.trainer, settings, self.threads.trainer_env(self.recipe.trainer.nproc)

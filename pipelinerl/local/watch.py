@@ -15,19 +15,25 @@ from pipelinerl.local.follow import TrainerLink, actor_view
 from pipelinerl.local.process import ServiceDied, ServiceProcess
 from pipelinerl.local.progress_view import ActorView, RunState
 from pipelinerl.local.supervisor import SupervisedService
-from pipelinerl.service.address import read_address
+from pipelinerl.service.address import ServiceAddress, read_address
 
 _ASK_S = 1.0
 
 
-async def follow_trainer(service: SupervisedService, state: RunState, elapsed_s: Callable[[], float]) -> None:
+async def follow_trainer(
+    service: SupervisedService,
+    state: RunState,
+    elapsed_s: Callable[[], float],
+    on_up: Callable[[ServiceAddress], None] = lambda address: None,
+) -> None:
     """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for its address
-    file; that a trainer died is not news here."""
+    file, which `on_up` is told of; that a trainer died is not news here."""
     process: ServiceProcess | None = None
     while True:
         process = await service.next_process(process)
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
+            on_up(address)
             async with TrainerLink(address.grpc) as link, background(_follow_status(link, state)):
                 await _while_it_lives(process, _follow_steps(link, state, elapsed_s))
 

@@ -1,7 +1,7 @@
 """Static parts of the pages people read: charts, views and styles, without any dependency and without the network.
 
-`report.html` of a finished run has them inlined; the trainer serves `live.html`, which links the same files. Nothing here knows how a run's
-data is read: `data.py` says what of it the pages show.
+`report.html` of a finished run has them inlined; the trainer serves `live.html`, which links the same files. Nothing here
+knows how a run's data is read: `data.py` says what of it the pages show.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 "use strict";
 
 const PrlFlow = (() => {
-  const { node, shape, number, frame, empty, responsive } = PrlCharts;
+  const { node, shape, frame, empty, responsive } = PrlCharts;
   const HEIGHT = 230;
   const BAR = 12;
   const OUTCOMES = [
@@ -30,6 +30,14 @@ const PrlFlow = (() => {
     return values.map((value, i) => (small[i] ? least : (value / rest) * (room - taken)));
   }
 
+  /* Middles of labels `apart` from each other, as near to `wanted`, which rise, as `low` and `high` allow. */
+  function spread(wanted, apart, low, high) {
+    const places = [];
+    wanted.forEach((y, i) => places.push(Math.max(y, i ? places[i - 1] + apart : low)));
+    for (let i = places.length - 1; i >= 0; i--) places[i] = Math.min(places[i], i === places.length - 1 ? high : places[i + 1] - apart);
+    return places;
+  }
+
   function draw(svg, width, bands, issued) {
     const top = 24, bottom = HEIGHT - 8, gap = 12, left = 4, right = width - Math.min(180, width * 0.5);
     const tall = heights(bands.map((band) => band.count), bottom - top, gap);
@@ -37,15 +45,16 @@ const PrlFlow = (() => {
     svg.append(shape("text", { class: "strong", x: left, y: 14 }, `issued ${whole(issued)}`));
     const begin = top + (bottom - top - sum) / 2;
     svg.append(shape("rect", { x: left, y: begin, width: BAR, height: sum, rx: 2, fill: "var(--ink-3)" }));
+    const middles = tall.map((h, i) => top + tall.slice(0, i).reduce((a, b) => a + b + gap, 0) + h / 2);
+    const labels = spread(middles, 32, top + 6, bottom - 10);
     let from = begin, to = top;
     bands.forEach((band, i) => {
       const h = tall[i], x1 = left + BAR, middle = (x1 + right) / 2;
       const d = `M${x1},${from}C${middle},${from} ${middle},${to} ${right},${to}v${h}C${middle},${to + h} ${middle},${from + h} ${x1},${from + h}z`;
       svg.append(shape("path", { d, fill: band.color, "fill-opacity": 0.35 }));
       svg.append(shape("rect", { x: right, y: to, width: BAR, height: h, rx: 2, fill: band.color }));
-      const y = Math.min(bottom - 2, to + h / 2 + 4);
-      svg.append(shape("text", { class: "strong", x: right + BAR + 6, y: y - 6 }, band.label));
-      svg.append(shape("text", { x: right + BAR + 6, y: y + 8 }, `${number(band.count)} · ${share(band.count, issued)}`));
+      svg.append(shape("text", { class: "strong", x: right + BAR + 6, y: labels[i] - 2 }, band.label));
+      svg.append(shape("text", { x: right + BAR + 6, y: labels[i] + 12 }, `${whole(band.count)} · ${share(band.count, issued)}`));
       from += h;
       to += h + gap;
     });
@@ -95,5 +104,5 @@ const PrlFlow = (() => {
     table(root.children[1], counts, reasons);
   }
 
-  return { flow, scales: { heights, discrepancy } };
+  return { flow, scales: { heights, spread, discrepancy } };
 })();

@@ -64,7 +64,7 @@ const PrlLive = (() => {
       ["version", "Policy version", String(state.version ?? "–"), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}` : "no evaluation yet"],
-      ["lag", "Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)}; bound ${data.max_lag ?? "none"}`, data.max_lag && lag.max >= data.max_lag ? "warn" : ""],
+      ["lag", "Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)}; bound ${data.max_lag ?? "none"}`],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
       ["busy", "At work", percent(last.trainer_busy_fraction), `of its time the trainer; ${percent(last.actor_busy_fraction)} the actors`],
@@ -107,7 +107,7 @@ const PrlLive = (() => {
     const drawPlots = plots(root, data);
     const actors = section(root, "Actors").appendChild(node("div"));
     const ledger = section(root, "The ledger").appendChild(node("div"));
-    const read = section(root, "Sample completions", "Colours and marks show which policy version sampled each token: where the colour changes, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2. Renewed every few seconds, but not while you read here.");
+    const read = section(root, "Sample completions", `${PrlSamples.LEGEND} Renewed every few seconds, but not while you read here.`);
     const late = read.appendChild(node("div")), early = read.appendChild(node("div"));
     fold(section(root, "Recipe"), "recipe.yaml (resolved)", data.recipe);
     for (const heading of root.querySelectorAll("h2")) navigation.append(node("a", { href: `#${heading.id}` }, heading.textContent));

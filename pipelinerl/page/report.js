@@ -43,7 +43,7 @@ const PrlReport = (() => {
     plots(root, data);
     const ledger = section(root, "Sequences by outcome").appendChild(node("div"));
     PrlFlow.flow(ledger, data.summary.sequences, data.summary.sequence_reasons);
-    const box = section(root, "Sample completions", "The same policy early and late in the run. Colours and marks show which policy version sampled each token: where the colour changes, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2.");
+    const box = section(root, "Sample completions", `The same policy early and late in the run. ${PrlSamples.LEGEND}`);
     PrlSamples.samples(box.appendChild(node("div")), "Early", data.samples.early);
     PrlSamples.samples(box.appendChild(node("div")), "Late", data.samples.late);
     const rest = section(root, "Everything else");

@@ -8,7 +8,6 @@ const PrlSamples = (() => {
   const { node, number } = PrlCharts;
   const COLORS = 6;
   const FAR = 2;
-  let made = 0;
 
   /* Neighbouring versions never look alike, and a version looks the same in every sample. */
   const shade = (version) => `v${((version % COLORS) + COLORS) % COLORS}`;
@@ -32,6 +31,7 @@ const PrlSamples = (() => {
   }
 
   const HINT = "Point at a token, or move over the tokens with the arrow keys";
+  const LEGEND = "Colours and marks show which policy version sampled each token: where they change, new weights came in the middle of the completion. A dotted line under a token: its importance weight is above 2 or below 1/2. Point at a token, or move over the tokens with the arrow keys, to read its version and weight.";
 
   function token(sample, index, before, version) {
     const span = node("span", { class: `token ${version === null ? "" : shade(version)}`, "data-index": index });
@@ -49,9 +49,9 @@ const PrlSamples = (() => {
 
   /* The completion with its tokens coloured; one stop for the keyboard, whose arrows go from token to token. */
   function colored(sample) {
-    const box = node("div"), id = `token-${++made}`;
-    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${sample.tokens.length} tokens`, "aria-describedby": id });
-    const readout = node("div", { class: "readout", id, "aria-live": "polite" }, HINT);
+    const box = node("div");
+    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${sample.tokens.length} tokens`, title: HINT });
+    const readout = node("div", { class: "readout", "aria-live": "polite" });
     let before = null, length = 0;
     sample.tokens.forEach((piece, index) => {
       const version = versionAt(sample.spans, index);
@@ -65,7 +65,7 @@ const PrlSamples = (() => {
     const show = (span) => {
       if (current) current.classList.remove("current");
       current = span;
-      if (!span) { readout.textContent = HINT; return; }
+      if (!span) { readout.textContent = ""; return; }
       span.classList.add("current");
       const index = Number(span.dataset.index);
       readout.textContent = describe(sample, index, versionAt(sample.spans, index));
@@ -138,5 +138,5 @@ const PrlSamples = (() => {
     root.append(box);
   }
 
-  return { samples, parts: { versionAt, shade } };
+  return { samples, LEGEND, parts: { versionAt, shade } };
 })();

@@ -64,13 +64,15 @@ class MetricSet:
         self, name: str, text: str, buckets: Sequence[float], labels: Labels | None = None, *, unit: str = ""
     ) -> Histogram:
         """`buckets`: upper edges, inclusive."""
-        full = self._describe(name, "histogram", text, labels, unit)
+        full = self._describe(name, "histogram", text, labels, unit, buckets)
         made = Histogram(full, text, tuple(labels or ()), registry=self._registry, buckets=tuple(buckets))
         return _with_series(made, labels)
 
-    def histogram_of(self, name: str, text: str, collector: Collector, *, unit: str = "") -> None:
+    def histogram_of(
+        self, name: str, text: str, buckets: Sequence[float], collector: Collector, *, unit: str = ""
+    ) -> None:
         """One that `collector` yields under the full name."""
-        self._describe(name, "histogram", text, None, unit)
+        self._describe(name, "histogram", text, None, unit, buckets)
         self._registry.register(collector)
 
     def full_name(self, name: str) -> str:
@@ -80,12 +82,14 @@ class MetricSet:
         self._registry.register(reading)
         return reading
 
-    def _describe(self, name: str, kind: str, text: str, labels: Labels | None, unit: str) -> str:
+    def _describe(
+        self, name: str, kind: str, text: str, labels: Labels | None, unit: str, buckets: Sequence[float] = ()
+    ) -> str:
         assert (kind == "counter") == name.endswith("_total"), f"{name}: counters, and no others, end with _total"
         assert unit or unit_of(name), f"{name}: its unit is neither in the name nor given"
         full = self.full_name(name)
         if isinstance(self._registry, RunRegistry):
-            self._registry.describe(Family(full, kind, text, unit or unit_of(name), dict(labels or {})))
+            self._registry.describe(Family(full, kind, text, unit or unit_of(name), dict(labels or {}), tuple(buckets)))
         return full
 
 

@@ -29,6 +29,8 @@ class Family:
     unit: str
     labels: Mapping[str, Sequence[str] | str]
     """Of each label its values; where they are not known beforehand, what they are."""
+    buckets: Sequence[float] = ()
+    """Upper edges of a histogram's, inclusive, without the last one, which has none."""
 
 
 class RunRegistry(CollectorRegistry):

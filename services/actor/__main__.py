@@ -14,6 +14,7 @@ from pipelinerl.service.logs import LogContext
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
     keep_to_quota(os.environ, 1)  # before anything loads torch
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its lines go through our handler, in our form
     from services.actor.app import serve
 
     await serve(settings, stop, context)

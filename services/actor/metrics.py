@@ -85,7 +85,7 @@ class ActorMetrics:
         self._busy_seconds.read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "From one token of a sequence to its next, over a decode step; with the stall where weights are swapped.",
+            "One step of the engine with sequences in progress, as the event loop sees it; with the stall of a swap.",
             DECODE_SECONDS,
         )
         self._kv_cache = metrics.reading(
@@ -166,13 +166,11 @@ class ActorMetrics:
         self._staging.read_state(STAGING_STATES, staging)
         self._most_in_progress.set(most_in_progress)
 
-    def engine_step(self, decode_s: float | None, kv_cache_usage: float | None) -> None:
-        """One step of the engine. `decode_s`: None of a step in which no sequence got a further token; `kv_cache_usage` in
-        [0, 1]: None where the engine does not say."""
+    def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:
+        """One step of the engine. `decode_s`: None of the first after a time with nothing to do; `kv_cache_usage` in [0, 1]."""
         if decode_s is not None:
             self.decode_step.observe(decode_s)
-        if kv_cache_usage is not None:
-            self._kv_cache.set(kv_cache_usage)
+        self._kv_cache.set(kv_cache_usage)
 
     def show_weight_loader(self, mode: str) -> None:
         """`shadow`, `in_place` or `paused`; one at a time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.loggers import StatLoggerFactory
 
 _ABORTED = "abort"
-OnStep = Callable[[float | None, float | None], None]
-"""Seconds from the token before to this step's, None where no sequence had one; share of the KV cache in use."""
+OnStep = Callable[[float | None, float], None]
+"""Seconds since the step before, None where the engine had nothing to do in between; share of the KV cache in use."""
 EVALUATION_SLOTS = 64
 """Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
 
@@ -91,6 +92,7 @@ async def start_engine(
     stop = stop or asyncio.Event()
     llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step), stop)
     engine = VllmEngine(llm)
+    without_request_stats(llm)
     try:
         llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
         yield engine
@@ -115,7 +117,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
 
 
-def step_logger(on_step: OnStep) -> type[PrometheusStatLogger]:
+def step_logger(on_step: OnStep) -> StatLoggerFactory:
     """A stat logger of vLLM that calls `on_step` and nothing else.
 
     vLLM adds its own Prometheus logger, with a hundred metrics, unless a given one is of that class.
@@ -124,14 +126,16 @@ def step_logger(on_step: OnStep) -> type[PrometheusStatLogger]:
 
     class StepLogger(PrometheusStatLogger):
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-            return
+            self._running, self._at_s = False, 0.0
 
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            gaps_s = iteration_stats.inter_token_latencies_iter if iteration_stats else ()
-            usage = scheduler_stats.kv_cache_usage if scheduler_stats else None
-            on_step(min(gaps_s, default=None), usage)
+            if scheduler_stats is None:
+                return
+            now_s = time.monotonic()
+            on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
+            self._running, self._at_s = scheduler_stats.num_running_reqs > 0, now_s
 
         def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
             return
@@ -143,6 +147,12 @@ def step_logger(on_step: OnStep) -> type[PrometheusStatLogger]:
             return
 
     return StepLogger
+
+
+def without_request_stats(llm: AsyncLLM) -> None:
+    """Leaves out what vLLM would note of each token of each request on this process's event loop, a quarter of its work there.
+    What its scheduler says of each step goes on. To be called before the first request."""
+    llm.log_stats = llm.output_processor.log_stats = False
 
 
 class VllmEngine:

@@ -196,6 +196,7 @@ class TrainingRun:
         self._trackers = trackers
         self._settings, self._recipe, self._bus, self._events = settings, recipe, bus, events
         self._journal, self._start, self._context = journal, start, context
+        context.policy_version = start.version
         self._incarnation = start.lineage.incarnation
         self._metrics = metrics
         self._replicas = ReplicaAdvice(recipe, metrics.registry)

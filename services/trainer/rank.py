@@ -12,8 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import CollectorRegistry
-
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import UserError
@@ -23,48 +21,36 @@ from pipelinerl.service.http import serve_http
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.loop_watch import watch_loop
-from pipelinerl.service.metric_set import MetricSet
 from pipelinerl.service.readiness import Readiness
 from pipelinerl.service.run_registry import RunRegistry
-from services.trainer.learn.share import TRAIN
 from services.trainer.loading import load_learner
+from services.trainer.metrics.rank import RankMetrics
 from services.trainer.ranks.follower import follow
-from services.trainer.ranks.lead import ADAPTER, BEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.ranks.world import leave_ranks
 
 log = logging.getLogger(__name__)
-
-ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, BEAT)
-
-
-class RankMetrics:
-    """Of a rank that speaks for its node."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        metrics = MetricSet("pipelinerl_trainer", registry)
-        self.orders = metrics.counter(
-            "rank_orders_total",
-            "Orders of rank 0 to the first rank of a further node.",
-            {"kind": ORDERS},
-            unit="orders",
-        )
 
 
 class RankHealth:
     """What a rank shows of itself; set and counted on the thread that works."""
 
-    def __init__(self, run: str) -> None:
-        self.registry, self.readiness = RunRegistry(run), Readiness("the model is loading")
+    def __init__(self, context: LogContext) -> None:
+        self.registry, self.readiness = RunRegistry(context.run), Readiness("the model is loading")
+        self._context = context
         self._orders = RankMetrics(self.registry).orders
 
     def heard(self, order: str) -> None:
         self._orders.labels(order).inc()
 
+    def trained(self, version: int) -> None:
+        """A step made `version`: log lines carry it from now on."""
+        self._context.policy_version = version
+
 
 async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: LogContext) -> None:
     """Runs until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
-    health = RankHealth(settings.run)
+    health = RankHealth(context)
     async with _answering(settings, health, speaks=ranks.local_rank == 0):
         await asyncio.to_thread(_work, settings, ranks, health)
 
@@ -92,5 +78,5 @@ def _work(settings: TrainerSettings, ranks: RankSettings, health: RankHealth) ->
         log.error("rank %d cannot load the model: %s", ranks.rank, error)
         sys.exit(EXIT_USER_ERROR)
     health.readiness.set_ready()
-    follow(learner, health.heard)
+    follow(learner, health.heard, health.trained)
     leave_ranks()

@@ -8,7 +8,7 @@ beside what stands before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipelinerl.types import TokenIds
 
@@ -19,7 +19,7 @@ UNFINISHED = "\ufffd"
 class Decoder(Protocol):
     """The part of a tokenizer that is needed."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 class TokenPieces:
@@ -61,4 +61,4 @@ class TokenPieces:
             begin, whole = whole, end
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

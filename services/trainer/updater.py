@@ -74,8 +74,8 @@ class WeightUpdater:
         self._on_member, self._on_aborted = on_member, on_aborted
         self._on_regroup, self._on_evicted = on_regroup, on_evicted
         self._formed_before = False
-        self._draining: dict[str, str] = {}
-        """Processes that were told to end and are still registered, by actor."""
+        self._draining: set[str] = set()
+        """Actors that were told to end and are still registered."""
         self._departures, self._attendance = Departures(), Attendance()
         self._events: asyncio.Queue[tuple[Lane | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
@@ -119,7 +119,7 @@ class WeightUpdater:
     def member_states(self) -> dict[str, int]:
         """Registered actors by state, each of `MEMBER_STATES`. May be read on any thread."""
         present, serving, joining = set(self._main.coordinator.present), set(self._serving), set(self._sides)
-        leaving = set(self._draining) - present
+        leaving = self._draining - present
         others = present - serving - joining
         return {
             "serving": len(present & serving - joining),
@@ -213,7 +213,7 @@ class WeightUpdater:
         async with self._bus.watch_members() as events:
             async for event in events:
                 if event.payload is None:
-                    self._draining.pop(event.actor, None)
+                    self._draining.discard(event.actor)
                     self._post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
@@ -234,7 +234,9 @@ class WeightUpdater:
         )
         draining = registration.phase == "draining"
         if draining:
-            self._draining[member.actor] = member.process
+            self._draining.add(member.actor)
+        else:
+            self._draining.discard(member.actor)
         self._post(None, c.MembersLeaving((member,), "it was told to end") if draining else c.MemberUp(member))
 
     async def _watch_answers(self) -> None:

@@ -19,6 +19,8 @@ Item = TypeVar("Item")
 
 SOON_S = 5.0
 """Longer than anything that should happen takes."""
+CLOCKS_S = 1.0
+"""How far the server's clock and ours may be apart."""
 QUIET_S = 0.2
 """How long a test watches for something that should not happen."""
 
@@ -395,6 +397,22 @@ async def test_purging_removes_only_what_is_below(bus: Bus) -> None:
     assert (info.messages, info.first_position, info.last_position) == (2, 4, 5)
     async with bus.read_sequences(1) as entries:
         assert [(await soon(entries)).position, (await soon(entries)).position] == [4, 5]
+
+
+async def test_streams_say_when_their_oldest_message_came(bus: Bus) -> None:
+    empty = [await bus.sequences_info(), await bus.prompts_info()]
+    assert [info.first_at_s for info in empty] == [None, None]
+    before_s = time.time()
+    await bus.publish_sequence(b"a", "s1")
+    await bus.publish_prompt(b"p", "g1")
+    oldest_s = (await bus.sequences_info()).first_at_s
+    assert oldest_s is not None
+    assert before_s - CLOCKS_S <= oldest_s <= time.time() + CLOCKS_S
+    assert (await bus.prompts_info()).first_at_s == pytest.approx(oldest_s, abs=5)
+    await bus.publish_sequence(b"b", "s2")
+    assert (await bus.sequences_info()).first_at_s == oldest_s
+    await bus.purge_sequences(2)
+    assert ((await bus.sequences_info()).first_at_s or 0) > oldest_s
 
 
 async def test_positions_go_on_after_everything_is_purged(bus: Bus) -> None:

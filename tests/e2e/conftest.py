@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +57,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def recipe(tiny_model: Path, tmp_path: Path) -> Path:
+def tiny_recipe(model: Path, folder: Path) -> Path:
     """A run of a few optimizer steps. A third of its completions go to their limit, so that sequences span versions."""
-    path = tmp_path / "tiny.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(
         yaml.safe_dump(
             {
                 "name": "tiny",
-                "model": {"source": "path", "name": str(tiny_model), "max_context": 96},
+                "model": {"source": "path", "name": str(model), "max_context": 96},
                 "task": {
                     "name": "chain_sum",
                     "config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
@@ -83,6 +84,11 @@ def recipe(tiny_model: Path, tmp_path: Path) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tmp_path: Path) -> Path:
+    return tiny_recipe(tiny_model, tmp_path)
 
 
 @dataclass
@@ -129,23 +135,32 @@ class RunningCommand:
         return found
 
 
+@contextmanager
+def started_run(recipe: Path | str, run_dir: Path, *arguments: str, resume: bool = False) -> Iterator[RunningCommand]:
+    """`pipelinerl run` on a recipe, or with `resume` on its folder; what is left of it is killed."""
+    output = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.txt")
+    program = Path(sys.executable).with_name("pipelinerl")
+    where = ["--resume", str(run_dir)] if resume else [str(recipe), "--run-dir", str(run_dir)]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [str(program), "run", *where, *arguments], stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield RunningCommand(process, run_dir, output)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
 @pytest.fixture
 def start_run(recipe: Path, tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
     """Starts `pipelinerl run` on the tiny recipe, on that named by `of`, or on the folder `resume`; what is left is killed."""
-    started: list[RunningCommand] = []
+    with ExitStack() as stack:
+        numbers = count()
 
-    def start(*arguments: str, of: str = str(recipe), resume: Path | None = None) -> RunningCommand:
-        run_dir, output = resume or tmp_path / f"run{len(started)}", tmp_path / f"output{len(started)}.txt"
-        program = Path(sys.executable).with_name("pipelinerl")
-        where = ["--resume", str(run_dir)] if resume else [of, "--run-dir", str(run_dir)]
-        command = [str(program), "run", *where, *arguments]
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        started.append(RunningCommand(process, run_dir, output))
-        return started[-1]
+        def start(*arguments: str, of: str = str(recipe), resume: Path | None = None) -> RunningCommand:
+            run_dir = resume or tmp_path / f"run{next(numbers)}"
+            return stack.enter_context(started_run(of, run_dir, *arguments, resume=resume is not None))
 
-    yield start
-    for run in started:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait(10)
+        yield start

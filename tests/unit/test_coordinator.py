@@ -202,6 +202,26 @@ def test_with_only_failed_ones_left_the_one_that_failed_longest_ago_is_tried_fir
     assert machine.step(c.MemberUp(B))[0] == c.FormGroup(6, (B,))
 
 
+def causes(actions: list[c.Action]) -> list[str]:
+    return [action.cause.value for action in actions if isinstance(action, c.Evicted)]
+
+
+def test_each_eviction_says_its_cause() -> None:
+    assert causes(formed(A, B).step(c.MembersDown(("b",)))) == ["heartbeat"]
+    assert causes(formed(A, B).step(c.MemberUp(c.Member("b", "b-2")))) == ["restarted"]
+    assert causes(formed(A, B).step(c.MemberFailed("b", 1, "disk full"))) == ["failed"]
+    assert causes(formed(A, B).step(c.TransferFailed(1, "b did not come", ("b",)))) == ["missing"]
+    late = formed(A, B)
+    assert causes(late.step(c.DeadlinePassed(late._deadline_token))) == ["deadline", "deadline"]
+    wrong = formed(A, B)
+    wrong.step(c.BytesSent(1, 1, CHECKSUM))
+    assert causes(wrong.step(c.MemberStaged("a", 1, 1, CHECKSUM + 1))) == ["checksum"]
+    broken = formed(A, B)
+    for _ in range(c.MOST_RESTARTS):
+        broken.step(c.TransferFailed(broken.epoch, "the group broke"))
+    assert causes(broken.step(c.TransferFailed(broken.epoch, "the group broke"))) == ["group_broke", "group_broke"]
+
+
 def test_a_restarted_process_leaves_the_epoch_and_is_a_newcomer() -> None:
     machine = formed(A, B)
     actions = machine.step(c.MemberUp(c.Member("b", "b-2")))

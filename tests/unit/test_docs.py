@@ -49,6 +49,9 @@ def broken_links(document: Path) -> Iterator[str]:
         file = (document.parent / path).resolve() if path else document
         if not file.exists():
             yield f"{target}: no such file"
+        elif re.fullmatch(r"L\d+", fragment):
+            if int(fragment[1:]) > len(file.read_text(encoding="utf-8").splitlines()):
+                yield f"{target}: no such line"
         elif fragment and fragment not in map(anchor, _HEADING.findall(prose(file))):
             yield f"{target}: no such heading"
 

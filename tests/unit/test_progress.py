@@ -166,7 +166,7 @@ def test_any_metric_may_be_missing_or_null(missing: set[str], null: set[str]) ->
     record = metrics(1, heldout_accuracy=0.5, heldout_version=0, stall_s=0.1)
     record |= dict.fromkeys(null)
     run = state({key: value for key, value in record.items() if key not in missing})
-    assert len(rows(run, 20.0)) == 11
+    assert len(rows(run, 20.0)) == 12
     assert plain_line(run, 20.0).startswith(f"step {0 if 'step' in missing | null else 1}/100 | ")
 
 

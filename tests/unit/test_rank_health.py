@@ -12,14 +12,17 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
+import numpy as np
+
 from pipelinerl.config.load import load_recipe, recipe_yaml
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.service.logs import LogContext
 from services.trainer import rank
+from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
 from services.trainer.ranks.world import leave_ranks
-from tests.unit.builders import make_recipe
+from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import free_port, on_ranks
 from tests.unit.test_learner import model_of
 
@@ -62,20 +65,23 @@ def play(folder: str, port: int) -> Any:
 
 
 def rank_0(folder: str, port: int) -> tuple[int, str]:
-    """What the other node's pod answers to /healthz once it is ready and has heard two orders."""
+    """What the other node's pod answers to /healthz once it is ready and has heard two orders; makes version 6 then."""
     lead = Lead(load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2)))
     until(lambda: get(port, "/readyz") == (200, "ready\n"))
     lead.beat()
     lead.beat()
-    until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat"} 2.0' in get(port, "/metrics")[1])
+    until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
     healthy = get(port, "/healthz")
+    group = make_group()
+    batch = TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))
+    lead.train_step(lead.prepare([batch], version=5))
     lead.end()
     leave_ranks()
     return healthy
 
 
-def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str]:
-    """What it answers to /readyz before its model is loaded, and its name; returns when rank 0 has given its last order."""
+def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str, int | None]:
+    """What it answers to /readyz before its model is loaded, its name and version; returns with rank 0's last order."""
     asked, load, answers = threading.Event(), rank.load_learner, []
 
     def load_when_asked(*arguments: Any) -> Any:
@@ -92,7 +98,7 @@ def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str]:
     asking.start()
     asyncio.run(rank.serve_rank(settings(folder, port), RankSettings(rank=1, world_size=2, local_rank=0), context))
     asking.join()
-    return answers[0], context.instance
+    return answers[0], context.instance, context.policy_version
 
 
 def test_the_pod_of_another_node_answers(tmp_path: Path) -> None:
@@ -101,4 +107,4 @@ def test_the_pod_of_another_node_answers(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
     first, second = on_ranks(2, play, str(tmp_path), free_port())
     assert first == (200, "ok\n")
-    assert second == ((503, "the model is loading\n"), "trainer-1-rank1")
+    assert second == ((503, "the model is loading\n"), "trainer-1-rank1", 6)

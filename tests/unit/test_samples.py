@@ -15,7 +15,7 @@ from pipelinerl.types import VersionSpan
 from services.trainer.evaluation import HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.sampled import sampled_places, sampled_weights
+from services.trainer.learn.sampled import sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
 from services.trainer.samples import MOST_TOKENS, heldout_sample, trained_sample
@@ -25,7 +25,10 @@ from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequence
 
 
 def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
+    """The third sequence is of two versions."""
     sequences = sequences_of(lengths)
+    spans = (VersionSpan(0, 0, 1), VersionSpan(1, 1, lengths[2][1]))
+    sequences[2] = replace(sequences[2], spans=spans)
     return [group_of(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
 
 
@@ -38,7 +41,14 @@ def test_places_are_those_of_the_packed_rows_of_all_ranks() -> None:
     assert sampled_places(groups, [[0, 1], [3, 2]]) == {"g.0": slice(9, 11), "g.2": slice(12, 16)}
     assert sampled_places(groups, [[3], [], [2], [0, 1]]) == {"g.2": slice(1, 5), "g.0": slice(14, 16)}
     assert sampled_places(groups, [[2, 0], [1, 3]]) == {"g.2": slice(0, 4), "g.0": slice(4, 6)}
-    assert sampled_places(groups[:1], [[0, 1]]) == {"g.0": slice(9, 11)}
+    assert sampled_places(groups[:1], [[0, 1]]) == {"g.1": slice(0, 9), "g.0": slice(9, 11)}
+
+
+def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
+    groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
+    assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
+    assert [one.sequence_id for one in sampled_sequences(groups[:1])] == ["g.0", "g.1"]
+    assert [one.sequence_id for one in sampled_sequences([group_of(sequences_of([(1, 1)]))])] == ["g.0"]
 
 
 def test_weights_are_unclamped_and_may_be_infinite() -> None:
@@ -54,14 +64,14 @@ def test_weights_are_unclamped_and_may_be_infinite() -> None:
 @pytest.mark.parametrize("budget", [24, 512])
 def test_weights_of_a_step_are_those_of_each_sequence_alone(budget: int) -> None:
     """In several micro-batches or one: exp(log π − log μ) at the version whose gradient is taken."""
-    groups = groups_of([(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)], size=2)
+    groups = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
     model = model_of("llama-tied")
     sampled = [groups[0].sequences[0], groups[1].sequences[0]]
     expected = {
         one.sequence_id: np.exp(plain_logprobs(model, one).detach().numpy() - one.behaviour_logprobs) for one in sampled
     }
     learner = Learner(wrap_model(model), AlgorithmConfig(clamp=1.5), TrainerConfig(tokens_per_microbatch=budget))
-    outcome = learner.train_step(groups, version=0)
+    outcome = learner.train_step(groups, version=1)
     assert (outcome.tokens.microbatches > 1) == (budget == 24)
     assert outcome.sampled_weights.keys() == expected.keys()
     for key, weights in expected.items():

@@ -26,6 +26,7 @@ from services.trainer.events import RunEvents
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.page.board import PageBoard
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
@@ -59,7 +60,12 @@ class Tracked:
 
 @asynccontextmanager
 async def training_run(
-    run_dir: Path, stop_checkpoint_s: float = 10.0, *, linger: bool = False, **sections: object
+    run_dir: Path,
+    stop_checkpoint_s: float = 10.0,
+    *,
+    linger: bool = False,
+    board: PageBoard | None = None,
+    **sections: object,
 ) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
     """A run of no actors that has not begun; `sections` of its recipe."""
     settings = TrainerSettings(
@@ -88,6 +94,7 @@ async def training_run(
                 LogContext(RUN, "trainer", "trainer"),
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
                 RunTrackers([Tracked()]),  # type: ignore[list-item]
+                board,
             )
             try:
                 yield run, policy

@@ -26,7 +26,7 @@ from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
 from services.trainer import coordinator as c
 from services.trainer.attendance import MemberChange
-from services.trainer.coordinator import Phase
+from services.trainer.coordinator import EvictionCause, Phase
 from services.trainer.lane import SentBytes, UpdateRecord
 from services.trainer.updater import WeightUpdater, together
 from tests.unit.builders import RUN
@@ -129,6 +129,8 @@ class Stage:
     running: asyncio.Task[None]
     changes: list[MemberChange]
     aborts: list[tuple[int, int, str, str]]
+    regroups: list[int]
+    causes: list[EvictionCause]
 
     def told(self, actor: str) -> list[str]:
         """What was told of an actor's comings and goings."""
@@ -173,6 +175,7 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
         await bus.create_streams()
         port, records = ScriptedPort(), list[UpdateRecord]()
         changes, aborts = list[MemberChange](), list[tuple[int, int, str, str]]()
+        regroups, causes = list[int](), list[EvictionCause]()
         updater = WeightUpdater(
             bus,
             port,
@@ -182,6 +185,8 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
             on_served=records.append,
             on_member=changes.append,
             on_aborted=lambda *aborted: aborts.append(aborted),
+            on_regroup=regroups.append,
+            on_evicted=causes.append,
         )
         tasks = [asyncio.create_task(updater.run())]
         actors = {}
@@ -192,7 +197,7 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
         try:
             async with asyncio.timeout(10):
                 await updater.wait_for_members(len(names))
-            yield Stage(updater, port, records, actors, server, stack, tasks[0], changes, aborts)
+            yield Stage(updater, port, records, actors, server, stack, tasks[0], changes, aborts, regroups, causes)
         finally:
             for task in tasks:
                 task.cancel()
@@ -250,7 +255,7 @@ async def test_an_actor_that_misses_the_deadline_does_not_stop_the_others() -> N
         assert one.actors["a"].receiver.served == [PolicyVersion(1, 0)]
         assert one.actors["b"].receiver.served == []
         assert one.actors["b"].receiver.discards == 1
-        assert one.updater.evictions == 1
+        assert (one.updater.evictions, one.causes, one.regroups) == (1, [EvictionCause.DEADLINE], [2])
         assert one.port.opened == [(1, 3), (2, 2)]
         one.actors["b"].receiver.may_receive.set()
         await one.brought_back("b", 0)
@@ -426,6 +431,7 @@ async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serv
         joiner = await one.join("b")
         joiner.receiver.may_receive.clear()
         await one.until(lambda: len(one.port.sent) == 2)
+        assert one.updater.member_states == {"serving": 1, "joining": 1, "waiting": 0, "leaving": 0}
         await one.send(1)
         assert list(one.updater.members) == ["a"]
         joiner.receiver.may_receive.set()
@@ -496,6 +502,9 @@ async def test_an_actor_whose_pod_is_deleted_has_left_and_its_last_heartbeats_do
         await b.register(pod_uid="u1", phase="serving")
         await one.send(1)
         assert (one.updater.num_present, list(one.updater.members)) == (1, ["a"])
+        assert one.updater.member_states == {"serving": 1, "joining": 0, "waiting": 0, "leaving": 0}
+        await b.register(pod_uid="u1", phase="draining")
+        await one.until(lambda: one.updater.member_states["leaving"] == 1)
         assert b.receiver.served == [PolicyVersion(1, 0)]
         assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
         assert one.aborts == []

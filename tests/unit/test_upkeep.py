@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.bus.protocol import StreamInfo, StreamLimits
 from pipelinerl.codec import decode_group
 from services.trainer.upkeep import StreamUpkeep
 from tests.unit.builders import RUN, make_recipe, make_sequence
@@ -23,6 +23,7 @@ class KeptDesk(Desk):
 
     readable_from = newest = 1
     checkpoints = 0
+    looks: list[tuple[str, StreamInfo]]
 
 
 @asynccontextmanager
@@ -33,6 +34,7 @@ async def kept_desk(
     async with MemoryBus(RUN, server=server, limits=limits) as bus:
         await bus.create_streams()
         one = KeptDesk(bus, make_recipe())
+        one.looks = []
 
         async def checkpoint() -> None:
             one.checkpoints, one.newest = one.checkpoints + 1, one.intake.position + 1
@@ -43,6 +45,7 @@ async def kept_desk(
             one.intake,
             lambda filling: one.newest if filling else one.readable_from,
             checkpoint,
+            on_look=lambda stream, info: one.looks.append((stream, info)),
             every_s=EVERY_S,
             lost_after_s=lost_after_s,
         )
@@ -68,6 +71,14 @@ async def several_looks() -> None:
 
 async def first_position(one: Desk) -> int:
     return (await one.bus.sequences_info()).first_position
+
+
+async def test_what_it_sees_of_the_streams_is_told_from_the_start() -> None:
+    async with kept_desk(lost_after_s=60.0) as one:
+        while len(one.looks) < 2:
+            await asyncio.sleep(EVERY_S)
+        assert [stream for stream, _ in one.looks[:2]] == ["prompts", "sequences"]
+        assert one.looks[1][1].messages == 0
 
 
 async def test_the_log_is_purged_up_to_what_may_be_read_again() -> None:

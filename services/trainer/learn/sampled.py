@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from pipelinerl.types import Sequence
 from services.trainer.learn.batch import TrainingGroup, row_order
 
-SAMPLES_PER_STEP = 2
 SAMPLED_WEIGHTS = "sampled_weights"
 """Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
 
 
 def sampled_sequences(groups: Many[TrainingGroup]) -> list[Sequence]:
-    """The first sequence of each of the first groups of a step."""
-    return [group.sequences[0] for group in groups[:SAMPLES_PER_STEP]]
+    """Two of a step: its first sequence, and of the others the first one that most versions sampled."""
+    first, *others = [sequence for group in groups for sequence in group.sequences]
+    return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
 def sampled_places(groups: Many[TrainingGroup], batches: Iterable[Many[int]]) -> dict[str, slice]:

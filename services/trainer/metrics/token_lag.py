@@ -48,7 +48,7 @@ class TokenLagMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self._histogram = TokenLagHistogram(metrics.full_name(NAME))
-        metrics.histogram_of(NAME, TEXT, self._histogram)
+        metrics.histogram_of(NAME, TEXT, LAG_EDGES, self._histogram)
         self._max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         self._bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
 

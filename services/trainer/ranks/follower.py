@@ -18,8 +18,12 @@ from services.trainer.ranks.saver import FollowingSaver
 log = logging.getLogger(__name__)
 
 
-def follow(learner: Learner, heard: Callable[[str], None] = lambda kind: None) -> None:
-    """Returns after rank 0's last order; `heard` is told of each one's kind.
+def follow(
+    learner: Learner,
+    heard: Callable[[str], None] = lambda kind: None,
+    trained: Callable[[int], None] = lambda version: None,
+) -> None:
+    """Returns after rank 0's last order; `heard` is told of each one's kind, `trained` of the version that a step made.
 
     Raises `ServiceError` when rank 0 is gone without it, and whatever an order raises.
     """
@@ -32,6 +36,8 @@ def follow(learner: Learner, heard: Callable[[str], None] = lambda kind: None) -
             saver.save()
         else:
             carry_out(order, learner)
+        if order.kind == TRAIN:
+            trained(order.fields["version"] + 1)
     saver.end()
 
 

@@ -1,0 +1,24 @@
+"""docs/metrics.md says what the services export."""
+
+from __future__ import annotations
+
+from deploy.tools.metrics_reference import RENEW, ROOT, catalogue, replaced
+
+
+def test_the_table_of_metrics_is_what_the_services_register() -> None:
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert replaced(text) == text, f"run: {RENEW}"
+
+
+def test_a_metric_is_linked_to_the_line_that_makes_it() -> None:
+    for sourced in (sourced for metrics in catalogue().values() for sourced in metrics):
+        lines = (ROOT / sourced.path).read_text(encoding="utf-8").splitlines()
+        name = sourced.family.name.partition("_")[2].partition("_")[2]
+        near = "".join(lines[sourced.line - 1 : sourced.line + 3])
+        assert f'"{name}"' in near or "NAME" in near, f"{sourced.path}:{sourced.line} does not make {name}"
+
+
+def test_names_are_of_one_service_each() -> None:
+    names = [sourced.family.name for metrics in catalogue().values() for sourced in metrics]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("pipelinerl_") for name in names)

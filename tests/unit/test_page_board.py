@@ -1,0 +1,255 @@
+"""What the live page is told: history and events of a run, to readers that are fast, slow, late, or of another trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.actor_client import ActorLoad
+from services.trainer.page import board as board_module
+from services.trainer.page.board import MOST_READERS, STEPS_KEPT, PageBoard, PageReader, parsed
+from services.trainer.page.history import RunHistory
+from services.trainer.page.run_page import RunPage, ends_of
+from services.trainer.page.state import member_rows, natural
+from services.trainer.page.thinning import ThinnedSeries
+from tests.unit.builders import make_recipe
+
+ABOUT = {"run": "r"}
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "time_s": 2.0 * step, "reward_mean": 0.5, "ess_by_lag": {"0": 1.0, "1": 0.5 / step},
+        "lag_histogram": {0: 10, 1: step}, "loss": 1.0, **more,
+    }  # fmt: skip
+
+
+def sample(step: int, heldout: bool = False) -> dict[str, Any]:
+    return {"step": step, "version": step, "prompt": "p", "completion": f"c{step}", "heldout": heldout, "spans": []}
+
+
+# History
+
+
+def test_a_series_is_thinned_evenly_and_keeps_the_newest() -> None:
+    series: ThinnedSeries[int] = ThinnedSeries(4)
+    longest = 0
+    for number in range(1000):
+        series.add(number)
+        items = series.items()
+        assert items[-1] == number
+        longest = max(longest, len(items))
+    assert longest == 8
+    *even, last = series.items()
+    assert (even[0], last) == (0, 999)
+    assert {b - a for a, b in itertools.pairwise(even)} == {256}
+
+
+def test_history_is_the_object_that_the_views_draw() -> None:
+    history = RunHistory()
+    history.add(record(1))
+    news = history.add(record(2, heldout_accuracy=0.4, heldout_version=1), [sample(2)])
+    assert news["heldout"] == {"step": 1, "time_s": 2.0, "accuracy": 0.4}
+    assert (news["lag_totals"], news["ess_by_lag"]) == ({"0": 20, "1": 3}, {"0": 1.0, "1": 0.375})
+    assert [one["completion"] for one in news["samples"]] == ["c2"]
+    data = history.data()
+    assert [one["step"] for one in data["records"]] == [1, 2]
+    assert "loss" not in data["records"][0]
+    assert (data["heldout"], data["lag_totals"]) == ([news["heldout"]], news["lag_totals"])
+
+
+def test_the_first_samples_stay_and_of_the_newest_as_many_held_out_ones() -> None:
+    history = RunHistory()
+    history.add_samples([sample(0, heldout=True)] * 4)
+    for step in range(1, 30):
+        history.add(record(step), [sample(step), sample(step), *([sample(step, heldout=True)] * (step % 10 == 0))])
+    samples = history.data()["samples"]
+    assert [one["step"] for one in samples["early"]] == [0, 0, 0, 0, 1, 1]
+    assert [one["step"] for one in samples["late"] if one["heldout"]] == [10, 20]
+    assert [one["step"] for one in samples["late"] if not one["heldout"]] == [28, 28, 29, 29]
+
+
+def test_history_of_a_long_run_is_bounded() -> None:
+    history = RunHistory(limit=10)
+    for step in range(1, 2000):
+        history.add(record(step, heldout_accuracy=0.1), [sample(step)])
+    data = history.data()
+    assert (len(data["records"]) <= 20, len(data["heldout"]) <= 20, len(history._times_s) <= 256) == (True,) * 3
+    assert (data["records"][0]["step"], data["records"][-1]["step"]) == (1, 1999)
+    assert data["lag_totals"]["0"] == 10 * 1999
+
+
+def test_the_ends_of_a_long_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    assert list(ends_of(path)) == []
+    lines = [json.dumps({"step": step, "completion": "x" * 3000}) for step in range(2000)]
+    path.write_text("\n".join(lines) + '\n{"step": 2000, "comp', encoding="utf-8")
+    steps = [one["step"] for one in ends_of(path)]
+    assert (steps[:16], steps[-1]) == (list(range(16)), 1999)
+    assert 100 < len(steps) < 400
+    path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
+    assert [one["step"] for one in ends_of(path)] == list(range(20))
+
+
+# State
+
+
+def test_members_have_the_version_that_they_serve() -> None:
+    loads = {name: ActorLoad(1, 2, 3, 4, 5, 6) for name in ("actor-10", "actor-2")}
+    rows = member_rows(["actor-10", "actor-9", "actor-2", "x"], {"actor-2", "actor-9"}, {"actor-10"}, 7, loads)
+    assert [(row["name"], row["state"], row["version"], row["in_progress"]) for row in rows] == [
+        ("actor-2", "serving", 7, 5),
+        ("actor-9", "serving", 7, None),
+        ("actor-10", "joining", 4, 5),
+        ("x", "waiting", None, None),
+    ]
+    assert sorted(["b", "a10", "a9", "10", "9"], key=natural) == ["9", "10", "a9", "a10", "b"]
+
+
+# Board and readers
+
+
+class Follower:
+    """What one reader is told, event by event."""
+
+    def __init__(self, reader: PageReader | None) -> None:
+        assert reader is not None
+        self.reader, self.frames = reader, reader.frames()
+
+    async def next(self) -> tuple[str, Any]:
+        async with asyncio.timeout(10):
+            text = await anext(self.frames)
+        fields = dict(line.split(": ", 1) for line in text.strip().splitlines() if not line.startswith(":"))
+        return fields.get("event", "-"), fields.get("id") or json.loads(fields.get("data", "null"))
+
+
+def begun(*steps: int) -> PageBoard:
+    board = PageBoard()
+    board.begin(ABOUT, [record(step) for step in steps], [])
+    return board
+
+
+def position(board: PageBoard) -> str:
+    return json.loads(board.history())["position"]
+
+
+async def test_a_reader_hears_each_step_once_and_the_state_when_it_changes() -> None:
+    board = begun(1, 2)
+    follower = Follower(board.open(position(board)))
+    assert await follower.next() == ("-", None)
+    assert await follower.next() == ("state", {"phase": "starting"})
+    board.step(record(3), [])
+    event, number = await follower.next()
+    assert (event, number) == ("step", position(board))
+    board.state({"phase": "training"})
+    assert await follower.next() == ("state", {"phase": "training"})
+    board.state({"phase": "training"})  # nothing new
+    board.step(record(4), [])
+    assert (await follower.next())[0] == "step"
+    history = json.loads(board.history())
+    assert ([one["step"] for one in history["records"]], history["run"]) == ([1, 2, 3, 4], "r")
+
+
+async def test_steps_come_from_another_thread() -> None:
+    board = begun()
+    follower = Follower(board.open(position(board)))
+    for _ in range(2):
+        await follower.next()
+    waiting = asyncio.create_task(follower.next())
+    await asyncio.sleep(0)
+    thread = threading.Thread(target=lambda: board.step(record(1), []))
+    thread.start()
+    assert (await waiting)[0] == "step"
+    thread.join()
+
+
+async def test_a_reader_that_was_away_catches_up_or_starts_anew() -> None:
+    board = begun()
+    before = position(board)
+    for step in range(1, STEPS_KEPT + 1):
+        board.step(record(step), [])
+    follower = Follower(board.open(before))
+    told = [(await follower.next())[0] for _ in range(STEPS_KEPT + 1)]
+    assert told == ["-", *["step"] * STEPS_KEPT]
+    board.step(record(STEPS_KEPT + 1), [])
+    late = Follower(board.open(before))
+    assert [(await late.next())[0] for _ in range(2)] == ["-", "reset"]
+    with pytest.raises(StopAsyncIteration):
+        await late.next()
+
+
+@pytest.mark.parametrize("strange", ["", "x", "-", "abc-", "abc-x1", "abc-\u00b2", "ffff-3", "a" * 500 + "-1"])
+async def test_who_is_at_no_position_starts_anew(strange: str) -> None:
+    follower = Follower(begun(1).open(strange))
+    assert [(await follower.next())[0] for _ in range(2)] == ["-", "reset"]
+    assert parsed(strange)[1] in (-1, 3)
+
+
+async def test_readers_of_the_trainer_before_start_anew() -> None:
+    old, new = begun(1, 2, 3), begun(1)
+    assert [(await one.next())[0] for one in [Follower(new.open(position(old)))] for _ in range(2)] == ["-", "reset"]
+    early = PageBoard()  # a page that was opened while the model was loading
+    follower = Follower(early.open(position(early)))
+    assert [(await follower.next())[0] for _ in range(2)] == ["-", "state"]
+    early.begin(ABOUT, [], [])
+    assert (await follower.next())[0] == "reset"
+
+
+async def test_readers_are_bounded_and_let_go() -> None:
+    board = begun()
+    readers = [board.open("") for _ in range(MOST_READERS)]
+    assert board.open("") is None
+    assert readers[0] is not None
+    readers[0].close()
+    last = Follower(board.open(position(board)))
+    for _ in range(2):
+        await last.next()
+    board.close()
+    with pytest.raises(StopAsyncIteration):
+        await last.next()
+    assert board.open("") is None, "the trainer ends"
+
+
+async def test_silence_is_broken_by_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "HEARTBEAT_S", 0.01)
+    board = begun()
+    follower = Follower(board.open(position(board)))
+    for _ in range(2):
+        await follower.next()
+    async with asyncio.timeout(10):
+        assert await anext(follower.frames) == ": still here\n\n"
+
+
+# The trainer's end
+
+
+async def test_samples_go_with_the_next_step() -> None:
+    board = PageBoard()
+    page = RunPage(board, lambda: {"phase": "training"})
+    page.begin("r", make_recipe(), Path("nowhere"), [])
+    for step in range(100):
+        page.sample(sample(step))
+    page.step(record(1))
+    page.step(record(2))
+    page.publish()
+    data = json.loads(board.history())
+    assert (data["state"], data["total_steps"], data["max_lag"]) == ({"phase": "training"}, 4, 1)
+    assert "name: unit" in data["recipe"]
+    assert [one["step"] for one in data["samples"]["late"]] == [96, 97, 98, 99]
+
+
+async def test_a_page_that_is_off_costs_nothing() -> None:
+    def never() -> dict[str, Any]:
+        raise AssertionError("nobody reads it")
+
+    page = RunPage(None, never)
+    page.begin("r", make_recipe(), Path("nowhere"), [record(1)])
+    page.step(record(1))
+    page.publish()
+    await page.run()

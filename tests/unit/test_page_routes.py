@@ -1,0 +1,137 @@
+"""The live page's routes over a real server on a thread of its own: what is served, how safely, and to whom not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.page import LIVE_ASSETS
+from pipelinerl.service.health_app import health_app
+from pipelinerl.service.http import serve_http
+from pipelinerl.service.readiness import Readiness
+from services.trainer.page import routes
+from services.trainer.page.board import PageBoard
+from services.trainer.page.routes import add_page
+from tests.unit.test_page_board import ABOUT, record, sample
+from tests.unit.test_trainer_stop import stop_during_step, training_run
+
+
+@asynccontextmanager
+async def served(board: PageBoard) -> AsyncIterator[httpx.AsyncClient]:
+    app = health_app(Readiness("starting"), CollectorRegistry())
+    add_page(app, board)
+    async with serve_http(app, "127.0.0.1", 0, own_thread=True) as port:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            yield client
+        board.close()
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[tuple[str, str, str]]:
+    """(event, id, data) of a stream."""
+    fields: dict[str, str] = {}
+    async for line in answer.aiter_lines():
+        if line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif "event" in fields:
+            yield fields["event"], fields.get("id", ""), fields["data"]
+            fields = {}
+
+
+async def test_everything_the_page_needs_is_served_and_may_load_nothing_else() -> None:
+    async with served(PageBoard()) as client:
+        page = await client.get("/")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self';" in policy
+        assert "unsafe" not in policy
+        for name in LIVE_ASSETS:
+            assert f'"page/assets/{name}"' in page.text
+            answer = await client.get(f"/page/assets/{name}")
+            assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
+        for name in ("live.html", "data.py", "..%2Fdata.py", "nosuch.js"):
+            assert (await client.get(f"/page/assets/{name}")).status_code == 404
+        for path in ("/", "/page/history"):
+            headers = (await client.get(path, headers={"Origin": "http://elsewhere.example"})).headers
+            assert "access-control-allow-origin" not in headers
+            assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert (await client.post("/page/history")).status_code == 405
+
+
+async def test_a_page_fetches_history_and_follows_from_there() -> None:
+    board = PageBoard()
+    board.begin(ABOUT, [record(1)], [sample(1)])
+    async with served(board) as client:
+        history = (await client.get("/page/history")).json()
+        assert [one["step"] for one in history["records"]] == [1]
+        async with client.stream("GET", "/page/events", params={"after": history["position"]}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            heard = events(answer)
+            assert (await anext(heard))[0] == "state"
+            board.step(record(2), [sample(2)])
+            event, number, data = await anext(heard)
+            assert (event, json.loads(data)["record"]["step"]) == ("step", 2)
+        board.step(record(3), [])
+        async with client.stream("GET", "/page/events", headers={"Last-Event-ID": number}) as answer:
+            event, _, data = await anext(events(answer))
+            assert (event, json.loads(data)["record"]["step"]) == ("step", 3)
+        async with client.stream("GET", "/page/events", params={"after": "<script>"}) as answer:
+            assert [one[0] async for one in events(answer)] == ["reset"]
+
+
+async def test_connections_are_counted_and_closed_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.page.board.MOST_READERS", 1)
+    board = PageBoard()
+    board.begin(ABOUT, [], [])
+    async with served(board) as client:
+        position = (await client.get("/page/history")).json()["position"]
+        async with client.stream("GET", "/page/events", params={"after": position}) as answer:
+            assert (await anext(events(answer)))[0] == "state"
+            refused = await client.get("/page/events", params={"after": position})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        async with asyncio.timeout(20):
+            while board.num_readers:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_browser_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is full: nothing is kept for it, and its place is free again."""
+    monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.2)
+    board = PageBoard()
+    board.begin(ABOUT, [], [])
+    async with served(board) as client:
+        position = (await client.get("/page/history")).json()["position"]
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+            connection.sendall(f"GET /page/events?after={position} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            async with asyncio.timeout(30):
+                while not board.num_readers:
+                    await asyncio.sleep(0.01)
+                step = 0
+                while board.num_readers:
+                    step += 1
+                    board.step(record(step, weight_update={"x": "y" * 100_000}), [])
+                    await asyncio.sleep(0.005)
+
+
+async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
+    board = PageBoard()
+    async with training_run(tmp_path, board=board) as (run, policy), asyncio.timeout(60):
+        assert json.loads(board.history())["state"] == {"phase": "starting"}
+        running = await stop_during_step(run, policy)
+        policy.may_step.set()
+        await running
+    data = json.loads(board.history())
+    assert [one["step"] for one in data["records"]] == [2]
+    state = data["state"]
+    assert (state["phase"], state["ended"], state["version"]) == ("finished", "stopped", 2)
+    counts = state["sequences"]
+    assert counts["issued"] == counts["trained"] + counts["in_flight"]
+    assert [one["tokens"] for one in data["samples"]["early"]] == [None, None], "the fake's text is another"

@@ -1,0 +1,112 @@
+"""What every metric of a run has in common: the run's name, a unit, no series where there is no value."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipelinerl.service.metric_set import MetricSet, unit_of
+from pipelinerl.service.reading import Reading
+from pipelinerl.service.run_registry import RunRegistry
+
+
+def series(registry: CollectorRegistry) -> dict[str, float]:
+    """Value by `name{labels}`, as a scraper reads it."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        f"{sample.name}{dict(sorted(sample.labels.items()))}": sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_the_run_is_on_every_sample_of_every_kind() -> None:
+    registry = RunRegistry("gsm")
+    Gauge("g", "a gauge", ["state"], registry=registry).labels("up").set(2)
+    Counter("c", "a counter", registry=registry).inc(3)
+    Histogram("h", "a histogram", buckets=(1.0,), registry=registry).observe(0.5)
+    reading = Reading("r", "a reading", "lag")
+    reading.set_each({"0": 0.5})
+    registry.register(reading)
+    assert series(registry) == {
+        "g{'run': 'gsm', 'state': 'up'}": 2,
+        "c_total{'run': 'gsm'}": 3,
+        "h_bucket{'le': '1.0', 'run': 'gsm'}": 1,
+        "h_bucket{'le': '+Inf', 'run': 'gsm'}": 1,
+        "h_count{'run': 'gsm'}": 1,
+        "h_sum{'run': 'gsm'}": 0.5,
+        "r{'lag': '0', 'run': 'gsm'}": 0.5,
+    }
+    assert registry.get_sample_value("c_total", {"run": "gsm"}) == 3
+
+
+def test_a_scrape_changes_nothing() -> None:
+    registry = RunRegistry("gsm")
+    Gauge("g", "a gauge", registry=registry).set(1)
+    assert series(registry) == series(registry) == {"g{'run': 'gsm'}": 1}
+
+
+def test_a_reading_without_a_value_has_no_series() -> None:
+    registry, reading = CollectorRegistry(), Reading("r", "text")
+    registry.register(reading)
+    assert series(registry) == {}
+    reading.set(0.0)
+    assert series(registry) == {"r{}": 0}
+    reading.set(None)
+    assert series(registry) == {}
+
+
+def test_a_reading_is_read_at_each_scrape() -> None:
+    registry, now = CollectorRegistry(), {"a": 1.0}
+    state, count = Reading("s", "text", "state"), Reading("n_total", "text", "outcome", "counter")
+    registry.register(state)
+    registry.register(count)
+    state.read_state(("idle", "busy"), lambda: "busy" if now["a"] > 1 else "idle")
+    count.read_each(lambda: {**now, "b": None})
+    assert series(registry) == {"s{'state': 'idle'}": 1, "s{'state': 'busy'}": 0, "n_total{'outcome': 'a'}": 1}
+    now["a"] = 2.0
+    assert series(registry) == {"s{'state': 'idle'}": 0, "s{'state': 'busy'}": 1, "n_total{'outcome': 'a'}": 2}
+
+
+def test_a_label_value_that_is_gone_has_no_series() -> None:
+    registry, reading = CollectorRegistry(), Reading("r", "text", "lag")
+    registry.register(reading)
+    reading.set_each({"0": 1.0, "1": 0.5})
+    reading.set_each({"1": 0.25, "2": None})
+    assert series(registry) == {"r{'lag': '1'}": 0.25}
+
+
+def test_known_label_values_are_there_from_the_start() -> None:
+    registry = RunRegistry("gsm")
+    metrics = MetricSet("p", registry)
+    metrics.counter("calls_total", "Calls.", {"code": ("OK", "BAD")}, unit="calls")
+    metrics.counter("items_total", "Items.", {"task": "the recipe's", "code": ("OK",)})
+    assert series(registry) == {
+        "p_calls_total{'code': 'OK', 'run': 'gsm'}": 0,
+        "p_calls_total{'code': 'BAD', 'run': 'gsm'}": 0,
+    }
+    assert [(family.name, family.kind, family.unit) for family in registry.families] == [
+        ("p_calls_total", "counter", "calls"),
+        ("p_items_total", "counter", "items"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("step_seconds", "seconds"),
+        ("busy_seconds_total", "seconds"),
+        ("tokens_total", "tokens"),
+        ("tokens_per_second", "per second"),
+        ("start_timestamp_seconds", "seconds since 1970 (UTC)"),
+        ("loss", ""),
+    ],
+)
+def test_units_in_names(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
+
+
+def test_a_metric_without_a_unit_is_refused() -> None:
+    with pytest.raises(AssertionError, match="loss: its unit is neither in the name nor given"):
+        MetricSet("p", CollectorRegistry()).gauge("loss", "Loss.")

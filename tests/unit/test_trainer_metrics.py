@@ -1,0 +1,171 @@
+"""What the trainer exports, by hand: lags counted in tokens, spread inside groups, the ledger, streams, members, phase."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
+from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.service.metric_set import MetricSet
+from pipelinerl.v1 import trainer_pb2
+from services.trainer.books import Books
+from services.trainer.coordinator import EvictionCause
+from services.trainer.lane import UpdateRecord
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.metrics.outcomes import bounded, discrepancy
+from services.trainer.metrics.progress import ProgressMetrics
+from services.trainer.metrics.queues import QueueMetrics
+from services.trainer.reporting import group_figures
+from tests.unit.builders import make_group, make_sequence
+from tests.unit.trainer_fakes import step_figures
+
+
+class Exported:
+    """The trainer's metrics on a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = TrainerMetrics(self.registry)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
+
+    def step(self, **figures: object) -> None:
+        """A step's record with these figures."""
+        record = {"parity_failures": 0, "step_s": {}, "actor_busy_fraction": None, "trainer_busy_fraction": 0.5}
+        self.metrics.observe({**step_figures(), **record, **figures})
+
+
+def test_each_token_counts_once_under_its_lag() -> None:
+    exported = Exported()
+    exported.step(lag_histogram={0: 10, 1: 5, 3: 2}, lag={"max": 3})
+    exported.step(lag_histogram={"0": 1, "8": 4, "65": 1}, lag={"max": 65})
+    edges = {"0.0": 11, "1.0": 16, "2.0": 16, "4.0": 18, "8.0": 22, "16.0": 22, "32.0": 22, "64.0": 22, "+Inf": 23}
+    assert {le: exported("token_lag_steps_bucket", le=le) for le in edges} == edges
+    assert exported("token_lag_steps_count") == 23
+    assert exported("token_lag_steps_sum") == 5 + 6 + 32 + 65
+    assert exported("token_lag_max_steps") == 65
+
+
+def test_the_lag_bound_is_a_series_only_where_there_is_one() -> None:
+    exported = Exported()
+    exported.metrics.token_lag.bound(4)
+    assert exported("token_lag_bound_steps") == 4
+    exported.metrics.token_lag.bound(None)
+    assert exported("token_lag_bound_steps") is None
+
+
+def group_of(number: int, *rewards: float) -> TrainingGroup:
+    group = make_group(number, num_samples=len(rewards))
+    sequences = tuple(make_sequence(group, index, reward=reward) for index, reward in enumerate(rewards))
+    return TrainingGroup(sequences, np.zeros(len(rewards)))
+
+
+def test_the_spread_is_inside_groups_and_not_between_them() -> None:
+    # Standard deviations 0.5, 0 and 0 (rewards 0 and 1; 1 and 1; 0 and 0), though the batch as a whole spreads.
+    figures = group_figures([group_of(0, 0.0, 1.0), group_of(1, 1.0, 1.0), group_of(2, 0.0, 0.0)])
+    assert figures == {"group_reward_std": pytest.approx(0.5 / 3), "equal_reward_groups": pytest.approx(2 / 3)}
+    exported = Exported()
+    exported.step(**figures)
+    assert exported("group_reward_std") == pytest.approx(0.5 / 3)
+    assert exported("equal_reward_groups_ratio") == pytest.approx(2 / 3)
+
+
+def test_what_a_step_does_not_have_is_no_series_and_what_is_measured_now_and_then_stays() -> None:
+    exported = Exported()
+    exported.step(ess=0.8, loss=0.5, heldout_accuracy=0.25, ess_by_lag={"0": 1.0, "3-4": 0.5}, reward_mean=1.0)
+    assert exported("value_loss") is None
+    assert exported("mfu_ratio") == 0.4
+    exported.step(ess=None, loss=0.25, heldout_accuracy=None, ess_by_lag={"0": 0.9}, mfu=None)
+    assert (exported("ess_ratio"), exported("loss"), exported("mfu_ratio")) == (None, 0.25, None)
+    assert exported("heldout_accuracy_ratio") == 0.25
+    assert (exported("ess_by_lag_ratio", lag="0"), exported("ess_by_lag_ratio", lag="3-4")) == (0.9, None)
+
+
+def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
+    exported, books = Exported(), Books()
+    exported.metrics.outcomes.watch(books, lambda: 12, lambda: 1)
+    groups = [make_group(number) for number in range(4)]
+    for group in groups:
+        books.issue(group)
+    first, second, third, _ = groups
+    for group, version in ((first, 0), (second, 1)):
+        for index in (0, 1):
+            books.arrive(make_sequence(group, index, completion=(1, 2, 3), version=version))
+    books.arrive(make_sequence(third, 0, completion=(1,), failure="engine: it broke"))
+    books.arrive(make_sequence(third, 1, completion=()))
+    books.train([make_sequence(first, 0, completion=(1, 2, 3)), make_sequence(first, 1, completion=(1, 2, 3))], 1)
+    books.close([make_sequence(second, 0, completion=(1, 2, 3))], Outcome.DROPPED_STALE, "lag above max_lag")
+    wanted = {"issued": 8, "trained": 2, "dropped_stale": 1, "dropped_filtered": 0, "failed": 1, "in_flight": 4}
+    assert {state: exported("ledger_sequences", state=state) for state in wanted} == wanted
+    assert exported("ledger_discrepancy_sequences") == 0
+    assert (exported("failed_sequences", reason="engine"), exported("bad_messages")) == (1, 1)
+    assert exported("dropped_stale_sequences", reason="lag above max_lag") == 1
+    assert exported("dropped_stale_sequences", reason="version undone by a restart") == 0
+    tokens = {"trained": 6, "dropped_stale": 3, "dropped_filtered": 0, "failed": 1}
+    assert {outcome: exported("tokens_total", outcome=outcome) for outcome in tokens} == tokens
+    assert exported("tokens_arrived_total") == 12
+
+
+def test_books_that_are_taken_over_show_their_numbers() -> None:
+    before, after = Books(), Books()
+    before.issue(make_group(0))
+    after.restore(before.to_state())
+    assert after.counts == LedgerCounts(issued=2, in_flight=2)
+
+
+def test_a_ledger_that_does_not_add_up_shows_by_how_much() -> None:
+    assert discrepancy(LedgerCounts(issued=10, trained=4, dropped_stale=1, failed=1, in_flight=3)) == 1
+
+
+def test_reasons_beyond_the_most_frequent_are_one() -> None:
+    assert bounded({"a": 1, "b": 5, "c": 2, "d": 2}, most=2) == {"b": 5, "c": 2, "(other)": 3}
+    assert bounded({"a": 1}, most=2) == {"a": 1}
+
+
+class Reader:
+    position, num_ready = 7, 3
+
+
+def test_streams_by_hand() -> None:
+    registry = CollectorRegistry()
+    queues = QueueMetrics(MetricSet("p", registry), clock_s=lambda: 1000.0)
+    queues.watch(Reader(), lambda: 5)
+    of = registry.get_sample_value
+    assert (of("p_unread_sequences"), of("p_stream_messages", {"stream": "prompts"})) == (None, None)
+    queues.saw("prompts", StreamInfo(0, 0, 4, 3))
+    queues.saw("sequences", StreamInfo(6, 600, 5, 10, first_at_s=990.0))
+    assert [of(f"p_stream_{what}", {"stream": "sequences"}) for what in ("messages", "bytes", "oldest_seconds")] == [
+        6,
+        600,
+        10,
+    ]
+    assert [of(f"p_stream_{what}", {"stream": "prompts"}) for what in ("messages", "oldest_seconds")] == [0, 0]
+    assert (of("p_unread_sequences"), of("p_ready_groups"), of("p_feeder_allowance_groups")) == (3, 3, 5)
+
+
+def test_one_phase_is_the_current_one() -> None:
+    registry, phase = CollectorRegistry(), [trainer_pb2.TRAINER_PHASE_TRAINING]
+    progress, of = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: 50.0), registry.get_sample_value
+    assert of("p_phase", {"phase": "loading"}) == 1
+    progress.watch(lambda: phase[0], lambda: 3, lambda: -1)
+    progress.begin(8, None)
+    assert [of("p_phase", {"phase": name}) for name in ("loading", "training", "finished")] == [0, 1, 0]
+    assert (of("p_policy_version"), of("p_served_version"), of("p_planned_steps")) == (3, None, 8)
+    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (None, 50)
+
+
+def test_updates_and_members_are_counted() -> None:
+    exported = Exported()
+    membership = exported.metrics.membership
+    membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))
+    membership.aborted()
+    membership.evicted(EvictionCause.DEADLINE)
+    assert exported("weight_updates_total", outcome="served") == 1
+    assert exported("weight_updates_total", outcome="aborted") == 1
+    assert (exported("weight_update_bytes_total"), exported("weight_update_round_trip_seconds_sum")) == (100, 2)
+    assert exported("evictions_total", reason="deadline") == 1
+    assert exported("evictions_total", reason="checksum") == 0
