@@ -98,7 +98,12 @@ def bare_sampling(group: PromptGroup, logprobs: bool) -> VllmSamplingParams:
 
 
 async def actor_round(
-    engine: VllmEngine, groups: Sequence[PromptGroup], recipe: Recipe, bus: Bus, verifier: VerifierClient
+    engine: VllmEngine,
+    groups: Sequence[PromptGroup],
+    recipe: Recipe,
+    bus: Bus,
+    verifier: VerifierClient,
+    metrics: ActorMetrics | None = None,
 ) -> Round:
     """From the first prompt fetched to the last sequence stored and the last group acknowledged.
 
@@ -109,7 +114,7 @@ async def actor_round(
     num_sequences = sum(group.num_samples for group in groups)
     for group in groups:
         await bus.publish_prompt(encode_group(group), group.group_id)
-    actor = Actor(engine, recipe, bus, verifier, num_sequences)
+    actor = Actor(engine, recipe, bus, verifier, num_sequences, metrics or ActorMetrics(CollectorRegistry()))
     done = await timed(actor.run)
     if len(actor.held):
         raise ServiceError(f"{len(actor.held)} groups are not acknowledged")
@@ -120,9 +125,15 @@ class Actor:
     """The service's own parts, wired as it wires them, for `num_sequences` sequences."""
 
     def __init__(
-        self, engine: VllmEngine, recipe: Recipe, bus: Bus, verifier: VerifierClient, num_sequences: int
+        self,
+        engine: VllmEngine,
+        recipe: Recipe,
+        bus: Bus,
+        verifier: VerifierClient,
+        num_sequences: int,
+        metrics: ActorMetrics,
     ) -> None:
-        metrics, gate = ActorMetrics(CollectorRegistry()), ServingGate(recipe.algorithm.max_lag)
+        gate = ServingGate(recipe.algorithm.max_lag)
         gate.serve(VERSION)
         self.held = HeldGroups()
         self._left, self._stored = num_sequences, asyncio.Event()

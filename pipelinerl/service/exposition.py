@@ -12,7 +12,7 @@ from functools import lru_cache
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.utils import floatToGoString
 
-from pipelinerl.service.run_registry import CREATED, LABEL, RunRegistry
+from pipelinerl.service.run_registry import LABEL, RunRegistry, created_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT = 1 << 16
@@ -32,8 +32,9 @@ def _text(families: Iterable[tuple[str, Metric]]) -> bytes:
     lines: list[str] = []
     for run, family in families:
         lines.append(_head(family.name, family.documentation, family.type))
+        created = created_of(family)
         for sample in family.samples:
-            if not sample.name.endswith(CREATED):
+            if sample.name != created:
                 value = sample.value
                 plain = type(value) is float and (value == 0 or 1e-4 < value < _PLAIN)
                 text = repr(value) if plain else floatToGoString(value)

@@ -13,8 +13,6 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.samples import Sample
 
 LABEL = "run"
-CREATED = "_created"
-"""How the names of series end that say when a counter was created."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,15 @@ class RunRegistry(CollectorRegistry):
     def collect(self) -> Iterator[Metric]:
         for run, family in self.parts():
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
-            created = f"{family.name}{CREATED}"
+            created = created_of(family)
             labelled.samples = [
                 Sample(sample.name, {LABEL: run, **sample.labels}, *sample[2:])
                 for sample in family.samples
                 if sample.name != created
             ]
             yield labelled
+
+
+def created_of(family: Metric) -> str:
+    """Name of the series that say when a counter or histogram was created."""
+    return f"{family.name}_created"

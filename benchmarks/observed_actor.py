@@ -1,0 +1,139 @@
+"""Decode throughput of the actor's own loop with all its metrics and vLLM's figures of each step, and with none, in turn.
+
+Two engines of the same model in one process take turns, since vLLM is told at its start whether it is watched: one with the
+actor's logger of engine steps and metrics that are scraped once a round over HTTP, one with neither. Which of them is started
+first makes no difference that was seen. `ratio_cpu_time` counts this process and the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.actor_cases import Case
+from benchmarks.actor_overhead import START_S, process, streams
+from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
+from benchmarks.observed_trainer import GOAL, Unmeasured
+from benchmarks.page_client import fetched
+from benchmarks.spread import spread
+from pipelinerl.config.load import recipe_yaml
+from pipelinerl.local.initial_model import initial_model
+from pipelinerl.local.run_dir import create_run_dir
+from pipelinerl.local.services import ServiceCommands, ServiceLaunches
+from pipelinerl.local.threads import ThreadPlan
+from pipelinerl.service.health_app import health_app
+from pipelinerl.service.http import serve_http
+from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.verify import VerifierClient
+from services.actor.metrics import ActorMetrics
+from services.actor.vllm_engine import VllmEngine, start_engine
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SIDES = ("observed", "plain")
+
+
+@dataclass(frozen=True)
+class Side:
+    engine: VllmEngine
+    pids: frozenset[int]
+    """Of the engine's processes."""
+    metrics: ActorMetrics
+    port: int
+    """Of /metrics; 0 = nobody asks."""
+
+    def engine_cpu_s(self) -> float:
+        return sum(cpu_s(pid) for pid in self.pids)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round. `cpu_us_per_token`: of this process and the engine's."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+async def run_actor(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, Any]:
+    """Rounds of both sides in turn, the order swapped each time; one of each before that is not counted."""
+    load = os.getloadavg()[0]
+    rounds: dict[str, list[Measured]] = {side: [] for side in SIDES}
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        case = case.with_model(folder / "model")
+        run_dir = create_run_dir(case.recipe.name, datetime.now(), path=folder / "run")
+        run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
+        launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ), ServiceCommands())
+        model = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
+        started = await stack.enter_async_context(process("verifier", launches.verifier()))
+        address = await started.ready(START_S)
+        sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in SIDES}
+        bus = await stack.enter_async_context(streams(run_dir))
+        verifier = await stack.enter_async_context(VerifierClient(address.grpc))
+        groups = case.groups(run_dir.name, model)
+        for number in range(-1, pairs):
+            for name in SIDES if number % 2 else reversed(SIDES):
+                these = renamed(groups, f"{name}{number + 1}")
+                side = sides[name]
+                before_s = side.engine_cpu_s()
+                asking = asyncio.create_task(asyncio.to_thread(fetched, side.port, "/metrics")) if side.port else None
+                done = await actor_round(side.engine, these, case.recipe, bus, verifier, side.metrics)
+                if asking is not None:
+                    await asking
+                measured = summed(done, side.engine_cpu_s() - before_s)
+                print(f"actor {name}: {measured.tokens_per_s:.0f} tokens/s", file=sys.stderr)
+                if number >= 0:
+                    rounds[name].append(measured)
+    return result(rounds) | {"load_before": round(load, 2)}
+
+
+async def open_side(stack: AsyncExitStack, case: Case, model: str, *, observed: bool) -> Side:
+    """An engine with the metrics that go with it."""
+    metrics: Any = Unmeasured()
+    port, before = 0, {child.pid for child in multiprocessing.active_children()}
+    if observed:
+        registry = RunRegistry("observed")
+        metrics = ActorMetrics(registry)
+        metrics.watch(
+            version=lambda: 0, ready=lambda: True, held_groups=lambda: 1, staging=lambda: "idle", most_in_progress=1
+        )
+        app = health_app(Readiness(), registry)
+        port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, own_thread=True))
+    on_step = metrics.engine_step if observed else None
+    engine = await stack.enter_async_context(start_engine(case.recipe, model, on_step=on_step))
+    await engine.llm.update_weight_version(str(VERSION))
+    pids = {child.pid for child in multiprocessing.active_children()} - before
+    return Side(engine, frozenset(pid for pid in pids if pid is not None), metrics, port)
+
+
+def summed(done: Round, engine_s: float) -> Measured:
+    return Measured(done.tokens_per_s, 1e6 * (done.front_cpu_s + engine_s) / done.tokens)
+
+
+def result(rounds: dict[str, list[Measured]]) -> dict[str, Any]:
+    best_us = {side: min(one.cpu_us_per_token for one in rounds[side]) for side in SIDES}
+    pairs = list(zip(rounds["observed"], rounds["plain"], strict=True))
+    return {
+        "goal": GOAL,
+        **spread("ratio", [ours.tokens_per_s / plain.tokens_per_s for ours, plain in pairs]),
+        **spread("ratio_cpu_time", [plain.cpu_us_per_token / ours.cpu_us_per_token for ours, plain in pairs]),
+        "ratio_cpu_time_best": round(best_us["plain"] / best_us["observed"], 4),
+        "observed_tokens_per_s": round(max(ours.tokens_per_s for ours, _ in pairs), 1),
+        "plain_tokens_per_s": round(max(plain.tokens_per_s for _, plain in pairs), 1),
+        **{f"{side}_cpu_us_per_token": round(least, 1) for side, least in best_us.items()},
+        "pairs": len(pairs),
+    }
