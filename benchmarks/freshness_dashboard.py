@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from deploy.dashboards.freshness import FRESHNESS
 from deploy.dashboards.panels import Panel
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDING = ROOT / "benchmarks" / "results" / "freshness_dashboard.json"
+RECORDING = ROOT / "docs" / "freshness-dashboard.json"
 PICTURE = ROOT / "docs" / "freshness-dashboard.png"
 SCRAPE_S, POINTS, GRID = 2, 160, 24
 _DIGITS = 4
@@ -133,6 +134,13 @@ def _draw_panel(axes: Any, panel: Panel, curves: list[Curve], step_s: float) -> 
         axes.legend(fontsize=7, loc="best", framealpha=0.7)
 
 
+def bucket_names(edges: Sequence[str]) -> list[str]:
+    """What the buckets hold whose inclusive upper edges these are, of whole numbers from 0 on. Pure."""
+    numbers = [-1, *(int(float(edge)) for edge in edges if edge != "+Inf")]
+    names = [f"{low + 1}" if high == low + 1 else f"{low + 1}–{high}" for low, high in pairwise(numbers)]
+    return [*names, f"{numbers[-1] + 1}+"] if "+Inf" in edges else names
+
+
 def _draw_heatmap(axes: Any, curves: list[Curve], step_s: float) -> None:
     """Cumulative counts by upper edge become one row for each bucket."""
     import numpy as np
@@ -141,12 +149,10 @@ def _draw_heatmap(axes: Any, curves: list[Curve], step_s: float) -> None:
     cumulative = np.array([[value or 0.0 for value in curve["values"]] for curve in ordered])
     cells = np.diff(cumulative, axis=0, prepend=0.0)
     highest = max(np.flatnonzero(cells.max(axis=1) > 0).max(), 4) + 1
-    edges = [curve["legend"].removesuffix(".0") for curve in ordered]
-    below = ["0", *(f"≤ {edge}" for edge in edges[1:])]
     minutes = np.arange(cells.shape[1] + 1) * step_s / 60
     shown = np.ma.masked_less_equal(cells[:highest], 0)
     mesh = axes.pcolormesh(minutes, np.arange(highest + 1), shown, cmap="viridis", vmin=0)
-    axes.set_yticks(np.arange(highest) + 0.5, below[:highest])
+    axes.set_yticks(np.arange(highest) + 0.5, bucket_names([curve["legend"] for curve in ordered])[:highest])
     axes.set_ylabel("token lag, steps", fontsize=8)
     axes.set_xlabel("minutes", fontsize=8)
     axes.figure.colorbar(mesh, ax=axes, pad=0.01).set_label("tokens per second", fontsize=8)

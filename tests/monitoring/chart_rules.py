@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ def alerts(values: Mapping[str, Any] | None = None, release: str = "pipelinerl")
     by_name = {rule["alert"]: rule for rule in rules}
     assert len(by_name) == len(rules), "two alerts share a name"
     return by_name
+
+
+@functools.cache
+def shown_alerts() -> dict[str, Object]:
+    """By name, of the chart's defaults."""
+    return alerts()
 
 
 def write_rules(path: Path) -> Path:

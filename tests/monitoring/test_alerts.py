@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +15,7 @@ from pipelinerl.config.recipe import Recipe
 from tests.chart.rendering import ROOT, HelmError, render
 from tests.chart.test_schema import LEAVES
 from tests.monitoring.catalogue import problems_of, samples
-from tests.monitoring.chart_rules import alerts, write_rules
+from tests.monitoring.chart_rules import alerts, shown_alerts, write_rules
 from tests.tools import tool
 
 CASES = Path(__file__).parent / "rules"
@@ -38,11 +36,6 @@ ASKED_FOR = {
     "PipelineRLStepsSkipped",
     "PipelineRLParityFailures",
 }
-
-
-@functools.cache
-def shown() -> dict[str, dict[str, Any]]:
-    return alerts()
 
 
 def promtool(*arguments: str | Path) -> str:
@@ -72,15 +65,15 @@ def test_every_alert_is_tested_firing_and_silent() -> None:
         for case in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]:
             for entry in case["alert_rule_test"]:
                 (firing if entry["exp_alerts"] else silent).add(entry["alertname"])
-    assert firing == set(shown())
-    assert silent == set(shown())
-    assert set(shown()) >= ASKED_FOR
+    assert firing == set(shown_alerts())
+    assert silent == set(shown_alerts())
+    assert set(shown_alerts()) >= ASKED_FOR
 
 
 def test_every_alert_has_a_runbook_section_and_no_section_is_left_over() -> None:
     sections = re.findall(r"^### (PipelineRL\w+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(sections) == sorted(shown())
-    for name, rule in shown().items():
+    assert sorted(sections) == sorted(shown_alerts())
+    for name, rule in shown_alerts().items():
         assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
 
 
@@ -91,7 +84,7 @@ def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
 
 
 def test_every_alert_tells_its_severity_and_the_value() -> None:
-    for name, rule in shown().items():
+    for name, rule in shown_alerts().items():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert "$value" in rule["annotations"]["description"] or name == "PipelineRLTrainerDown"
@@ -109,10 +102,12 @@ def test_thresholds_are_values() -> None:
     values = yaml.safe_load((ROOT / "deploy/helm/values.yaml").read_text(encoding="utf-8"))
     thresholds = values["metrics"]["prometheusRule"]["thresholds"]
     others = {name: value / 2 if isinstance(value, float) else value + 100 for name, value in thresholds.items()}
-    changed = {name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown()[name]["expr"]}
+    changed = {
+        name for name, rule in alerts({"thresholds": others}).items() if rule["expr"] != shown_alerts()[name]["expr"]
+    }
     fixed = {"PipelineRLTrainerDown", "PipelineRLNoActors", "PipelineRLLedgerDoesNotAddUp", "PipelineRLStepsSkipped"}
     fixed |= {"PipelineRLLagOverBound", "PipelineRLActorTakesNoPrompts", "PipelineRLParityFailures"}
-    assert changed == set(shown()) - fixed
+    assert changed == set(shown_alerts()) - fixed
     text = (ROOT / "deploy/helm/files/alerts.yaml").read_text(encoding="utf-8")
     assert all(f"[[{name}]]" in text for name in thresholds)
 
