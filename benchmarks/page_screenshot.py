@@ -1,6 +1,6 @@
 """`python -m benchmarks.page_screenshot URL FILE`: a picture of a run's live page, or of a report.html, as PNG.
 
-Needs playwright and Chromium (`make test-tools`). It chooses nothing of the run: start one, and wait until it shows something.
+Needs playwright and Chromium (`make test-tools`). Chooses nothing of the run: start one, and wait until there is much to see.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipelinerl.local.ending import finish
 from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.progress import PlainDisplay
 from pipelinerl.local.progress_view import RunState
+from pipelinerl.service.address import read_address
 from tests.integration.fake_run import Run, recipe, running, until_pid_changes
 
 
@@ -42,6 +44,10 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> N
     assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
     summary = json.loads(run.dir.summary.read_text())
     assert (summary["restarts"], summary["steps"], summary["begun"]) == ({"trainer": 1}, 40, 10)
+    links = re.findall("Live page: (http://127[0-9.:]+/)", run.printed.getvalue())
+    assert links == [f"http://{read_address(run.dir.address('trainer')).http}/"], (
+        "the new trainer is where the old one was"
+    )
 
 
 class Watched(PlainDisplay):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.commands.run import free_page_port
 from pipelinerl.config.preflight import has_gpu
+from pipelinerl.errors import FieldError
 
 HEAVY = (
     "torch",
@@ -143,3 +146,14 @@ def test_report_of_what_is_not_a_run_exits_2(tmp_path: Path) -> None:
     assert "has no recipe.yaml" in done.stderr
     done = pipelinerl("report", "nosuch")
     assert (done.returncode, "RUN_DIR = 'nosuch': there is no such folder" in done.stderr) == (2, True)
+
+
+def test_a_page_port_that_is_taken_is_refused_before_anything_starts() -> None:
+    assert free_page_port(0) == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(FieldError, match=f"--page-port = {port}: cannot listen there .*; give another, or 0"):
+            free_page_port(port)
+    assert free_page_port(port) == port
+    with pytest.raises(FieldError, match="--page-port = 65536: give a port from 1 to 65535"):
+        free_page_port(65536)

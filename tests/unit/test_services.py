@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,16 @@ def test_where_the_cache_is() -> None:
     assert cache_folder({"PIPELINERL_CACHE": "/somewhere"}) == Path("/somewhere")
     assert cache_folder({"XDG_CACHE_HOME": "/xdg"}) == Path("/xdg/pipelinerl")
     assert cache_folder({}) == Path.home() / ".cache" / "pipelinerl"
+
+
+def test_the_trainers_page_keeps_its_port_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(made: ServiceLaunches, again: ServiceAddress | None = None) -> tuple[bool, int]:
+        found = settings_of(made.trainer(VERIFIER, "/model", again=again), TrainerSettings, monkeypatch)
+        assert isinstance(found, TrainerSettings)
+        return found.page, found.http_port
+
+    made = launches(tmp_path)
+    assert settings(made) == (True, 0)
+    assert settings(made, ServiceAddress("127.0.0.1:1", "127.0.0.1:4711", 1)) == (True, 4711)
+    assert settings(replace(made, page_port=8000)) == (True, 8000)
+    assert settings(replace(made, page_port=None)) == (False, 0)
