@@ -6,8 +6,15 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from pipelinerl.config.tracing import TracingSettings, TracingSwitch
 from pipelinerl.errors import UserError
@@ -126,10 +133,23 @@ def test_the_share_of_traces_is_the_samplers(monkeypatch: pytest.MonkeyPatch, co
 
 def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", **COLLECTOR})
-    with tracing(CONTEXT):
-        assert is_on()
-    assert "traces go to http://127.0.0.1:9 by grpc; sampler parentbased_always_on" in caplog.text
+    collector = Collector()
+
+    class Service(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+            collector.take(request.SerializeToString())
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
+    url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_ENDPOINT": url})
+    with tracing(CONTEXT), root("one"):
+        pass
+    server.stop(None)
+    assert [span.name for span in collector.spans] == ["one"]
+    assert f"traces go to {url} by grpc; sampler parentbased_always_on" in caplog.text
 
 
 def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
