@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from prometheus_client import Metric
+from prometheus_client.registry import Collector
 
 from benchmarks.observed_trainer import watch
 from benchmarks.page_client import fetched
@@ -34,9 +34,9 @@ class Together(RunRegistry):
         super().__init__("together")
         self._registries = registries
 
-    def parts(self) -> Iterator[tuple[str, Metric]]:
+    def sources(self) -> Iterator[tuple[str, Collector]]:
         for registry in self._registries:
-            yield from registry.parts()
+            yield from registry.sources()
 
 
 def actor_registry(run: str) -> RunRegistry:

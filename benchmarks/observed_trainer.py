@@ -55,8 +55,8 @@ class Unmeasured:
     def __getattr__(self, name: str) -> Unmeasured:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return
+    def __call__(self, *args: Any, **kwargs: Any) -> Unmeasured:
+        return self
 
 
 class Letters:

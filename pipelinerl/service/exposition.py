@@ -6,10 +6,12 @@ and histograms, without exemplars and timestamps: all that MetricSet makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.utils import floatToGoString
 
 from pipelinerl.service.run_registry import LABEL, RunRegistry, created_of
@@ -23,23 +25,58 @@ _PLAIN = 1e6
 
 def exposition(registry: CollectorRegistry) -> bytes:
     """All of the registry's metrics, as they are now. Runs on any thread."""
-    if isinstance(registry, RunRegistry):
-        return _text(registry.parts())
-    return _text(("", family) for family in registry.collect())
-
-
-def _text(families: Iterable[tuple[str, Metric]]) -> bytes:
     lines: list[str] = []
-    for run, family in families:
-        lines.append(_head(family.name, family.documentation, family.type))
+    if isinstance(registry, RunRegistry):
+        for run, source in registry.sources():
+            lines += _histogram(run, source) if type(source) is Histogram else _families(run, source.collect())
+    else:
+        lines += _families("", registry.collect())
+    return "".join(lines).encode()
+
+
+def _families(run: str, families: Iterable[Metric]) -> Iterator[str]:
+    for family in families:
+        yield _head(family.name, family.documentation, family.type)
         created = created_of(family)
         for sample in family.samples:
             if sample.name != created:
-                value = sample.value
-                plain = type(value) is float and (value == 0 or 1e-4 < value < _PLAIN)
-                text = repr(value) if plain else floatToGoString(value)
-                lines.append(f"{_series(run, sample.name, tuple(sample.labels.items()))}{text}\n")
-    return "".join(lines).encode()
+                yield f"{_series(run, sample.name, tuple(sample.labels.items()))}{_number(sample.value)}\n"
+
+
+def _histogram(run: str, histogram: Any) -> Iterator[str]:
+    """Most series are of histograms. Their counts are read where they are: the library would make two objects of each."""
+    yield _head(histogram._name, histogram._documentation, "histogram")
+    names = tuple(histogram._labelnames)
+    for values, child in _children(histogram):
+        labels = tuple(zip(names, values, strict=True))
+        starts = _histogram_series(run, histogram._name, labels, tuple(child._upper_bounds))
+        counts = list(accumulate(bucket.get() for bucket in child._buckets))
+        for start, value in zip(starts, (*counts, counts[-1], child._sum.get()), strict=False):
+            yield f"{start}{_number(value)}\n"
+
+
+def _children(histogram: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """By values of the labels; without labels it is its own."""
+    if not histogram._labelnames:
+        return [((), histogram)]
+    with histogram._lock:
+        return tuple(histogram._metrics.items())
+
+
+@lru_cache(maxsize=_KEPT)
+def _histogram_series(
+    run: str, name: str, labels: tuple[tuple[str, str], ...], bounds: tuple[float, ...]
+) -> tuple[str, ...]:
+    """Of the buckets, the count and, where there is one, the sum: not over values that may be negative."""
+    buckets = [_series(run, f"{name}_bucket", (*labels, ("le", floatToGoString(bound)))) for bound in bounds]
+    totals = ["_count", "_sum"] if bounds[0] >= 0 else ["_count"]
+    return (*buckets, *(_series(run, f"{name}{suffix}", labels) for suffix in totals))
+
+
+def _number(value: float) -> str:
+    """As Go writes it. Most are plain enough for Python's own form."""
+    plain = type(value) is float and (value == 0 or 1e-4 < value < _PLAIN)
+    return repr(value) if plain else str(floatToGoString(value))
 
 
 @lru_cache(maxsize=_KEPT)

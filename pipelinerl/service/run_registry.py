@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 LABEL = "run"
@@ -35,6 +36,7 @@ class RunRegistry(CollectorRegistry):
     """A `CollectorRegistry` of the process's part in run `run`."""
 
     def __init__(self, run: str) -> None:
+        self._sources: list[Collector] = []
         super().__init__()
         self._run = run
         self.families: list[Family] = []
@@ -44,17 +46,25 @@ class RunRegistry(CollectorRegistry):
         """Notes what a metric is; called where it is registered."""
         self.families.append(family)
 
-    def parts(self) -> Iterator[tuple[str, Metric]]:
-        """(run, family without that label): for who writes the label otherwise, which is faster."""
-        for family in super().collect():
-            yield self._run, family
+    def register(self, collector: Collector) -> None:
+        super().register(collector)
+        self._sources.append(collector)
+
+    def unregister(self, collector: Collector) -> None:
+        super().unregister(collector)
+        self._sources.remove(collector)
+
+    def sources(self) -> Iterator[tuple[str, Collector]]:
+        """(run, what is registered), without that label: for who writes the label otherwise, which is faster."""
+        for collector in tuple(self._sources):
+            yield self._run, collector
 
     def collect(self) -> Iterator[Metric]:
-        for run, family in self.parts():
+        for family in super().collect():
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
             created = created_of(family)
             labelled.samples = [
-                Sample(sample.name, {LABEL: run, **sample.labels}, *sample[2:])
+                Sample(sample.name, {LABEL: self._run, **sample.labels}, *sample[2:])
                 for sample in family.samples
                 if sample.name != created
             ]

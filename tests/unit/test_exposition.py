@@ -29,12 +29,16 @@ def test_names_labels_and_texts_are_written_as_the_library_does() -> None:
     failed = Counter("failed_total", 'A "text"\nof two \\ lines.', ["reason", "a"], registry=registry)
     failed.labels('back\\slash, "quote"\nline', "z").inc(2)
     failed.labels("", "ü").inc()
-    Histogram("h_seconds", "Seconds.", ["phase"], buckets=(0.1, 1), registry=registry).labels("wait").observe(0.5)
+    for phase in ("wait", "compute"):
+        Histogram(f"{phase}_seconds", "S.", ["phase"], buckets=(0.1, 1), registry=registry).labels(phase).observe(0.5)
+    Histogram("below", "Also below 0.", buckets=(-1, 1), registry=registry).observe(-2)
+    Histogram("above_tokens", "Tokens.", buckets=(4, 131_072), registry=registry).observe(9e6)
+    Histogram("none_seconds", "No series.", ["phase"], registry=registry)
     Counter("empty_total", "No series.", ["reason"], registry=registry)
     for _ in range(2):
         assert exposition(registry) == generate_latest(registry)
         failed.labels("", "ü").inc()
-    assert len(list(text_string_to_metric_families(exposition(registry).decode()))) == 3
+    assert len(list(text_string_to_metric_families(exposition(registry).decode()))) == 7
     assert CONTENT_TYPE == CONTENT_TYPE_PLAIN_0_0_4
 
 
@@ -44,6 +48,13 @@ def test_a_services_metrics_are_written_as_the_library_does(metrics: type) -> No
     metrics(registry)
     assert exposition(registry) == generate_latest(registry)
     assert len(exposition(registry).splitlines()) > 100
+
+
+def test_what_is_taken_off_the_registry_is_gone() -> None:
+    registry = RunRegistry("tiny")
+    gauge = Gauge("g", "A gauge.", registry=registry)
+    registry.unregister(gauge)
+    assert exposition(registry) == b""
 
 
 def test_a_registry_of_no_metrics_is_no_text() -> None:
