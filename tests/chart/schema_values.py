@@ -14,7 +14,7 @@ Schema = Mapping[str, Any]
 _NOTES = {"description", "default", "title", "$schema", "definitions", "format"}
 _MOST_ITEMS = 2
 _CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])
-"""YAML holds no control characters."""
+"""Those that YAML takes."""
 _TEXT = st.text(_CHARACTERS, max_size=12)
 _ANYTHING = st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), _TEXT | st.integers(0, 9), max_size=2)
 
@@ -68,9 +68,8 @@ def _object(schema: Schema, definitions: Mapping[str, Any]) -> st.SearchStrategy
 
 
 def _string(schema: Schema) -> st.SearchStrategy[str]:
-    strings = (
-        st.from_regex(schema["pattern"].replace("$", r"\Z"), alphabet=_CHARACTERS) if "pattern" in schema else _TEXT
-    )
+    pattern = schema.get("pattern", "").replace("$", r"\Z")
+    strings = st.from_regex(pattern, alphabet=_CHARACTERS) if pattern else _TEXT
     fewest, refused = schema.get("minLength", 0), schema.get("not", {})
     return strings.filter(
         lambda text: (
