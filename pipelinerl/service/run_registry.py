@@ -45,12 +45,13 @@ class RunRegistry(CollectorRegistry):
         self.families.append(family)
 
     def collect(self) -> Iterator[Metric]:
+        run = {LABEL: self._run}
         for family in super().collect():
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            created = f"{family.name}_created"
             labelled.samples = [
-                self._labelled(sample) for sample in family.samples if not sample.name.endswith("_created")
+                Sample(sample.name, {**run, **sample.labels}, *sample[2:])
+                for sample in family.samples
+                if sample.name != created
             ]
             yield labelled
-
-    def _labelled(self, sample: Sample) -> Sample:
-        return sample._replace(labels={LABEL: self._run, **sample.labels})

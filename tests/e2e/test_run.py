@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.service.address import read_address
 from tests.e2e.conftest import RunningCommand
+from tests.e2e.exposed import missing
 
 pytestmark = pytest.mark.e2e
 
@@ -105,8 +107,9 @@ def checkpoint_loads_and_agrees(folder: Path) -> None:
 
 
 def test_ctrl_c_stops_everything_in_order_and_leaves_a_complete_directory(start_run: Start) -> None:
-    run = start_run("--set", "trainer.steps=100000")
+    run = start_run("--set", "trainer.steps=100000", "--set", "checkpoint.every_steps=100000")
     run.wait_for_steps(3)
+    assert missing(read_address(run.run_dir / "addresses" / "runner.json").http) == {}
     pressed_at = time.monotonic()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.process.wait(15) == 130

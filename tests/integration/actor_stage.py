@@ -29,6 +29,7 @@ from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc_server import serve_grpc
 from pipelinerl.types import PromptGroup, SamplingParams, Sequence
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.exposition import without_run
 
 RUN = "demo"
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ class LightActor:
         """Of its /metrics; 0 when it is not there."""
         url = f"http://{read_address(self.address_file).http}/metrics"
         with urllib.request.urlopen(url, timeout=5) as answer:
-            text = answer.read().decode()
+            text = without_run(answer.read().decode())
         found = re.search(rf"^pipelinerl_actor_{name}{re.escape(labels)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 

@@ -34,6 +34,7 @@ from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.verify import Backoff, VerifierClient
 from services.actor.app import Actor
 from services.actor.engine import Generation, GenerationRequest
+from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import start_engine
 
 
@@ -147,7 +148,9 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext,
         )
         patient = VerifierClient(settings.verifier, backoff=Backoff(0.02, 0.1))
         verifier = await stack.enter_async_context(patient)
-        actor = Actor(settings, load_recipe(settings.recipe), engine, bus, verifier, registry, context, stop)
+        actor = Actor(
+            settings, load_recipe(settings.recipe), engine, bus, verifier, ActorMetrics(registry), context, stop
+        )
         actor._deletion_cost._every_s = options.deletion_cost_every_s
         serving = asyncio.create_task(serve_after(options, actor))
         stack.callback(serving.cancel)

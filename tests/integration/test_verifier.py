@@ -32,6 +32,7 @@ from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from pipelinerl.verify import Backoff, VerifierClient, VerifyItem, VerifyOutcome, VerifyStatus
 from services.verifier.process_tree import children
 from tests.certificates import Authority
+from tests.exposition import without_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
@@ -82,8 +83,8 @@ class Verifier:
             return answer.read().decode()
 
     def metric(self, name: str) -> float:
-        """One sample by its full name with labels; 0 when it is not there yet."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        """One sample by its full name with labels but the run's; 0 when it is not there yet."""
+        found = re.search(rf"^{re.escape(name)} (\S+)$", without_run(self.get("/metrics")), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
 

@@ -42,7 +42,7 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
         assert (run._status().phase, run._status().message) == (FINISHED, "")
-        assert [sample.value for family in run._replicas.collect() for sample in family.samples] == [1]
+        assert run._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
         assert [step async for step in run._feed.read(0)] == []
         folder, version = await run._loop.request_checkpoint()
         assert (Path(folder).is_dir(), version) == (True, 4)

@@ -243,8 +243,11 @@ async def test_nobody_commits_before_everybody_staged() -> None:
             while not one.port.sent:
                 await asyncio.sleep(0)
         assert one.actors["a"].receiver.served == []
+        states = {"a": "staged", "b": "receiving"}
+        await one.until(lambda: {name: actor.listener.staging_state for name, actor in one.actors.items()} == states)
         one.actors["b"].receiver.may_receive.set()
         await sending
+        assert {actor.listener.staging_state for actor in one.actors.values()} == {"idle"}
         assert [len(actor.receiver.served) for actor in one.actors.values()] == [1, 1]
 
 
