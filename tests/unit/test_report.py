@@ -15,7 +15,7 @@ import pytest
 from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.errors import FieldError
 from pipelinerl.local.report import report_html, script_json, write_report
-from pipelinerl.page import asset
+from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import early_and_late, heldout_points, mean_by_bucket, report_data, thinned
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
@@ -145,7 +145,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 
 def test_scripts_never_set_html() -> None:
-    for name in ("charts.js", "views.js"):
+    for name in {*REPORT_SCRIPTS, *LIVE_ASSETS} - {"page.css"}:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", asset(name)), name
 
 
@@ -159,7 +159,9 @@ def run_folder(folder: Path) -> Path:
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     steps = [record(step, heldout_accuracy=0.1 * step if step % 2 else None) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
-    samples = [sample(step, completion=EVIL.replace("\ud800", "")) for step in range(1, 6)]
+    evil = EVIL.replace("\ud800", "")
+    pieces = {"tokens": [evil[:7], evil[7:30], evil[30:]], "weights": [1.0, 3.0, None], "spans": [[1, 0, 2], [2, 2, 3]]}
+    samples = [sample(step, completion=evil, **(pieces if step == 5 else {})) for step in range(1, 6)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
     return folder
 
@@ -227,4 +229,33 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     assert (names.count("figure"), names.count("img"), names.count("script")) == (17, 0, 0)
     assert names.count("svg") == 8, "those that have data"
     assert names.count("path") >= 7
-    assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 4
+    assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3
+    tokens = [attributes for name, attributes in tags.seen if "token" in (attributes.get("class") or "").split()]
+    assert [(one["data-index"], one.get("data-version")) for one in tokens] == [("0", "v1"), ("1", None), ("2", "v2")]
+    assert ["far" in (one["class"] or "") for one in tokens] == [False, True, False]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("heights([90, 10], 110, 10)", [90, 10]),
+        ("heights([997, 1, 2], 120, 10)", [94, 3, 3]),  # what is small is seen all the same
+        ("heights([5], 50, 10)", [50]),
+        ("spread([20, 22, 90], 30, 10, 100)", [20, 50, 90]),
+        ("spread([80, 90, 95], 30, 10, 100)", [40, 70, 100]),
+        ("discrepancy({issued: 10, trained: 4, in_flight: 3, dropped_stale: 1, dropped_filtered: 1, failed: 1})", 0),
+        ("discrepancy({issued: 10, trained: 4})", 6),
+    ],
+)
+def test_bands_and_labels_of_the_ledger(expression: str, value: object) -> None:
+    script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify(PrlFlow.scales.{expression}))"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == pytest.approx(value)
+
+
+def test_samples_keep_their_tokens_and_old_ones_have_none() -> None:
+    new, old = sample(0, tokens=["a", "b"], weights=[1.0, None]), sample(9)
+    shown = data([], [new, old])["samples"]
+    assert (shown["early"][0]["tokens"], shown["early"][0]["weights"]) == (["a", "b"], [1.0, None])
+    assert (shown["late"][0]["tokens"], shown["late"][0]["completion"]) == (None, "c9.0")

@@ -20,8 +20,9 @@ SAMPLED_WEIGHTS = "sampled_weights"
 
 
 def sampled_sequences(groups: Many[TrainingGroup]) -> list[Sequence]:
-    """Two of a step: its first sequence, and of the others the first one that most versions sampled."""
-    first, *others = [sequence for group in groups for sequence in group.sequences]
+    """Two of a step: its first sequence, and of the other groups' the first one that most versions sampled."""
+    first, *rest = groups[0].sequences
+    others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
