@@ -1,9 +1,9 @@
 """Decode throughput of the actor's own loop with all its metrics and vLLM's figures of each step, and with none, in turn.
 
 Two engines of the same model in one process take turns, since vLLM is told at its start whether it is watched: one with the
-actor's logger of engine steps and metrics that are scraped once a round over HTTP, one with neither. Two engines are never quite
-alike, so half of the rounds are taken with the one started first, half with the other. `ratio_cpu_time` counts this process
-and the engine's own.
+actor's logger of engine steps and metrics that are scraped once a round over HTTP, one with neither. Two engines are never
+quite alike, so half of the rounds are taken with the one started first, half with the other. `ratio_cpu_time` counts this
+process and the engine's own.
 """
 
 from __future__ import annotations
