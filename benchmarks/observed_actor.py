@@ -1,8 +1,9 @@
 """Decode throughput of the actor's own loop with all its metrics and vLLM's figures of each step, and with none, in turn.
 
 Two engines of the same model in one process take turns, since vLLM is told at its start whether it is watched: one with the
-actor's logger of engine steps and metrics that are scraped once a round over HTTP, one with neither. Which of them is started
-first makes no difference that was seen. `ratio_cpu_time` counts this process and the engine's own.
+actor's logger of engine steps and metrics that are scraped once a round over HTTP, one with neither. Two engines are never
+quite alike, so half of the rounds are taken with the one started first, half with the other. `ratio_cpu_time` counts this
+process and the engine's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -69,8 +71,18 @@ def cpu_s(pid: int) -> float:
 
 
 async def run_actor(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, Any]:
-    """Rounds of both sides in turn, the order swapped each time; one of each before that is not counted."""
+    """`pairs` rounds of each side, half of them with the engines started the other way round."""
     load = os.getloadavg()[0]
+    rounds: dict[str, list[Measured]] = {side: [] for side in SIDES}
+    for order in (SIDES, SIDES[::-1]):
+        for side, measured in (await in_turn(case, threads, max(1, pairs // 2), order)).items():
+            rounds[side] += measured
+    return result(rounds) | {"load_before": round(load, 2)}
+
+
+async def in_turn(case: Case, threads: ThreadPlan, pairs: int, order: Sequence[str]) -> dict[str, list[Measured]]:
+    """Rounds of both sides in turn, the order swapped each time; one of each before that is not counted. The engines are
+    started in `order`."""
     rounds: dict[str, list[Measured]] = {side: [] for side in SIDES}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -81,7 +93,7 @@ async def run_actor(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, An
         model = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
         started = await stack.enter_async_context(process("verifier", launches.verifier()))
         address = await started.ready(START_S)
-        sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in SIDES}
+        sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in order}
         bus = await stack.enter_async_context(streams(run_dir))
         verifier = await stack.enter_async_context(VerifierClient(address.grpc))
         groups = case.groups(run_dir.name, model)
@@ -98,7 +110,7 @@ async def run_actor(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, An
                 print(f"actor {name}: {measured.tokens_per_s:.0f} tokens/s", file=sys.stderr)
                 if number >= 0:
                     rounds[name].append(measured)
-    return result(rounds) | {"load_before": round(load, 2)}
+    return rounds
 
 
 async def open_side(stack: AsyncExitStack, case: Case, model: str, *, observed: bool) -> Side:
