@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,6 +22,14 @@ NOT_IN_A_SHORT_HEALTHY_RUN = {
     "pipelinerl_actor_replicas_wanted": "known after more steps",
     "pipelinerl_actor_sequences_failed_total": "nothing fails",
 }
+
+
+def all_are_shown(runner: str, within_s: float = 60.0) -> None:
+    """Waits until each has a series: some come with an evaluation, with a probe, or when the streams are looked at."""
+    deadline_s = time.monotonic() + within_s
+    while without := missing(runner):
+        assert time.monotonic() < deadline_s, f"without a series: {without}"
+        time.sleep(0.2)
 
 
 def missing(runner: str) -> dict[str, set[str]]:
