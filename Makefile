@@ -46,7 +46,7 @@ SIDE_BY_SIDE := $(addprefix tests/,unit chart images)
 JOBS ?= 4
 PYTEST_JOBS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-test: $(STAMP)  ## The whole test suite, end to end included (about half an hour)
+test: $(STAMP)  ## The whole test suite, end to end included (about three quarters of an hour)
 	@$(PYTEST_JOBS) $(ARGS) $(SIDE_BY_SIDE)
 	@$(BIN)/python -m pytest $(ARGS) tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
