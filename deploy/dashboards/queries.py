@@ -2,7 +2,7 @@
 
 Every query aggregates, so that a line goes on when a pod comes back under another address, and keeps runs of one name in
 several namespaces apart. Every query selects by the variables `$namespace` and `$run`; a matcher `.*` also takes series without
-the label, as those of a local Prometheus. Quotients are cut where nothing was counted, so that a quiet minute is a gap and no NaN.
+the label, as those of a local Prometheus. Quotients are cut where nothing was counted: a quiet minute is a gap and no NaN.
 """
 
 from __future__ import annotations
