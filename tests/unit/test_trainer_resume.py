@@ -209,6 +209,8 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
         async with life(tmp_path, bus) as again:
             assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
             assert again.books.ledger.counts == counts
+            assert again.start.folder is not None
+            assert again.start.saved_at_s == again.start.folder.stat().st_mtime
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
             await again.settle()
