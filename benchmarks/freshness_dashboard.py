@@ -42,7 +42,7 @@ def answered(panel: Panel, server: Prometheus, start_s: float, step_s: float, po
     window = f"{round(max(4 * SCRAPE_S, step_s + SCRAPE_S))}s"
     curves = []
     for query in panel.queries:
-        expression = query.expr.replace("$namespace", ".*").replace("$run", ".*").replace("$__rate_interval", window)
+        expression = query.expr.replace("$namespace", ".*").replace("$run", ".*").replace("$window", window)
         for series in server.query_range(expression, start_s, start_s + (points - 1) * step_s, step_s):
             values = _on_grid(series, start_s, step_s, points)
             curves.append({"legend": _legend(query.legend, series), "values": values})

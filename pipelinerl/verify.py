@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -44,6 +44,7 @@ _AWAY = (
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """A connection that broke half-way, or a defect of the verifier: worth another try, not an endless one."""
 MOST_DOUBTFUL_TRIES = 3
+FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 _CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A headless Service resolves to every pod; each call goes to the next one.
     ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
@@ -124,10 +125,12 @@ class VerifierClient:
         deadline_s: float = 120.0,
         backoff: Backoff | None = None,
         tls_dir: Path | None = None,
+        on_failed_try: Callable[[str], None] = lambda code: None,
     ) -> None:
         """`deadline_s`: of one try; after a try that exceeded it the next one of that batch gets twice as long.
-        `tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text."""
-        self.target, self._tls_dir = target, tls_dir
+        `tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text.
+        `on_failed_try`: takes the gRPC status (`FAILURE_CODES`) of each try that failed, the last one of a refusal included."""
+        self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
         self._deadline_s = deadline_s
         self._backoff = backoff or Backoff()
 
@@ -167,6 +170,7 @@ class VerifierClient:
                 stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
                 response = await stub.Verify(request, timeout=deadline_s, metadata=metadata)
             except aio.AioRpcError as error:
+                self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
                 if doubtful >= MOST_DOUBTFUL_TRIES or error.code() not in (*_AWAY, *_DOUBTFUL):
                     raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error

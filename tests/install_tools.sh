@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Prometheus with promtool into the folder $1, and Chromium onto the system: what the tests of metrics and pages run.
-# Prometheus is unpacked, not installed: the package would start a service. Nothing is done where a tool is there.
+# Prometheus is unpacked, not installed: the package would start a service. Nothing is done where a tool is there. For Debian:
+# Ubuntu's package chromium only leads to a snap, which is of no use in a container, and other systems have other packages. There
+# this says what is missing and ends well; tests without a tool are skipped.
 set -euo pipefail
 bin=$(cd "$1" && pwd)
 
-if ! command -v apt-get >/dev/null; then
-    echo "no apt-get: install Chromium, prometheus and promtool by hand; tests without them are skipped" >&2
+release=${OS_RELEASE:-/etc/os-release}
+if ! command -v apt-get >/dev/null || ! grep -qx 'ID="\?debian"\?' "$release"; then
+    echo "not Debian: install Chromium, prometheus and promtool by hand; tests without them are skipped" >&2
     exit 0
 fi
 updated=
@@ -14,7 +17,7 @@ update() {
     updated=1
 }
 
-if [ ! -x "$bin/promtool" ]; then
+if [ ! -x "$bin/prometheus" ] || [ ! -x "$bin/promtool" ]; then
     echo "Unpacking Prometheus into .venv/bin"
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "dashboards.md"
 
 def main() -> None:
     for board in BOARDS:
-        (FOLDER / f"{board.name}.json").write_text(json_text(board), encoding="utf-8")
+        (FOLDER / f"{board.name}.json").write_text(json_text(board, BOARDS), encoding="utf-8")
     PAGE.write_text(with_panel_list(PAGE.read_text(encoding="utf-8"), BOARDS), encoding="utf-8")
 
 

@@ -34,6 +34,7 @@ _LAG = Section(
                 Query(gauge("trainer_token_lag_max_steps"), "maximum"),
                 Query(gauge("trainer_token_lag_bound_steps"), "bound"),
             ),
+            unit="none",
             low=0,
             width=12,
         ),
@@ -47,6 +48,7 @@ _LAG = Section(
                 Query(gauge("trainer_served_version"), "served by all members"),
                 Query(actor_gauge("policy_version"), "{{actor}}"),
             ),
+            unit="none",
             width=12,
         ),
         Panel(
@@ -56,10 +58,11 @@ _LAG = Section(
             "It grows steadily for one actor (stuck) or for all (weight updates fail).",
             (
                 Query(
-                    f"{gauge('trainer_policy_version')} - on (run) group_right () {actor_gauge('policy_version')}",
+                    f"{gauge('trainer_policy_version')} - on (namespace, run) group_right () {actor_gauge('policy_version')}",
                     "{{actor}}",
                 ),
             ),
+            unit="none",
         ),
         Panel(
             "Sequences of several versions",

@@ -33,7 +33,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """`shows`, `good` and `bad` are its description. `unit`: one of Grafana's ids. `low`, `high`: ends of the value axis.
+    """`shows`, `good` and `bad` are its description. `unit`: one of Grafana's ids; `none` for versions and steps, whose
+    last digit counts, `locale` for counts of sequences. `low`, `high`: ends of the value axis.
 
     `width` and `height` are in cells of Grafana's grid, which is 24 wide.
     """
@@ -80,7 +81,8 @@ def built(panel: Panel, number: int) -> Builder:
 
 def _target(panel: Panel, query: Query, letter: str) -> prometheus.Dataquery:
     of_heatmap = panel.kind == "heatmap"
-    target = prometheus.Dataquery().ref_id(letter).datasource(DATASOURCE).expr(query.expr).legend_format(query.legend)
+    legend = query.legend.replace("{{run}}", "{{namespace}} {{run}}")  # without a namespace the blank is not shown
+    target = prometheus.Dataquery().ref_id(letter).datasource(DATASOURCE).expr(query.expr).legend_format(legend)
     target.format(PromQueryFormat.HEATMAP if of_heatmap else PromQueryFormat.TIME_SERIES)
     return target.instant() if panel.kind in ("number", "name") else target.range()
 

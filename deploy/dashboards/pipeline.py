@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from deploy.dashboards.board import Board, Section
 from deploy.dashboards.panels import Panel, Query
-from deploy.dashboards.queries import actor_gauge, actor_mean, actor_rate, gauge, increase, mean, quantile, rate, series
+from deploy.dashboards.queries import (
+    actor_gauge,
+    actor_mean,
+    actor_rate,
+    gauge,
+    in_range,
+    increase,
+    mean,
+    quantile,
+    rate,
+)
 
 _WHO_WAITS = Section(
     "Who waits",
     (
         Panel(
             "Busy",
-            "Share of time in which the trainer computes, and in which actors have at least one sequence in progress.",
+            "Share of time in which the trainer computes, and in which actors have at least one sequence in progress; choose "
+            "a window of some steps.",
             "Both near 1.",
             "Trainer low: too few actors. Actors low: too many, or the lag bound holds them back.",
             (
-                Query(gauge("trainer_trainer_busy_ratio"), "trainer"),
-                Query(gauge("trainer_actor_busy_ratio"), "actors"),
+                Query(rate("trainer_step_phase_seconds_sum", matchers='phase="compute"'), "trainer"),
+                Query(f"avg by (namespace, run) ({actor_rate('busy_seconds_total')})", "actors"),
             ),
             unit="percentunit",
             low=0,
@@ -29,7 +40,7 @@ _WHO_WAITS = Section(
             "Much wait: generation is the bottleneck. Much send or snapshot: weight updates are.",
             (
                 Query(
-                    f"{rate('trainer_step_phase_seconds_sum', 'phase')} / on (run) group_left () "
+                    f"{rate('trainer_step_phase_seconds_sum', 'phase')} / on (namespace, run) group_left () "
                     f"({rate('trainer_step_seconds_sum')} > 0)",
                     "{{phase}}",
                 ),
@@ -113,6 +124,7 @@ _FLOW = Section(
                 Query(gauge("trainer_stream_messages", "stream"), "{{stream}}"),
                 Query(gauge("trainer_unread_sequences"), "sequences not read"),
             ),
+            unit="locale",
             low=0,
         ),
         Panel(
@@ -273,12 +285,12 @@ _ACTORS = Section(
         ),
         Panel(
             "Groups held and given up",
-            "Prompt groups in hand at each actor, and groups given up as dead letters.",
+            "Prompt groups in hand at each actor, and groups given up as dead letters within the time range shown.",
             "A few in hand; none given up.",
             "Given up: `pipelinerl dead-letters` shows which prompts, and why.",
             (
                 Query(actor_gauge("prompts_held_groups"), "{{actor}}"),
-                Query(f"sum by (run) ({series('actor_dead_letters_total')})", "given up"),
+                Query(in_range("actor_dead_letters_total"), "given up"),
             ),
             low=0,
         ),

@@ -1,13 +1,16 @@
 """PromQL of the panels: small functions from a metric's name, without its prefix, to the text of a query. Pure.
 
-Every query aggregates, so that a line goes on when a pod comes back under another address. Every query selects by the variables
-`$namespace` and `$run`; a matcher `.*` also takes series without the label, as those of a local Prometheus. Quotients are cut
-where nothing was counted, so that a quiet minute is a gap and no NaN.
+Every query aggregates, so that a line goes on when a pod comes back under another address, and keeps runs of one name in
+several namespaces apart. Every query selects by the variables `$namespace` and `$run`; a matcher `.*` also takes series without
+the label, as those of a local Prometheus. Quotients are cut where nothing was counted: a quiet minute is a gap and no NaN.
 """
 
 from __future__ import annotations
 
-WINDOW = "[$__rate_interval]"
+WINDOW = "[$window]"
+"""Of rates and means: the dashboard's variable. A step may take minutes, and a window shorter than two of them sees nothing."""
+BETWEEN_POINTS = "[$__rate_interval]"
+"""Of increases: it grows with the distance of two points, so that no event falls between them."""
 
 
 def series(name: str, matchers: str = "") -> str:
@@ -27,8 +30,13 @@ def rate(name: str, *by: str, matchers: str = "") -> str:
 
 
 def increase(name: str, *by: str, matchers: str = "") -> str:
-    """A counter's growth between two points."""
-    return f"sum by ({_labels(by)}) (increase({series(name, matchers)}{WINDOW}))"
+    """A counter's growth before each point. That reaches beyond the point before it: one event may show in several."""
+    return f"sum by ({_labels(by)}) (increase({series(name, matchers)}{BETWEEN_POINTS}))"
+
+
+def in_range(name: str, *by: str) -> str:
+    """A counter's growth in the time that the dashboard shows."""
+    return f"sum by ({_labels(by)}) (increase({series(name)}[$__range]))"
 
 
 def mean(name: str, *by: str) -> str:
@@ -68,4 +76,4 @@ def actor_mean(name: str) -> str:
 
 
 def _labels(by: tuple[str, ...]) -> str:
-    return ", ".join(("run", *by))
+    return ", ".join(("namespace", "run", *by))

@@ -35,6 +35,7 @@ _UPDATES = Section(
             "0 or 1 most of the time; up to algorithm.conventional_g in conventional mode.",
             "It grows: updates do not get through.",
             (Query(f"{gauge('trainer_policy_version')} - {gauge('trainer_served_version')}", "versions"),),
+            unit="none",
             low=0,
         ),
         Panel(
@@ -72,9 +73,9 @@ _UPDATES = Section(
         ),
         Panel(
             "Bytes",
-            "Sent by the trainer and received by each actor, per second.",
-            "The model's size at the rate of steps.",
-            "Bytes without versions served: transfers are begun and thrown away.",
+            "Per second: of versions that were served, counted once for all actors, and received whole by each actor.",
+            "All lines at one height: size of what is trained (with LoRA as it is sent) times versions served per second.",
+            "An actor's line above the trainer's: it receives transfers that are thrown away. Below it: it misses versions.",
             (
                 Query(rate("trainer_weight_update_bytes_total"), "sent"),
                 Query(actor_rate("received_bytes_total"), "{{actor}}"),
@@ -160,10 +161,11 @@ _MEMBERSHIP = Section(
         ),
         Panel(
             "Epoch and regroups",
-            "Number of the group's membership, and groups built anew between two points.",
+            "Number of the group's membership, and groups built anew.",
             "Flat while nobody comes or goes.",
             "It climbs by itself: members are lost and come back.",
             (Query(gauge("trainer_epoch"), "epoch"), Query(increase("trainer_regroups_total"), "regroups")),
+            unit="none",
             low=0,
         ),
         Panel(
@@ -192,7 +194,10 @@ _MEMBERSHIP = Section(
             "0 but for a short time after an actor's start.",
             "It stays: those actors cost and do nothing.",
             (
-                Query(f"count by (run) ({series('actor_ready')} == 0) or 0 * {gauge('actor_ready')}", "not ready"),
+                Query(
+                    f"count by (namespace, run) ({series('actor_ready')} == 0) or 0 * {gauge('actor_ready')}",
+                    "not ready",
+                ),
                 Query(by_actor(series("actor_ready"), "min"), "{{actor}} ready"),
             ),
             low=0,

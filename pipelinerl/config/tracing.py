@@ -94,6 +94,7 @@ class TracingSettings(BaseSettings):
 
     @property
     def endpoint(self) -> str:
-        """For people: where the exporter sends to."""
+        """For people: where the exporter sends to, by scheme, host and port. The rest of a URL may hold a password."""
         default = "http://localhost:4317" if self.protocol == "grpc" else "http://localhost:4318"
-        return self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint or default
+        parts = urlsplit(self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint or default)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -13,6 +13,8 @@ from pipelinerl.tracing.spans import Trace, trace_from
 KEY = "pipelinerl-traces"
 MOST_ITEMS = 64
 """Of one call: about 60 bytes each, where gRPC takes 8 KiB of metadata. The others' traces end before the call."""
+LONGEST_POSITION = 9
+"""Digits: more items than any message holds. A number without bound is an error of `int`, not of the caller."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -29,5 +31,9 @@ def traces_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[int, T
     """Traces by position of the item, the sampled ones."""
     values = [value for key, value in metadata or () if key == KEY and isinstance(value, str)]
     pairs = (part.partition("=") for value in values for part in value.split(",")[:MOST_ITEMS])
-    found = {int(position): trace_from(value) for position, _, value in pairs if position.isdecimal()}
+    found = {int(position): trace_from(value) for position, _, value in pairs if _is_position(position)}
     return {position: trace for position, trace in found.items() if trace is not None}
+
+
+def _is_position(text: str) -> bool:
+    return len(text) <= LONGEST_POSITION and text.isdecimal()

@@ -95,7 +95,9 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
             )
 
         bus = await unless_stopped(until_taken(connected, "connect"), stop)
-        verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
+        verifier = await stack.enter_async_context(
+            VerifierClient(settings.verifier, tls_dir=settings.tls_dir, on_failed_try=metrics.verify_try_failed)
+        )
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop)
         server = await stack.enter_async_context(
             serve_grpc(

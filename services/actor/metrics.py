@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.service.metric_set import MetricSet
 from pipelinerl.types import FinishReason
+from pipelinerl.verify import FAILURE_CODES
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """A message to another process: from the same machine to a reward at its deadline, or a stream that is away."""
@@ -47,7 +48,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. What is read at a scrape has no series before `watch`."""
+    """Counters and gauges of one actor. What is read at a scrape has no series before `watch`, but for `ready`: 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)
@@ -62,6 +63,7 @@ class ActorMetrics:
     def _serving(self, metrics: MetricSet) -> None:
         self._version = metrics.reading("policy_version", "Policy version served; none before the first.")
         self._ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
+        self._ready.set(0)  # also while the engine starts: one that never comes up must be seen
         self._held = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
         self.deletion_cost = metrics.gauge(
             "deletion_cost",
@@ -119,6 +121,12 @@ class ActorMetrics:
         self.verify_seconds = metrics.histogram(
             "verify_seconds", "Verifier call as the actor sees it, one batch.", CALL_SECONDS
         )
+        self.verify_failed_tries = metrics.counter(
+            "verify_failed_tries_total",
+            "Tries of a verifier call that failed, by gRPC status as the actor sees it; most are tried again.",
+            {"code": FAILURE_CODES},
+            unit="calls",
+        )
         self.publish_seconds = metrics.histogram(
             "publish_seconds", "Publish of a sequence until the stream's acknowledgement.", CALL_SECONDS
         )
@@ -175,6 +183,10 @@ class ActorMetrics:
     def show_weight_loader(self, mode: str) -> None:
         """`shadow`, `in_place` or `paused`; one at a time."""
         self._weight_loader.set_each({mode: 1.0})
+
+    def verify_try_failed(self, code: str) -> None:
+        """`code`: one of `FAILURE_CODES`."""
+        self.verify_failed_tries.labels(code).inc()
 
     def count_generated(self, num_tokens: int) -> None:
         """Tokens sampled here, whether their sequence finished or not."""

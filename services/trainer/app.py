@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import os
+import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -68,7 +69,7 @@ from services.trainer.prompts import heldout_problems, training_problems
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting import RunReport
 from services.trainer.resume.continuation import Continuation, reserve
-from services.trainer.resume.lineage_file import write_lineage
+from services.trainer.resume.lineage_file import note_training_began, write_lineage
 from services.trainer.resume.start import Start, evaluates_first, find_start
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.scaling import ReplicaAdvice
@@ -303,7 +304,8 @@ class TrainingRun:
 
     def _watch(self, metrics: TrainerMetrics) -> None:
         """Tells the metrics where to read what is asked for at a scrape."""
-        metrics.progress.begin(self._recipe.trainer.steps, self._start.version if self._start.again else None)
+        checkpoint = self._start.version if self._start.again else None
+        metrics.progress.begin(self._recipe.trainer.steps, checkpoint, self._start.saved_at_s)
         metrics.progress.watch(self._current_phase, lambda: self._loop.version, lambda: self._updater.served_version)
         metrics.token_lag.bound(self._recipe.algorithm.max_lag)
         metrics.queues.watch(self._intake, lambda: self._feeder.allowance)
@@ -426,6 +428,8 @@ class TrainingRun:
             await self._wait_for_actors()
             background.append(tasks.create_task(self._feeder.run()))
             self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
+            self._metrics.progress.training_begins()
+            await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
             await self._loop.run()
         await self._publish_last()
 

@@ -474,7 +474,7 @@ class Coordinator:
     def _lose(
         self, actors: set[str], reason: str, cause: EvictionCause = EvictionCause.FAILED, *, left: bool = False
     ) -> list[Action]:
-        """Some members are gone: go on with the rest. While committing the rest already has the bytes."""
+        """Some members are gone: go on with the rest. While committing the rest already has the bytes; no rest: aborted."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, left, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
@@ -483,7 +483,7 @@ class Coordinator:
         if self.phase is Phase.COMMITTING:
             for actor in actors:
                 self.members.pop(actor, None)
-            return evicted + (self._advance() if self.members else self._form())
+            return evicted + (self._advance() if self.members else self._again(reason))
         if not self._under_way:
             for actor in actors:
                 self.members.pop(actor, None)

@@ -10,6 +10,8 @@ from pipelinerl.v1 import verifier_pb2
 UNKNOWN_TASK = "(unknown)"
 """Label of items of another run's task: callers do not choose how many label values there are."""
 
+CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED", "INTERNAL")
+"""How the server ends a call. What never reached it, callers count."""
 LOSSES = ("timeout", "death", "retirement")
 """What ends a worker."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -32,9 +34,7 @@ class VerifierMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
         task = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
-        self.calls = metrics.counter(
-            "calls_total", "Verify calls by gRPC status.", {"code": "names of gRPC's status codes"}, unit="calls"
-        )
+        self.calls = metrics.counter("calls_total", "Verify calls by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
         self.requests = metrics.counter(
             "requests_total", "Items by task and outcome.", {**task, "status": STATUSES}, unit="items"

@@ -68,7 +68,12 @@ def test_the_verifier_resolves_the_collectors_name() -> None:
 
 def test_the_way_to_the_collector_can_be_narrowed() -> None:
     to = [{"ipBlock": {"cidr": "203.0.113.7/32"}}]
-    rendered = render({"tracing": {"endpoint": ENDPOINT}, "networkPolicy": {"tracing": {"to": to, "ports": [443]}}})
+    rendered = render(
+        {
+            "tracing": {"endpoint": "https://otel.example.com"},
+            "networkPolicy": {"tracing": {"to": to, "ports": [443]}},
+        }
+    )
     egress = [rule for policy in rendered.of_kind("NetworkPolicy") for rule in policy["spec"].get("egress", [])]
     assert [rule["ports"] for rule in egress if rule["to"] == to] == [[{"protocol": "TCP", "port": 443}]] * len(
         SERVICES
@@ -78,3 +83,26 @@ def test_the_way_to_the_collector_can_be_narrowed() -> None:
 def test_headers_without_an_endpoint_are_refused() -> None:
     with pytest.raises(HelmError, match=r"tracing\.headersSecret: login is not used"):
         render({"tracing": {"headersSecret": "login"}})
+
+
+@pytest.mark.parametrize(
+    ("tracing", "port"),
+    [
+        ({"endpoint": "http://collector:9999/v1"}, "9999"),
+        ({"endpoint": "https://otel.example.com/in:4318"}, "443"),
+        ({"endpoint": "http://[2001:db8::4318]"}, "80"),
+        ({"endpoint": "http://[2001:db8::1]:55680"}, "55680"),
+        ({"endpoint": "http://collector", "protocol": "grpc"}, "443"),
+    ],
+)
+def test_an_endpoint_that_the_policies_keep_out_is_refused(tracing: dict[str, str], port: str) -> None:
+    with pytest.raises(HelmError, match=rf"networkPolicy\.tracing\.ports: \[4317, 4318\] lacks port {port} of"):
+        render({"tracing": tracing})
+    render({"tracing": tracing, "networkPolicy": {"tracing": {"ports": [4318, int(port)]}}})
+    render({"tracing": tracing, "networkPolicy": {"enabled": False}})
+    render({"tracing": tracing, "networkPolicy": {"tracing": {"to": []}}})
+
+
+def test_a_login_in_the_endpoint_is_refused() -> None:
+    with pytest.raises(HelmError, match="endpoint"):
+        render({"tracing": {"endpoint": "http://user:secret@collector:4318"}})

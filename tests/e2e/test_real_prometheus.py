@@ -28,7 +28,7 @@ from tests.tools import tool
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 WINDOW = "10s"
-"""For $__rate_interval: some scrapes."""
+"""For the windows that Grafana fills in: some scrapes."""
 WITHOUT = {
     "pipelinerl_trainer_mfu_ratio": "no CPU's peak is known",
     "pipelinerl_trainer_value_loss": "only with algorithm.advantage: value",
@@ -102,6 +102,10 @@ def scraped(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield Scraped(server, start_s, time.time())
 
 
+def windowed(query: str) -> str:
+    return re.sub(r"\$(window|__rate_interval|__range)\b", WINDOW, query)
+
+
 def has_none(query: str, namespace: str) -> bool:
     return bool(names_in(query) & WITHOUT.keys()) or (namespace != "" and "pipelinerl_runner_" in query)
 
@@ -114,7 +118,7 @@ def test_every_query_of_every_panel_finds_data(scraped: Scraped, board: Board, n
     for panel in board.panels:
         for query in panel.queries:
             chosen = query.expr.replace("$namespace", namespace).replace("$run", ".+")
-            found = scraped.finds(chosen.replace("$__rate_interval", WINDOW))
+            found = scraped.finds(windowed(chosen))
             if found == has_none(query.expr, namespace) and not names_in(query.expr) & LATE.keys():
                 empty.append(f"{panel.title}: {query.expr} ({'data' if found else 'nothing'})")
     assert empty == []
@@ -147,7 +151,7 @@ def test_what_actors_are_called_is_their_pod_or_their_instance(scraped: Scraped)
         if panel.title == "Stall, by actor"
         for query in panel.queries
     ]
-    stalls = query.expr.replace("$run", ".+").replace("$__rate_interval", WINDOW)
+    stalls = windowed(query.expr.replace("$run", ".+"))
     pods = scraped.server.query_range(stalls.replace("$namespace", NAMESPACE), scraped.start_s, scraped.end_s, 1.0)
     assert {series["metric"]["actor"] for series in pods} == {"pipelinerl-actor-0", "pipelinerl-actor-1"}
     local = scraped.server.query_range(stalls.replace("$namespace", ""), scraped.start_s, scraped.end_s, 1.0)

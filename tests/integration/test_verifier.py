@@ -500,10 +500,12 @@ def client_of(port: int, **options: Any) -> VerifierClient:
 async def test_verifier_down_at_first_then_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    async with client_of(port) as client:
+    failed = list[str]()
+    async with client_of(port, on_failed_try=failed.append) as client:
         waiting = asyncio.create_task(client.verify(items(["a", "b"])))
         done, _ = await asyncio.wait([waiting], timeout=0.5)
         assert not done
+        assert set(failed) == {"UNAVAILABLE"}
         async with scripted(Scripted(), port):
             assert [outcome.sequence_id for outcome in await asyncio.wait_for(waiting, 10)] == ["g.0", "g.1"]
 
@@ -535,10 +537,11 @@ async def test_waiting_ends_when_told_to() -> None:
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED]
 )
 async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers(code: grpc.StatusCode) -> None:
-    servicer = Scripted(*[code] * 6)
-    async with scripted(servicer) as port, client_of(port) as client:
+    servicer, failed = Scripted(*[code] * 6), list[str]()
+    async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
         assert len(await client.verify(items(["a"]))) == 1
     assert servicer.calls == 7
+    assert failed == [code.name] * 6
 
 
 async def test_each_missed_deadline_doubles_the_next() -> None:

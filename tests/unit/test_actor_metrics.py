@@ -43,7 +43,7 @@ def test_busy_is_the_time_with_anything_in_progress(clock: Clock) -> None:
 def test_what_is_read_at_a_scrape() -> None:
     registry, actor = CollectorRegistry(), SimpleNamespace(version=None, ready=False, staging="idle")
     metrics, of = ActorMetrics(registry), registry.get_sample_value
-    assert of("pipelinerl_actor_ready") is None
+    assert of("pipelinerl_actor_ready") == 0  # also of an actor whose engine never comes up
     metrics.watch(
         version=lambda: actor.version,
         ready=lambda: actor.ready,
@@ -75,3 +75,12 @@ def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock
         1.5,
     )
     assert of("pipelinerl_actor_kv_cache_usage_ratio") == 0.125
+
+
+def test_failed_tries_of_the_verifier_have_series_from_the_start() -> None:
+    registry = CollectorRegistry()
+    metrics, of = ActorMetrics(registry), registry.get_sample_value
+    name = "pipelinerl_actor_verify_failed_tries_total"
+    assert {of(name, {"code": code}) for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")} == {0}
+    metrics.verify_try_failed("UNAVAILABLE")
+    assert of(name, {"code": "UNAVAILABLE"}) == 1

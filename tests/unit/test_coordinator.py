@@ -190,6 +190,11 @@ def test_only_those_who_did_not_come_to_the_meeting_are_left_out() -> None:
     assert actions[2] == c.FormGroup(2, (A,))
 
 
+def test_a_version_whose_members_all_die_while_they_commit_is_aborted() -> None:
+    machine = committing(A)
+    assert types(machine.step(c.MembersDown(("a",)))) == [c.Evicted, c.SendAbort, c.WaitingForMembers]
+
+
 def test_with_only_failed_ones_left_the_one_that_failed_longest_ago_is_tried_first() -> None:
     machine = formed(A, B)
     machine.step(c.MemberFailed("a", 1, "disk full"))

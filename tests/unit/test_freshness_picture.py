@@ -23,7 +23,7 @@ class Answering:
 
 
 def panel(width: int = 8) -> Panel:
-    queries = (Query('rate(x{run=~"$run", namespace=~"$namespace"}[$__rate_interval])', "{{actor}} {{gone}}"),)
+    queries = (Query('rate(x{run=~"$run", namespace=~"$namespace"}[$window])', "{{actor}} {{gone}}"),)
     return Panel("t", "s", "g", "b", queries, width=width)
 
 

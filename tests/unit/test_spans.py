@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, rpc_attributes
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.memory import MemoryServer
@@ -20,6 +20,7 @@ from pipelinerl.tracing.spans import child, headers_of, root, trace_from, trace_
 from pipelinerl.types import PolicyVersion
 from pipelinerl.v1 import verifier_pb2
 from services.trainer.books import Books
+from services.trainer.coordinator import Phase
 from services.trainer.sequence_traces import SequenceTraces
 from services.verifier.spans import CallSpans
 from tests.unit.builders import RUN, make_group, make_sequence
@@ -85,7 +86,9 @@ def test_traces_of_a_batch_go_through_metadata() -> None:
     assert sum(len(key) + len(value) for key, value in large) < 4096  # half of what gRPC takes
 
 
-@pytest.mark.parametrize("value", ["", "=", "1", "x=y", f"-1={SAMPLED}", f"0={SAMPLED}x,,", "0=" + "9" * 9000])
+@pytest.mark.parametrize(
+    "value", ["", "=", "1", "x=y", f"-1={SAMPLED}", f"0={SAMPLED}x,,", "0=" + "9" * 9000, "9" * 5000 + f"={SAMPLED}"]
+)
 def test_metadata_that_does_not_parse_is_left_out(value: str) -> None:
     assert traces_in([(KEY, value), (KEY, b"\xff"), ("other", SAMPLED)]) == {}
     assert traces_in(None) == {}
@@ -303,6 +306,22 @@ async def test_an_eviction_stays_in_the_updates_trace() -> None:
     assert [event.name for event in update.events] == ["staged", "evicted", "aborted", "staged", "serving"]
     assert update.status.status_code is StatusCode.UNSET  # the version was served in the end
     assert {spans.way(span)[0] for span in spans.all} == {"weight_update"}
+
+
+async def test_a_commit_that_nobody_lives_to_carry_out_ends_as_an_error() -> None:
+    with recorded() as spans:
+        async with update_stage("a") as one:
+            actor = one.actors["a"]
+            actor.receiver.may_commit.clear()
+            await one.updater.offer(0, "snapshot-0")
+            await one.until(lambda: one.updater._main.coordinator.phase is Phase.COMMITTING)
+            await actor.bus.remove_member("a")
+            await one.until(lambda: len(one.aborts) > 0)
+            assert [(version, reason) for version, _, _, reason in one.aborts] == [
+                (0, "left, or its heartbeat stopped")
+            ]
+            (commit,) = [span for span in spans.named("weight_update.commit") if span.kind is SpanKind.PRODUCER]
+            assert commit.status.status_code is StatusCode.ERROR
 
 
 async def test_orders_and_answers_have_no_headers_without_a_trace() -> None:

@@ -86,6 +86,17 @@ def test_what_cannot_be_used_is_said_by_name(
         raise AssertionError("it began all the same")
 
 
+def test_a_password_in_the_endpoint_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "http://user:secret@127.0.0.1:9/path-secret?token=secret"
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
+    with caplog.at_level(logging.INFO), tracing(CONTEXT):
+        pass
+    assert "traces go to http://127.0.0.1:9 by" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_the_argument_of_a_sampler_that_takes_none_is_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, {"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLER_ARG": "endpoint=x", **COLLECTOR})
     assert read_settings(TracingSettings).protocol == "http/protobuf"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,6 +21,7 @@ from services.trainer.metrics.outcomes import bounded, discrepancy
 from services.trainer.metrics.progress import ProgressMetrics
 from services.trainer.metrics.queues import QueueMetrics
 from services.trainer.reporting import group_figures
+from services.trainer.resume.writer import WrittenCheckpoint
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import step_figures
 
@@ -155,7 +158,29 @@ def test_one_phase_is_the_current_one() -> None:
     progress.begin(8, None)
     assert [of("p_phase", {"phase": name}) for name in ("loading", "training", "finished")] == [0, 1, 0]
     assert (of("p_policy_version"), of("p_served_version"), of("p_planned_steps")) == (3, None, 8)
-    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (None, 50)
+
+
+def test_a_checkpoints_age_counts_from_when_there_is_work_to_lose() -> None:
+    registry, now_s = CollectorRegistry(), [50.0]
+    progress = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: now_s[0])
+    of = registry.get_sample_value
+    progress.begin(8, None)
+    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (None, None)
+    now_s[0] = 9000.0  # hours of waiting for actors
+    progress.training_begins()
+    now_s[0] = 9100.0
+    progress.training_begins()
+    assert of("p_checkpoint_timestamp_seconds") == 9000
+    progress.checkpoint_written(WrittenCheckpoint(Path("step-4"), 4, 0, 1.0))
+    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (4, 9100)
+
+
+def test_a_trainer_that_goes_on_has_the_age_of_the_checkpoint_before_it() -> None:
+    registry = CollectorRegistry()
+    progress = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: 9000.0)
+    progress.begin(8, 4, since_s=50.0)
+    progress.training_begins()
+    assert registry.get_sample_value("p_checkpoint_timestamp_seconds") == 50
 
 
 def test_updates_and_members_are_counted() -> None:

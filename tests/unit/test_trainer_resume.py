@@ -40,7 +40,7 @@ from services.trainer.feeder import EncodedProblem, Feeder, FeederState
 from services.trainer.intake import HeldSequences, Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.resume.left_behind import look_for_left_behind
-from services.trainer.resume.lineage_file import read_lineage, write_lineage
+from services.trainer.resume.lineage_file import note_training_began, read_lineage, write_lineage
 from services.trainer.resume.run_state import RunState, load_run_state
 from services.trainer.resume.start import find_start
 from services.trainer.resume.writer import CheckpointWriter, link_export
@@ -209,6 +209,8 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
         async with life(tmp_path, bus) as again:
             assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
             assert again.books.ledger.counts == counts
+            assert again.start.folder is not None
+            assert again.start.saved_at_s == again.start.folder.stat().st_mtime
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
             await again.settle()
@@ -402,6 +404,13 @@ def test_a_changed_recipe_is_refused_before_the_first_checkpoint_too(tmp_path: P
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
     with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):
         find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
+
+
+def test_restarts_do_not_make_a_run_without_a_checkpoint_young(tmp_path: Path) -> None:
+    for start in range(3):
+        write_lineage(tmp_path, RUN, Lineage((0,) * (start + 1)), RECIPE)
+        assert find_start(tmp_path, RUN, RECIPE).saved_at_s == (100.0 if start else None)
+        note_training_began(tmp_path, 100.0 + start)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:

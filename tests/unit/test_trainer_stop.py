@@ -132,6 +132,8 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
+        began_s = run._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]

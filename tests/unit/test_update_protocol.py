@@ -75,6 +75,7 @@ class ScriptedReceiver:
 
     on_receive: Callable[[PolicyVersion], int] = lambda version: CHECKSUM
     may_receive: asyncio.Event = field(default_factory=asyncio.Event)
+    may_commit: asyncio.Event = field(default_factory=asyncio.Event)
     served: list[PolicyVersion] = field(default_factory=list)
     joined: list[tuple[int, int, int]] = field(default_factory=list)
     discards: int = 0
@@ -95,6 +96,7 @@ class ScriptedReceiver:
         return StagedWeights(self.on_receive(version), 16, 0.001, 0.001)
 
     async def commit(self, version: PolicyVersion) -> float:
+        await self.may_commit.wait()
         self.served.append(version)
         return 0.002
 
@@ -212,6 +214,7 @@ async def start_actor(
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
     receiver, gate = ScriptedReceiver(refuses=refuses), ServingGate(max_lag=None)
     receiver.may_receive.set()
+    receiver.may_commit.set()
 
     async def on_end(end: RunEnd) -> None:
         raise AssertionError("nobody ends this run")

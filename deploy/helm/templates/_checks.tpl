@@ -16,6 +16,18 @@
 {{- if and .Values.tracing.headersSecret (not .Values.tracing.endpoint) -}}
 {{- include "pipelinerl.fail" (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret) -}}
 {{- end -}}
+{{- $way := .Values.networkPolicy.tracing -}}
+{{- if and .Values.tracing.endpoint .Values.networkPolicy.enabled $way.to -}}
+{{- $address := regexReplaceAll "^https?://([^/]*).*$" .Values.tracing.endpoint "${1}" -}}
+{{- $port := regexFind ":[0-9]+$" $address | trimPrefix ":" | default (or (hasPrefix "https:" .Values.tracing.endpoint) (eq .Values.tracing.protocol "grpc") | ternary "443" "80") -}}
+{{- $open := list -}}
+{{- range $way.ports -}}
+{{- $open = append $open (int . | toString) -}}
+{{- end -}}
+{{- if not (has $port $open) -}}
+{{- include "pipelinerl.fail" (printf "networkPolicy.tracing.ports: [%s] lacks port %s of tracing.endpoint = %s, so that no span would leave; add it, beside the port of the collector's pods where that is another" (join ", " $open) $port .Values.tracing.endpoint) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.huggingface.token .Values.huggingface.existingSecret -}}
 {{- include "pipelinerl.fail" "huggingface.token: huggingface.existingSecret is set too; keep one of them" -}}
 {{- end -}}

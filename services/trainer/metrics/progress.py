@@ -39,9 +39,9 @@ class ProgressMetrics:
         self._checkpoint = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
         self._checkpoint_at = metrics.reading(
             "checkpoint_timestamp_seconds",
-            "When the newest checkpoint was written; before the first, when this trainer started.",
+            "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
         )
-        self._checkpoint_at.set(clock_s())
+        self._has_begun = False
         self._checkpoint_seconds = metrics.histogram(
             "checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS
         )
@@ -52,12 +52,23 @@ class ProgressMetrics:
         self._version.read(version)
         self._served.read(lambda: number if (number := served()) >= 0 else None)
 
-    def begin(self, planned_steps: int, checkpoint: int | None) -> None:
-        """`checkpoint`: the version of the one that this trainer goes on from."""
+    def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
+        """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
+        run that has none yet first started. None: this trainer is the first, and its work begins with `training_begins`."""
         self._planned.set(planned_steps)
         self._checkpoint.set(checkpoint)
+        if since_s is not None:
+            self._checkpoint_at.set(since_s)
+            self._has_begun = True
+
+    def training_begins(self) -> None:
+        """From here on there is work to lose."""
+        if not self._has_begun:
+            self._checkpoint_at.set(self._clock_s())
+            self._has_begun = True
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self._checkpoint.set(written.version)
+        self._has_begun = True
         self._checkpoint_at.set(self._clock_s())
         self._checkpoint_seconds.observe(written.seconds)

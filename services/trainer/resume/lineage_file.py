@@ -1,4 +1,5 @@
-"""`lineage.json`: how often this run's trainer has started, from which version each time, and with which recipe last.
+"""`lineage.json`: how often this run's trainer has started, from which version each time, with which recipe last, and when
+the first of them began to train.
 
 A trainer writes it before it serves anything, so that no two of a run's trainers take themselves for the same incarnation.
 """
@@ -15,6 +16,8 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.run_folder import LINEAGE
 from services.trainer.resume.files import write_json_durably
+
+BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
@@ -39,12 +42,31 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 def read_recipe(run_dir: Path) -> Mapping[str, Any]:
     """The resolved recipe of the trainer that started last, as plain data."""
-    content: Mapping[str, Any] = json.loads((run_dir / LINEAGE).read_text(encoding="utf-8"))["recipe"]
-    return content
+    recipe: Mapping[str, Any] = _content(run_dir)["recipe"]
+    return recipe
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Returns when it is on disk."""
+    """Returns when it is on disk. When training began stays as it is."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
+    began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
+    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json"), **began}
     write_json_durably(run_dir / LINEAGE, content)
+
+
+def read_training_began(run_dir: Path) -> float | None:
+    """Unix time at which the first of the run's trainers began to train; None when none has."""
+    if not (run_dir / LINEAGE).is_file():
+        return None
+    began_s = _content(run_dir).get(BEGAN)
+    return float(began_s) if isinstance(began_s, int | float) else None
+
+
+def note_training_began(run_dir: Path, now_s: float) -> None:
+    """Returns when it is on disk. Only the first call in a run's life counts, and only where a trainer has started."""
+    if (run_dir / LINEAGE).is_file() and read_training_began(run_dir) is None:
+        write_json_durably(run_dir / LINEAGE, {**_content(run_dir), BEGAN: now_s})
+
+
+def _content(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / LINEAGE).read_text(encoding="utf-8")))

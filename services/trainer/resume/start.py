@@ -17,7 +17,7 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError
 from pipelinerl.run_folder import CHECKPOINTS, missing_from, resumable
 from services.trainer.checkpoint import tidy
-from services.trainer.resume.lineage_file import read_lineage, read_recipe
+from services.trainer.resume.lineage_file import read_lineage, read_recipe, read_training_began
 from services.trainer.resume.run_state import RunState, load_run_state
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class Start:
     """What is in it."""
     positions: Mapping[int, int] = field(default_factory=dict)
     """Of SEQUENCES, by version of each checkpoint there is, oldest first."""
+    saved_at_s: float | None = None
+    """Unix time at which the checkpoint was written; without one, at which the run's first trainer began to train. None: none
+    has."""
 
     @property
     def version(self) -> int:
@@ -68,7 +71,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     if folder is None:
         _tell_changes(read_recipe(run_dir), recipe)
         log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
-        return Start(lineage.restarted(0), again=True)
+        return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
     state = load_run_state(folder)
     if state.run != run:
         raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
@@ -77,7 +80,8 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
         one.policy_version: one.position
         for one in (load_run_state(path.parent) for path in resumable(run_dir).values())
     }
-    return Start(lineage.restarted(state.policy_version), True, folder, state, positions)
+    saved_at_s = folder.stat().st_mtime
+    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)
 
 
 def _check_complete(run_dir: Path) -> None:
