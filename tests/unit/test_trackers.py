@@ -80,6 +80,13 @@ def test_secrets_of_the_environment_and_logins_in_addresses_are_not_told() -> No
     assert len(scrubbed("x" * 1000, {})) == 400
 
 
+def test_a_login_with_any_character_is_not_told() -> None:
+    assert scrubbed("at postgresql://me:a/b@c@host:5432/db: refused", {}) == "at postgresql://***@host:5432/db: refused"
+    environment = {"MLFLOW_TRACKING_URI": "http://me:a b@host", "PROXY_URL": "http://host/x", "DATA_URI": "mailto:a@b"}
+    assert scrubbed("cannot reach http://me:a b@host", environment) == "cannot reach ***"
+    assert scrubbed("see http://host/x or mailto:a@b", environment) == "see http://host/x or mailto:a@b"
+
+
 class InMemory:
     """A tracker that cannot be opened `refusals` times, and fails at the steps `bad`."""
 
