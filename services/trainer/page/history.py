@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS
 from pipelinerl.page.data import MAX_RECORDS, SAMPLES_SHOWN, shown_record, shown_sample
 from services.trainer.page.thinning import ThinnedSeries
 
@@ -62,7 +63,7 @@ class RunHistory:
     def _totals(self) -> dict[str, Any]:
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
-            "ess_by_lag": {label: total / steps for label, (total, steps) in self._ess.items()},
+            "ess_by_lag": {label: total / steps for label, (total, steps) in sorted(self._ess.items(), key=_by_lag)},
         }
 
     def _remember_time(self, record: Record) -> None:
@@ -92,3 +93,8 @@ class RunHistory:
             self._early.append(shown)
         self._late[bool(shown["heldout"])].append(shown)
         return shown
+
+
+def _by_lag(item: tuple[str, Any]) -> int:
+    """Place of a bucket's label among all of them."""
+    return LAG_BUCKETS.index(item[0]) if item[0] in LAG_BUCKETS else len(LAG_BUCKETS)
