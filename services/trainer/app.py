@@ -303,14 +303,14 @@ class TrainingRun:
 
     def _watch(self, metrics: TrainerMetrics) -> None:
         """Tells the metrics where to read what is asked for at a scrape."""
-        metrics.progress.begin(self._recipe.trainer.steps, self._start.version if self._start.again else None)
+        metrics.progress.begin(self._recipe.trainer.steps, self._start.version if self._start.state else None)
         metrics.progress.watch(self._current_phase, lambda: self._loop.version, lambda: self._updater.served_version)
         metrics.token_lag.bound(self._recipe.algorithm.max_lag)
         metrics.queues.watch(self._intake, lambda: self._feeder.allowance)
         metrics.membership.watch(self._updater)
         metrics.outcomes.watch(
             self._books,
-            lambda: self._intake.tokens_arrived,
+            lambda: self._intake.tokens_arrived_here,
             lambda: self._intake.bad_messages + self._updater.bad_messages,
         )
 

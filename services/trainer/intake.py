@@ -76,6 +76,8 @@ class Intake:
         """Of the last message read; the next start reads from the one after."""
         self._streak = LossStreak(most_lost_in_a_row(recipe))
         self.tokens_arrived = 0
+        self.tokens_arrived_here = 0
+        """Since this start, where `tokens_arrived` goes on from the checkpoint's: a counter of a process begins at 0."""
         self.bad_messages = 0
 
     @property
@@ -155,6 +157,7 @@ class Intake:
                 return
             sequence, group = failed, self._books.arrive(failed)
         self.tokens_arrived += sequence.num_completion_tokens
+        self.tokens_arrived_here += sequence.num_completion_tokens
         if sequence.failure:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
         if group is not None and self._keep(group):

@@ -40,7 +40,7 @@ class OutcomeMetrics:
             {"outcome": OUTCOMES},
         )
         self._arrived = metrics.count(
-            "tokens_arrived_total", "Completion tokens that reached the trainer.", unit="tokens"
+            "tokens_arrived_total", "Completion tokens that reached the trainer, since this start.", unit="tokens"
         )
         self._bad = metrics.reading(
             "bad_messages",
