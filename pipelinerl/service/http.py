@@ -41,10 +41,11 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the second: no port has that number
         listener.close()
+        why = error.strerror if isinstance(error, OSError) else error
         raise ServiceError(
-            f"http_port = {port}: cannot listen on {host_port(host, port)} ({error.strerror}); "
+            f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); "
             "give another port, or 0 for any free one"
         ) from error
     return listener
