@@ -73,7 +73,9 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
     page_port = None if args.no_page else free_port("--page-port", args.page_port)
     metrics_port = free_port("--metrics-port", args.metrics_port)
     if metrics_port and metrics_port == page_port:
-        raise FieldError("--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one")
+        raise FieldError(
+            "--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one"
+        )
     return page_port, metrics_port
 
 

@@ -58,7 +58,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.page.board import PageBoard
-from services.trainer.page.routes import add_page
+from services.trainer.page.routes import add_page, guarded, page_hosts
 from services.trainer.page.run_page import RunPage
 from services.trainer.page.state import member_rows
 from services.trainer.pods import watch_actor_pods
@@ -101,7 +101,13 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(
-            serve_http(app, settings.http_host, settings.http_port, own_thread=True)
+            serve_http(
+                guarded(app, settings),
+                settings.http_host,
+                settings.http_port,
+                own_thread=True,
+                names=page_hosts(settings),
+            )
         )
         board = PageBoard() if settings.page else None
         if board is not None:
