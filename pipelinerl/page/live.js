@@ -12,6 +12,7 @@ const PrlLive = (() => {
   const SAMPLES_EVERY_MS = 5000;
   const RETRY_MS = 2000;
   const MOST_RECORDS = 3000;
+  const NEWEST = 20;
   const OF_A_KIND = 4;
   const EARLY = 8;
 
@@ -21,7 +22,7 @@ const PrlLive = (() => {
     const { records } = data, step = news.record.step;
     if (records.length && records[records.length - 1].step >= step) return;
     records.push(news.record);
-    if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i === records.length - 1);
+    if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i >= records.length - NEWEST);
     if (news.heldout) data.heldout.push(news.heldout);
     data.lag_totals = news.lag_totals;
     data.ess_by_lag = news.ess_by_lag;

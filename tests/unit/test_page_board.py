@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.page.data import NEWEST
 from services.trainer.actor_client import ActorLoad
 from services.trainer.page import board as board_module
 from services.trainer.page.board import MOST_READERS, STEPS_KEPT, PageBoard, PageReader, parsed
@@ -38,7 +39,7 @@ def sample(step: int, heldout: bool = False) -> dict[str, Any]:
 
 
 def test_a_series_is_thinned_evenly_and_keeps_the_newest() -> None:
-    series: ThinnedSeries[int] = ThinnedSeries(4)
+    series: ThinnedSeries[int] = ThinnedSeries(4, newest=1)
     longest = 0
     for number in range(1000):
         series.add(number)
@@ -49,6 +50,18 @@ def test_a_series_is_thinned_evenly_and_keeps_the_newest() -> None:
     *even, last = series.items()
     assert (even[0], last) == (0, 999)
     assert {b - a for a, b in itertools.pairwise(even)} == {256}
+
+
+@pytest.mark.parametrize("count", [1, 3, 20, 21, 77, 1000, 1023])
+def test_the_newest_are_never_thinned(count: int) -> None:
+    series: ThinnedSeries[int] = ThinnedSeries(16, newest=20)
+    for number in range(count):
+        series.add(number)
+    items = series.items()
+    assert items[-20:] == list(range(count))[-20:]
+    assert items == sorted(set(items))
+    assert (items[0], len(items) <= 2 * 16 + 20) == (0, True)
+    assert len({b - a for a, b in itertools.pairwise(items[:-20])}) <= 1, "those before are evenly spaced"
 
 
 def test_history_is_the_object_that_the_views_draw() -> None:
@@ -87,7 +100,9 @@ def test_history_of_a_long_run_is_bounded() -> None:
     for step in range(1, 2000):
         history.add(record(step, heldout_accuracy=0.1), [sample(step)])
     data = history.data()
-    assert (len(data["records"]) <= 20, len(data["heldout"]) <= 20, len(history._times_s) <= 256) == (True,) * 3
+    assert (len(data["records"]) <= 20 + NEWEST, len(data["heldout"]) <= 20, len(history._times_s) <= 256) == (
+        True,
+    ) * 3
     assert (data["records"][0]["step"], data["records"][-1]["step"]) == (1, 1999)
     assert data["lag_totals"]["0"] == 10 * 1999
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS
-from pipelinerl.page.data import MAX_RECORDS, SAMPLES_SHOWN, shown_record, shown_sample
+from pipelinerl.page.data import MAX_RECORDS, NEWEST, SAMPLES_SHOWN, shown_record, shown_sample
 from services.trainer.page.thinning import ThinnedSeries
 
 Record = Mapping[str, Any]
@@ -24,8 +24,8 @@ class RunHistory:
     """See the module. `limit`: records and evaluations after which the older ones are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
-        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit)
-        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit)
+        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
+        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._ess: dict[str, tuple[float, int]] = {}
