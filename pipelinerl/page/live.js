@@ -75,7 +75,7 @@ const PrlLive = (() => {
     ];
   }
 
-  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join" };
+  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join", leaving: "leaving: was told to end" };
 
   function memberRow(member, newest) {
     const row = node("tr", { "data-member": member.name });

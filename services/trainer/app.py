@@ -57,6 +57,7 @@ from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.metrics.outcomes import bounded
 from services.trainer.page.board import PageBoard
 from services.trainer.page.routes import add_page, guarded, page_hosts
 from services.trainer.page.run_page import RunPage
@@ -334,8 +335,9 @@ class TrainingRun:
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._ended = "finished" if finished else "stopped"
+            summary = self._write_summary(finished)
             self._page.publish()
-            self._trackers.end(self._write_summary(finished), finished=finished)
+            self._trackers.end(summary, finished=finished)
             self._continuation.end(finished=finished)
             if finished:
                 self._replicas.finish()
@@ -551,7 +553,7 @@ class TrainingRun:
             "served_version": served if served >= 0 else None,
             "incarnation": self._incarnation,
             "epoch": updater.epoch,
-            "members": member_rows(updater.registered, updater.serving, updater.joining, served, self._report.loads),
+            "members": member_rows(updater.states, served, self._report.loads),
             "sequences": ledger.counts.as_dict(),
-            "reasons": {outcome.value: dict(ledger.reasons(outcome)) for outcome in Outcome},
+            "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
         }

@@ -26,9 +26,10 @@ from pipelinerl.bus.protocol import Bus, LogEntry
 from pipelinerl.codec import decode_sequence, sequence_id_in
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import MessageError, UserError
+from pipelinerl.reasons import short_reason
 from pipelinerl.retry import until_taken
 from pipelinerl.types import Sequence
-from services.trainer.books import Books, failed_copy, short_reason
+from services.trainer.books import Books, failed_copy
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
 from services.trainer.sequence_traces import SequenceTraces

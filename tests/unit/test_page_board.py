@@ -13,6 +13,7 @@ import pytest
 
 from pipelinerl.page.data import NEWEST
 from services.trainer.actor_client import ActorLoad
+from services.trainer.member_states import member_states
 from services.trainer.page import board as board_module
 from services.trainer.page.board import MOST_READERS, STEPS_KEPT, PageBoard, PageReader, parsed
 from services.trainer.page.history import RunHistory
@@ -124,14 +125,19 @@ def test_the_ends_of_a_long_file_are_read(tmp_path: Path) -> None:
 
 def test_members_have_the_version_that_they_serve() -> None:
     loads = {name: ActorLoad(1, 2, 3, 4, 5, 6) for name in ("actor-10", "actor-2")}
-    rows = member_rows(["actor-10", "actor-9", "actor-2", "x"], {"actor-2", "actor-9"}, {"actor-10"}, 7, loads)
+    present = {"actor-10", "actor-9", "actor-2", "x"}
+    states = member_states(present, {"actor-2", "actor-9", "actor-10"}, {"actor-10"}, {"actor-2", "y"})
+    rows = member_rows(states, 7, loads)
     assert [(row["name"], row["state"], row["version"], row["in_progress"]) for row in rows] == [
         ("actor-2", "serving", 7, 5),
         ("actor-9", "serving", 7, None),
         ("actor-10", "joining", 4, 5),
         ("x", "waiting", None, None),
+        ("y", "leaving", None, None),
     ]
     assert sorted(["b", "a10", "a9", "10", "9"], key=natural) == ["9", "10", "a9", "a10", "b"]
+    endless = "a" + "1" * 10_000  # more digits than int() takes
+    assert sorted([endless, "a09", "a10"], key=natural) == ["a09", "a10", endless]
 
 
 # Board and readers
@@ -264,6 +270,20 @@ async def test_samples_go_with_the_next_step() -> None:
     assert (data["state"], data["total_steps"], data["max_lag"]) == ({"phase": "training"}, 4, 1)
     assert "name: unit" in data["recipe"]
     assert [one["step"] for one in data["samples"]["late"]] == [96, 97, 98, 99]
+
+
+async def test_what_the_page_cannot_be_told_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    def state() -> dict[str, Any]:
+        raise ValueError("a strange name")
+
+    board = PageBoard()
+    page = RunPage(board, state)
+    page.begin("r", make_recipe(), Path("nowhere"), [])
+    page.publish()
+    page.step({"reward_mean": "no step at all"})
+    page.step(record(1))
+    assert json.loads(board.history())["records"][-1]["step"] == 1
+    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError, KeyError]
 
 
 async def test_a_page_that_is_off_costs_nothing() -> None:

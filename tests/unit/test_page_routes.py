@@ -168,11 +168,21 @@ async def test_a_browser_that_takes_nothing_is_let_go(
 
 async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
     board = PageBoard()
+    summary_there: list[bool] = []
     async with training_run(tmp_path, board=board) as (run, policy), asyncio.timeout(60):
+        publish = run._page.publish
+
+        def published() -> None:
+            if run._ended:
+                summary_there.append((tmp_path / "summary.json").exists())
+            publish()
+
+        run._page.publish = published  # type: ignore[method-assign]
         assert json.loads(board.history())["state"] == {"phase": "starting"}
         running = await stop_during_step(run, policy)
         policy.may_step.set()
         await running
+    assert summary_there == [True], "what counts is written first"
     data = json.loads(board.history())
     assert [one["step"] for one in data["records"]] == [2]
     state = data["state"]

@@ -272,3 +272,19 @@ def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:
     RunId(str(tmp_path), "wandb").write("tiny-0a1b2c3d")
     assert RunId(str(tmp_path), "wandb").read() == "tiny-0a1b2c3d"
     assert RunId(str(tmp_path), "mlflow").read() is None
+
+
+def test_what_the_trackers_cannot_be_told_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Taking:
+        def __init__(self) -> None:
+            self.messages: list[str] = []
+
+        def send(self, message: dict[str, Any]) -> None:
+            self.messages.append(message["kind"])
+
+    taking = Taking()
+    trackers = RunTrackers([taking])  # type: ignore[list-item]
+    trackers.step({"step": 1, "lag_histogram": {"no number": 3}})
+    trackers.step({"step": 2, "loss": 0.5})
+    assert taking.messages == ["step"]
+    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError]
