@@ -55,7 +55,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.runner import LocalRun
     from pipelinerl.service.logs import LogContext, configure_logging
 
-    page_port = None if args.no_page else free_page_port(args.page_port)
+    page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
@@ -63,25 +63,31 @@ def execute(args: argparse.Namespace) -> int:
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
-            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=args.metrics_port)
+            local = LocalRun(recipe, run_dir, display, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
         return finish(recipe, run_dir, ending)
 
 
-def free_page_port(port: int) -> int:
+def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
+    """Of the live page (None: there is none) and of the runner's metrics; 0 is any free one. Raises `FieldError`."""
+    page_port = None if args.no_page else free_port("--page-port", args.page_port)
+    metrics_port = free_port("--metrics-port", args.metrics_port)
+    if metrics_port and metrics_port == page_port:
+        raise FieldError(
+            "--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one"
+        )
+    return page_port, metrics_port
+
+
+def free_port(option: str, port: int) -> int:
     """The same port. Raises `FieldError` when it is none, or somebody else listens there."""
-    import socket
+    from pipelinerl.local.ports import why_taken
 
     if not 0 <= port <= 65535:
-        raise FieldError("--page-port", port, "give a port from 1 to 65535, or 0 for any free one")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise FieldError(
-                "--page-port", port, f"cannot listen there ({error.strerror}); give another, or 0"
-            ) from error
+        raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
+    why = why_taken(port)
+    if why:
+        raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
     return port
 
 

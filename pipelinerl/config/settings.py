@@ -85,6 +85,11 @@ class TrainerSettings(PolicySettings):
         False,
         description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that.",
     )
+    page_hosts: str = Field(
+        "",
+        description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
+        "among them.",
+    )
     actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
     actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")

@@ -13,9 +13,12 @@ from string import Template
 from typing import Any
 
 from pipelinerl.errors import FieldError
-from pipelinerl.local.summary import kept_records, read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.local.summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
+
+SAMPLES_READ = 64
+"""Of the first samples, and as many of the last: the page shows eight of each, and has a choice."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -38,7 +41,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     recipe = load_recipe(recipe_file)
     records = kept_records(read_jsonl(run_dir / "metrics.jsonl"))
     summary = read_summary(run_dir / "summary.json") or {**summary_from_metrics(recipe, records)}
-    samples = read_jsonl(run_dir / "samples.jsonl")
+    samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
     text = recipe_file.read_text(encoding="utf-8")
     return report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
 

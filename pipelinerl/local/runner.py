@@ -271,12 +271,11 @@ class LocalRun:
         self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")
 
     def _trainer_up(self, address: ServiceAddress) -> None:
-        """Its page is where this says from now on, also after restarts."""
-        first, self._trainer_address = self._trainer_address is None, address
-        if self.page_port is not None:
-            self._state.page = f"http://{address.http}/"
-            if first:
-                self._note(f"Live page: {self._state.page}")
+        """Its page is where this says from now on, also after restarts that can have the same port."""
+        self._trainer_address, link = address, f"http://{address.http}/"
+        if self.page_port is not None and link != self._state.page:
+            self._state.page = link
+            self._note(f"Live page: {link}")
 
     def _finished(self) -> bool:
         """The trainer has said so: it removes nothing after that, and needs nobody any more."""

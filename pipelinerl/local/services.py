@@ -1,6 +1,6 @@
 """How each service of a local run is started: its command and its environment, the same settings a pod gets.
 
-Pure: builds `Launch` objects, starts nothing.
+Builds `Launch` objects and starts nothing; of this machine it asks only whether the page's port is free.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipelinerl.config.recipe import Recipe
+from pipelinerl.local.ports import why_taken
 from pipelinerl.local.process import Launch
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.threads import ThreadPlan
@@ -54,7 +55,7 @@ class ServiceLaunches:
         self, verifier: str, model_dir: str, actors: int | None = None, again: ServiceAddress | None = None
     ) -> Launch:
         """`actors`: how many there are; the recipe's number unless it was changed. `again`: where it listened before a restart;
-        pages that are open keep that address."""
+        pages that are open keep that address, if nobody else has taken its port meanwhile."""
         settings = {
             "nats_url": self.nats_url,
             "verifier": verifier,
@@ -62,11 +63,20 @@ class ServiceLaunches:
             "run_dir": str(self.run_dir.path.resolve()),
             "expected_actors": str(self.recipe.actor.count if actors is None else actors),
             "page": "false" if self.page_port is None else "true",
-            "http_port": str(self.page_port or 0) if again is None else _port(again.http),
+            "http_port": self._trainer_port(again),
         }
         return self._launch(
             "trainer", self.commands.trainer, settings, self.threads.trainer_env(self.recipe.trainer.nproc)
         )
+
+    def _trainer_port(self, again: ServiceAddress | None) -> str:
+        """Where the page was, or shall be; any free one where that cannot be had again, or there is no page."""
+        if self.page_port is None:
+            return "0"
+        if again is None:
+            return str(self.page_port)
+        port = _port(again.http)
+        return "0" if why_taken(int(port)) else port
 
     def actor(self, index: int, verifier: str, model_dir: str) -> Launch:
         settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}

@@ -1,13 +1,14 @@
 """summary.json's last words: what only the runner knows, and a summary out of metrics.jsonl when the trainer left none.
 
-The trainer writes the summary at its end; the runner adds to it and changes nothing in it. Pure but for `read_jsonl`.
+The trainer writes the summary at its end; the runner adds to it and changes nothing in it. Pure but for what reads files.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return list(_objects(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+
+
+def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
+    """The objects of the first and the last `each` lines of a .jsonl file of any length; no file is no objects."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        first = list(islice(lines, each))
+        return list(_objects([*first, *deque(lines, maxlen=each)]))
 
 
 def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 from pipelinerl.local.summary import lag_totals
@@ -15,7 +16,9 @@ from pipelinerl.local.summary import lag_totals
 Record = Mapping[str, Any]
 
 MAX_RECORDS = 1500
-"""Steps that are drawn at most; a longer run is thinned evenly."""
+"""Steps that are drawn at most, about; a longer run is thinned evenly."""
+NEWEST = 20
+"""Steps that are never thinned: what the views call the last ones."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _DIGITS = 6
@@ -66,10 +69,10 @@ def heldout_points(summary: Record, records: Sequence[Record]) -> list[dict[str,
 
 
 def thinned(records: Sequence[Record], limit: int = MAX_RECORDS) -> list[Record]:
-    """At most about `limit` records, evenly spaced, the first and the last among them."""
+    """At most about `limit` records, evenly spaced from the first on, and all of the newest `NEWEST`."""
     stride = max(1, -(-len(records) // limit))
-    last = len(records) - 1
-    return [record for index, record in enumerate(records) if index % stride == 0 or index == last]
+    newest = len(records) - NEWEST
+    return [record for index, record in enumerate(records) if index % stride == 0 or index >= newest]
 
 
 def mean_by_bucket(buckets: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
@@ -117,10 +120,24 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """One line of samples.jsonl, its texts clipped. Older ones lack `tokens` and `weights`."""
+    """One line of samples.jsonl, its texts clipped and with them its tokens, of which `num_tokens` says how many there were.
+    Older lines lack `tokens` and `weights`."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion")}
-    known = ("step", "version", "reward", "spans", "heldout", "tokens", "weights")
-    return {**{key: sample.get(key) for key in known}, **text}
+    known = ("step", "version", "reward", "spans", "heldout")
+    tokens, weights = sample.get("tokens"), sample.get("weights")
+    if tokens is not None:
+        tokens = tokens[: _num_in_text(tokens)]
+        weights = weights and weights[: len(tokens)]
+    spans = sample.get("spans") or []
+    num_tokens = max((span[2] for span in spans), default=len(tokens or ()))
+    shown = {"tokens": tokens, "weights": weights, "num_tokens": num_tokens}
+    return {**{key: sample.get(key) for key in known}, **shown, **text}
+
+
+def _num_in_text(tokens: Sequence[str]) -> int:
+    """How many of the first tokens a clipped text has as a whole."""
+    ends = accumulate(len(token) for token in tokens)
+    return sum(1 for _ in takewhile(lambda end: end <= _MAX_TEXT, ends))
 
 
 def _clipped(text: str) -> str:

@@ -11,7 +11,10 @@ const PrlLive = (() => {
   const DRAW_EVERY_MS = 1000;
   const SAMPLES_EVERY_MS = 5000;
   const RETRY_MS = 2000;
+  const REFUSED_MS = 5000; // the server's Retry-After
+  const MOST_RETRY_MS = 60000;
   const MOST_RECORDS = 3000;
+  const NEWEST = 20;
   const OF_A_KIND = 4;
   const EARLY = 8;
 
@@ -21,7 +24,7 @@ const PrlLive = (() => {
     const { records } = data, step = news.record.step;
     if (records.length && records[records.length - 1].step >= step) return;
     records.push(news.record);
-    if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i === records.length - 1);
+    if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i >= records.length - NEWEST);
     if (news.heldout) data.heldout.push(news.heldout);
     data.lag_totals = news.lag_totals;
     data.ess_by_lag = news.ess_by_lag;
@@ -74,7 +77,7 @@ const PrlLive = (() => {
     ];
   }
 
-  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join" };
+  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join", leaving: "leaving: was told to end" };
 
   function memberRow(member, newest) {
     const row = node("tr", { "data-member": member.name });
@@ -143,7 +146,7 @@ const PrlLive = (() => {
 
   function start(root) {
     const link = node("p", { class: "link", role: "status" });
-    let data = null, source = null, redraw = null, due = 0, drawnAt = -Infinity;
+    let data = null, source = null, position = null, redraw = null, due = 0, again = 0, failures = 0, drawnAt = -Infinity;
 
     function say(kind, text) {
       link.className = `link ${kind}`;
@@ -159,15 +162,31 @@ const PrlLive = (() => {
     }
 
     const drawSoon = () => { due = due || setTimeout(drawNow, Math.max(0, drawnAt + DRAW_EVERY_MS - performance.now())); };
-    document.addEventListener("visibilitychange", drawSoon);
 
-    function listen(position) {
-      source = new EventSource(`page/events?after=${encodeURIComponent(position)}`);
-      source.onopen = () => say("live", data ? "Live" : "The trainer is starting");
-      source.onerror = lost;
-      source.addEventListener("reset", () => { source.close(); load(); });
-      source.addEventListener("step", (event) => { addStep(data, JSON.parse(event.data)); drawSoon(); });
-      source.addEventListener("state", (event) => {
+    /* A browser has six connections to one server over HTTP/1.1, for all its tabs: one that nobody looks at gives its own back. */
+    function shownOrHidden() {
+      if (document.hidden) return pause();
+      drawSoon();
+      if (!source) (position === null ? load : listen)();
+    }
+
+    function pause() {
+      if (source) source.close();
+      source = null;
+      clearTimeout(again);
+    }
+
+    /* From `position` on: what came meanwhile is told first, or `reset` where that is more than the trainer keeps. */
+    function listen() {
+      if (document.hidden) return;
+      pause();
+      const opened = source = new EventSource(`page/events?after=${encodeURIComponent(position)}`);
+      const on = (event, act) => opened.addEventListener(event, (told) => { if (opened === source) act(told); });
+      on("open", () => { failures = 0; say("live", data ? "Live" : "The trainer is starting"); });
+      on("error", lost);
+      on("reset", () => { pause(); load(); });
+      on("step", (event) => { position = event.lastEventId; addStep(data, JSON.parse(event.data)); drawSoon(); });
+      on("state", (event) => {
         const state = JSON.parse(event.data);
         if (!data || state.phase === "starting") return say("live", "The trainer is starting");
         data.state = state;
@@ -176,11 +195,20 @@ const PrlLive = (() => {
       });
     }
 
-    /* A browser tries again by itself, unless the answer was an error or the run is over. */
+    /* A browser tries again by itself, unless the answer was an error, whose Retry-After it does not show, or the run is over. */
     function lost() {
       say("lost", lostText(data));
-      if (data && data.state.ended === "finished") source.close();
-      else if (source.readyState === EventSource.CLOSED) setTimeout(load, RETRY_MS);
+      if (data && data.state.ended === "finished") return pause();
+      if (source.readyState !== EventSource.CLOSED) return;
+      source = null;
+      later(listen, REFUSED_MS);
+    }
+
+    /* After a delay that grows from failure to failure, and is at least `leastMs`. */
+    function later(act, leastMs = 0) {
+      clearTimeout(again);
+      again = setTimeout(act, Math.max(leastMs, Math.min(MOST_RETRY_MS, RETRY_MS * 2 ** failures)));
+      failures += 1;
     }
 
     async function load() {
@@ -189,10 +217,11 @@ const PrlLive = (() => {
         if (!answer.ok) throw new Error(String(answer.status));
         const found = await answer.json();
         if (found.run) show(found);
-        listen(found.position);
+        position = found.position;
+        listen();
       } catch {
         say("lost", lostText(data));
-        setTimeout(load, RETRY_MS);
+        later(load);
       }
     }
 
@@ -203,6 +232,7 @@ const PrlLive = (() => {
     }
 
     root.replaceChildren(link);
+    document.addEventListener("visibilitychange", shownOrHidden);
     say("wait", "Loading the run");
     load();
   }

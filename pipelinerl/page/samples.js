@@ -1,7 +1,8 @@
 /* Sample completions: which policy version sampled which token, seen in the text itself, and what each token weighed.
  *
  * Samples are model output: they are set as text, never as HTML. sample: {step, version, prompt, completion, reward, spans:
- * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null}; docs/run-directory.md. */
+ * [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; docs/run-directory.md, and
+ * pipelinerl/page/data.py: long completions are clipped with their tokens, of which there were num_tokens. */
 "use strict";
 
 const PrlSamples = (() => {
@@ -22,10 +23,15 @@ const PrlSamples = (() => {
     return lag > 0 ? `, ${lag} ${lag === 1 ? "step" : "steps"} old` : "";
   };
 
+  const size = (sample) => sample.num_tokens || sample.tokens.length;
+
+  /* Of the completion, not of the part that is shown. */
+  const isLast = (sample, index) => index === size(sample) - 1;
+
   function describe(sample, index, version) {
     const piece = sample.tokens[index];
     const w = sample.weights ? sample.weights[index] : undefined;
-    const text = piece === "" ? (index === sample.tokens.length - 1 ? "end of the text" : "part of the next character") : `“${piece}”`;
+    const text = piece === "" ? (isLast(sample, index) ? "end of the text" : "part of the next character") : `“${piece}”`;
     const weight = w === undefined ? "" : w === null ? ", weight not finite" : `, weight w = ${number(w)}`;
     return `Token ${index + 1}: ${text}, version ${version ?? "unknown"}${version === null ? "" : lagText(sample, version)}${weight}`;
   }
@@ -42,7 +48,7 @@ const PrlSamples = (() => {
     const w = sample.weights ? sample.weights[index] : null;
     if (w !== null && w !== undefined && (w > FAR || w < 1 / FAR)) span.classList.add("far");
     const piece = sample.tokens[index];
-    if (piece === "" && index === sample.tokens.length - 1) span.classList.add("end");
+    if (piece === "" && isLast(sample, index)) span.classList.add("end");
     span.textContent = piece;
     return span;
   }
@@ -50,7 +56,7 @@ const PrlSamples = (() => {
   /* The completion with its tokens coloured; one stop for the keyboard, whose arrows go from token to token. */
   function colored(sample) {
     const box = node("div");
-    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${sample.tokens.length} tokens`, title: HINT });
+    const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `Completion, ${size(sample)} tokens`, title: HINT });
     const readout = node("div", { class: "readout", "aria-live": "polite" });
     let before = null, length = 0;
     sample.tokens.forEach((piece, index) => {
@@ -59,7 +65,7 @@ const PrlSamples = (() => {
       before = version;
       length += piece.length;
     });
-    text.append(sample.completion.slice(length)); // what is beyond the tokens that were written
+    text.append(sample.completion.slice(length)); // what is beyond the tokens that are shown, or how much was left out
     box.append(text, readout);
     let current = null;
     const show = (span) => {

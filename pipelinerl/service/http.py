@@ -1,6 +1,7 @@
 """Serves an ASGI application with uvicorn inside a process that has other things to do: no signal handlers, no logs.
 
-In the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is blocked.
+In the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is blocked. On a
+loopback interface, requests that name another host are refused (`host_guard.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,16 +18,24 @@ import uvicorn
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.address import host_port
+from pipelinerl.service.host_guard import HEALTH, LOCAL_NAMES, HostGuard, bracketed, is_loopback
 
 _GRACEFUL_S = 2
+ABORT = "pipelinerl.abort"
+"""Extension of a request's scope: `() -> None`, closes its connection and drops what the other side has not taken."""
 
 
 @asynccontextmanager
-async def serve_http(app: Any, host: str, port: int, *, own_thread: bool = False) -> AsyncIterator[int]:
+async def serve_http(
+    app: Any, host: str, port: int, *, own_thread: bool = False, names: Collection[str] = ()
+) -> AsyncIterator[int]:
     """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    Raises `ServiceError` when the port cannot be bound or the application does not start.
+    `names`: further hosts by which a request may call a loopback interface. Applications may end a connection by
+    `scope["extensions"][ABORT]()`. Raises `ServiceError` when the port cannot be bound or the application does not start.
     """
+    if is_loopback(host):
+        app = HostGuard(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
     listener = _bind(host, port)
     bound_port = listener.getsockname()[1]
     with contextlib.closing(listener):
@@ -41,10 +50,11 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the second: no port has that number
         listener.close()
+        why = error.strerror if isinstance(error, OSError) else error
         raise ServiceError(
-            f"http_port = {port}: cannot listen on {host_port(host, port)} ({error.strerror}); "
+            f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); "
             "give another port, or 0 for any free one"
         ) from error
     return listener
@@ -55,10 +65,30 @@ class _EmbeddedServer(uvicorn.Server):
 
     def __init__(self, app: Any) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACEFUL_S, ws="none")
+            uvicorn.Config(
+                self._with_abort(app),
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_GRACEFUL_S,
+                ws="none",
+            )
         )
         self._callers_loop = asyncio.get_running_loop()
         self._up: asyncio.Future[bool] = self._callers_loop.create_future()
+
+    def _with_abort(self, app: Any) -> Any:
+        async def with_abort(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                scope["extensions"] = {**scope.get("extensions", {}), ABORT: lambda: self._abort(scope["client"])}
+            await app(scope, receive, send)
+
+        return with_abort
+
+    def _abort(self, client: tuple[str, int] | None) -> None:
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if transport is not None and tuple(transport.get_extra_info("peername") or ())[:2] == client:
+                transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

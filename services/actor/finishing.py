@@ -18,6 +18,7 @@ import numpy as np
 from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.codec import encode_sequence
 from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.reasons import FirstReasons
 from pipelinerl.retry import until_taken
 from pipelinerl.tracing.spans import Trace, headers_of, trace_of, traceparent_of
 from pipelinerl.types import PromptGroup, Sequence
@@ -58,6 +59,7 @@ class Finisher:
         self._bus, self._verifier, self._metrics = bus, verifier, metrics
         self._on_published = on_published
         self._batch_size = batch_size
+        self._reasons = FirstReasons()
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
@@ -131,7 +133,7 @@ class Finisher:
             failure = await self._store(sample.sequence, headers_of(trace_of(span) or sample.trace))
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:
-            self._metrics.failed.labels(failure.partition(":")[0]).inc()
+            self._metrics.failed.labels(self._reasons.of(failure)).inc()
         await self._on_published(sample.group, sample.sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:

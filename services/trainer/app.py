@@ -58,8 +58,9 @@ from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.metrics.outcomes import bounded
 from services.trainer.page.board import PageBoard
-from services.trainer.page.routes import add_page
+from services.trainer.page.routes import add_page, guarded, page_hosts
 from services.trainer.page.run_page import RunPage
 from services.trainer.page.state import member_rows
 from services.trainer.pods import watch_actor_pods
@@ -102,7 +103,13 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(
-            serve_http(app, settings.http_host, settings.http_port, own_thread=True)
+            serve_http(
+                guarded(app, settings),
+                settings.http_host,
+                settings.http_port,
+                own_thread=True,
+                names=page_hosts(settings),
+            )
         )
         board = PageBoard() if settings.page else None
         if board is not None:
@@ -304,7 +311,7 @@ class TrainingRun:
 
     def _watch(self, metrics: TrainerMetrics) -> None:
         """Tells the metrics where to read what is asked for at a scrape."""
-        checkpoint = self._start.version if self._start.again else None
+        checkpoint = self._start.version if self._start.state else None
         metrics.progress.begin(self._recipe.trainer.steps, checkpoint, self._start.saved_at_s)
         metrics.progress.watch(self._current_phase, lambda: self._loop.version, lambda: self._updater.served_version)
         metrics.token_lag.bound(self._recipe.algorithm.max_lag)
@@ -312,7 +319,7 @@ class TrainingRun:
         metrics.membership.watch(self._updater)
         metrics.outcomes.watch(
             self._books,
-            lambda: self._intake.tokens_arrived,
+            lambda: self._intake.tokens_arrived_here,
             lambda: self._intake.bad_messages + self._updater.bad_messages,
         )
 
@@ -330,8 +337,9 @@ class TrainingRun:
         finally:
             self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
             self._ended = "finished" if finished else "stopped"
+            summary = self._write_summary(finished)
             self._page.publish()
-            self._trackers.end(self._write_summary(finished), finished=finished)
+            self._trackers.end(summary, finished=finished)
             self._continuation.end(finished=finished)
             if finished:
                 self._replicas.finish()
@@ -549,7 +557,7 @@ class TrainingRun:
             "served_version": served if served >= 0 else None,
             "incarnation": self._incarnation,
             "epoch": updater.epoch,
-            "members": member_rows(updater.registered, updater.serving, updater.joining, served, self._report.loads),
+            "members": member_rows(updater.states, served, self._report.loads),
             "sequences": ledger.counts.as_dict(),
-            "reasons": {outcome.value: dict(ledger.reasons(outcome)) for outcome in Outcome},
+            "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
         }

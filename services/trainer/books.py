@@ -14,9 +14,8 @@ import numpy as np
 
 from pipelinerl.algorithms.grouping import CompletedGroup, GroupAssembler
 from pipelinerl.algorithms.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.reasons import short_reason
 from pipelinerl.types import PromptGroup, Sequence
-
-REASON_CHARACTERS = 60
 
 
 class Books:
@@ -130,11 +129,6 @@ class Books:
         for group_id, num_samples in groups["open"].items():
             self.groups.expect(group_id, num_samples)
         self._queue_positions = dict(groups["queue_positions"])
-
-
-def short_reason(failure: str) -> str:
-    """The part before the colon: reasons are counted, details are in the logs."""
-    return failure.partition(":")[0].strip()[:REASON_CHARACTERS] or "unknown"
 
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.reasons import short_reason
 from pipelinerl.tracing import attributes as a
 from pipelinerl.tracing.spans import Trace, child, root, trace_of
 from pipelinerl.types import FinishReason, SamplingParams, TokenIds
 from pipelinerl.verify import VerifyItem, VerifyOutcome
 from services.trainer.actor_client import ActorClient, ActorClients, EvaluatedCompletion
-from services.trainer.books import short_reason
 from services.trainer.judge import Verifier, is_right, judge
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,10 @@ from pipelinerl.bus.protocol import Bus, LogEntry
 from pipelinerl.codec import decode_sequence, sequence_id_in
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import MessageError, UserError
+from pipelinerl.reasons import short_reason
 from pipelinerl.retry import until_taken
 from pipelinerl.types import Sequence
-from services.trainer.books import Books, failed_copy, short_reason
+from services.trainer.books import Books, failed_copy
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
 from services.trainer.sequence_traces import SequenceTraces
@@ -76,6 +77,8 @@ class Intake:
         """Of the last message read; the next start reads from the one after."""
         self._streak = LossStreak(most_lost_in_a_row(recipe))
         self.tokens_arrived = 0
+        self.tokens_arrived_here = 0
+        """Since this start, where `tokens_arrived` goes on from the checkpoint's: a counter of a process begins at 0."""
         self.bad_messages = 0
 
     @property
@@ -155,6 +158,7 @@ class Intake:
                 return
             sequence, group = failed, self._books.arrive(failed)
         self.tokens_arrived += sequence.num_completion_tokens
+        self.tokens_arrived_here += sequence.num_completion_tokens
         if sequence.failure:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
         if group is not None and self._keep(group):

@@ -26,6 +26,9 @@ from services.trainer.records import RunFiles, RunTotals, StepRecord, mean, perc
 from services.trainer.samples import Sample, heldout_sample, trained_sample
 from services.trainer.token_pieces import TokenPieces
 
+MOST_WITH_TOKENS = 500
+"""Steps of a run whose samples are written token by token: a sample so has up to 20 KB, and without them 1 to 4."""
+
 
 @dataclass
 class _Latest:
@@ -169,7 +172,9 @@ class RunReport:
         totals.sequences_multi_version += sum(sequence.num_versions > 1 for sequence in sequences)
 
     def _write_sample(self, sample: Sample) -> None:
-        self._files.write_sample(sample)
+        """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
+        due = has_tokens(sample["step"], self._recipe.trainer.steps)
+        self._files.write_sample(sample if due else {**sample, "tokens": None, "weights": None})
         self._on_sample(sample)
 
     def actor_busy_fraction(self) -> float | None:
@@ -227,6 +232,12 @@ class RunReport:
         }
         self._files.write_summary(summary)
         return summary
+
+
+def has_tokens(step: int, steps: int) -> bool:
+    """Whether the samples of `step` of a run of `steps` are written with tokens and weights: about `MOST_WITH_TOKENS` steps,
+    the first and the last among them. Pure."""
+    return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
 def group_figures(batch: Sequence[TrainingGroup]) -> dict[str, float]:

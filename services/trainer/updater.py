@@ -34,14 +34,13 @@ from services.trainer.attendance import Attendance, Departures, MemberChange
 from services.trainer.joining import Action as JoiningAction
 from services.trainer.joining import BeginSide, EndSide, Joining
 from services.trainer.lane import Lane, Order, Outcome, Surroundings, TransferPort, UpdateRecord
+from services.trainer.member_states import MEMBER_STATES, member_states
 from services.trainer.update_trace import heard
 
 log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
 """What actors say, by kind."""
-MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""What a registered actor is doing. `waiting`: it serves no version, or an older one, and its turn is still to come."""
 MOST_REASONS = 16
 """Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
 
@@ -117,17 +116,16 @@ class WeightUpdater:
         return frozenset(self._sides)
 
     @property
+    def states(self) -> dict[str, str]:
+        """Of each registered actor, by name. May be read on any thread."""
+        present, draining = set(self._main.coordinator.present), set(self._draining)
+        return member_states(present, set(self._serving), set(self._sides), draining)
+
+    @property
     def member_states(self) -> dict[str, int]:
         """Registered actors by state, each of `MEMBER_STATES`. May be read on any thread."""
-        present, serving, joining = set(self._main.coordinator.present), set(self._serving), set(self._sides)
-        leaving = self._draining - present
-        others = present - serving - joining
-        return {
-            "serving": len(present & serving - joining),
-            "joining": len(present & joining),
-            "waiting": len(others),
-            "leaving": len(leaving),
-        }
+        states = list(self.states.values())
+        return {state: states.count(state) for state in MEMBER_STATES}
 
     @property
     def epoch(self) -> int:
@@ -142,11 +140,6 @@ class WeightUpdater:
         """Returns when `count` actors have registered."""
         async with self._members_changed:
             await self._members_changed.wait_for(lambda: self.num_present >= count)
-
-    @property
-    def registered(self) -> dict[str, c.Member]:
-        """Actors that are heard of, members or not."""
-        return dict(self._main.coordinator.present)
 
     @property
     def num_present(self) -> int:

@@ -68,7 +68,13 @@ CASES: dict[str, Case] = {
                 "autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090", "authentication": "t"}},
             },
             "trainer": EVERYWHERE
-            | {"nodes": 2, "gpus": 8, "rdma": {"rdma/hca": 8}, "persistence": {"accessMode": "ReadWriteMany"}},
+            | {
+                "nodes": 2,
+                "gpus": 8,
+                "rdma": {"rdma/hca": 8},
+                "persistence": {"accessMode": "ReadWriteMany"},
+                "page": {"enabled": True, "hosts": ["runs.example.com", "runs"]},
+            },
             "verifier": EVERYWHERE,
             "nats": EVERYWHERE | {"replicas": 3, "persistence": {"storageClass": "fast"}},
             "tls": TLS | {"certManager": ISSUER},

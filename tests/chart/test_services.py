@@ -255,6 +255,15 @@ def _limits(pod: Pod) -> dict[str, Any]:
     return dict(pod.main["resources"].get("limits", {}))
 
 
+def test_the_page_has_the_names_that_it_is_given() -> None:
+    entries = environment(rendered_case("everything").pod("trainer").main)
+    assert (entries["PIPELINERL_PAGE"]["value"], entries["PIPELINERL_PAGE_HOSTS"]["value"]) == (
+        "true",
+        "runs.example.com,runs",
+    )
+    assert "PIPELINERL_PAGE_HOSTS" not in environment(rendered_case("default").pod("trainer").main)
+
+
 def test_gpus_are_the_recipes_ranks() -> None:
     """recipes/gsm.yaml: tensor_parallel_size 1, nproc 4."""
     rendered = rendered_case("default")

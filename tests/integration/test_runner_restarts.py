@@ -18,7 +18,7 @@ from pipelinerl.local.ending import finish
 from pipelinerl.local.process import ServiceDied
 from pipelinerl.local.progress import PlainDisplay
 from pipelinerl.local.progress_view import RunState
-from pipelinerl.service.address import read_address
+from pipelinerl.service.address import ServiceAddress, read_address
 from tests.integration.fake_run import Run, recipe, running, until_pid_changes
 
 
@@ -48,6 +48,13 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> N
     assert links == [f"http://{read_address(run.dir.address('trainer')).http}/"], (
         "the new trainer is where the old one was"
     )
+
+
+def test_where_the_page_is_is_said_again_only_when_it_moves(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(), {})
+    for port in (4711, 4711, 4712):
+        run.local._trainer_up(ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1))
+    assert re.findall("Live page: http://127.0.0.1:([0-9]+)/", run.printed.getvalue()) == ["4711", "4712"]
 
 
 class Watched(PlainDisplay):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.run import free_page_port
+from pipelinerl.commands.run import chosen_ports, free_port
 from pipelinerl.config.preflight import has_gpu
 from pipelinerl.errors import FieldError
 
@@ -148,12 +149,32 @@ def test_report_of_what_is_not_a_run_exits_2(tmp_path: Path) -> None:
     assert (done.returncode, "RUN_DIR = 'nosuch': there is no such folder" in done.stderr) == (2, True)
 
 
-def test_a_page_port_that_is_taken_is_refused_before_anything_starts() -> None:
-    assert free_page_port(0) == 0
+@pytest.mark.parametrize("option", ["--page-port", "--metrics-port"])
+def test_a_port_that_is_taken_or_none_is_refused_before_anything_starts(option: str) -> None:
+    assert free_port(option, 0) == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(FieldError, match=f"--page-port = {port}: cannot listen there .*; give another, or 0"):
-            free_page_port(port)
-    assert free_page_port(port) == port
-    with pytest.raises(FieldError, match="--page-port = 65536: give a port from 1 to 65535"):
-        free_page_port(65536)
+        with pytest.raises(FieldError, match=f"{option} = {port}: cannot listen there .*; give another, or 0"):
+            free_port(option, port)
+    assert free_port(option, port) == port
+    with pytest.raises(FieldError, match=f"{option} = 65536: give a port from 1 to 65535"):
+        free_port(option, 65536)
+
+
+def test_a_metrics_port_that_is_none_is_no_traceback() -> None:
+    done = pipelinerl("run", "arithmetic", "--metrics-port", "70000")
+    assert (done.returncode, "--metrics-port = 70000: give a port from 1 to 65535" in done.stderr) == (2, True)
+    assert "Traceback" not in done.stderr
+
+
+def test_page_and_metrics_cannot_have_the_same_port() -> None:
+    def ports(page_port: int, metrics_port: int, no_page: bool = False) -> tuple[int | None, int]:
+        return chosen_ports(Namespace(page_port=page_port, metrics_port=metrics_port, no_page=no_page))
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with pytest.raises(FieldError, match=f"--metrics-port = {port}: is the port of --page-port; give another"):
+        ports(port, port)
+    assert ports(port, 0) == (port, 0)
+    assert ports(0, 0) == (0, 0)
+    assert ports(0, port, no_page=True) == (None, port)

@@ -15,19 +15,20 @@ from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.codec import decode_sequence, encode_group
 from pipelinerl.errors import BusError, ServiceError
-from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
+from pipelinerl.reasons import MOST_REASONS
+from pipelinerl.types import FinishReason, PolicyVersion, PromptGroup, VersionSpan
 from pipelinerl.types import Sequence as TrainedSequence
 from pipelinerl.v1 import sequence_pb2
 from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
-from services.actor.completions import defect_of
+from services.actor.completions import defect_of, without_arrays
 from services.actor.engine import EngineError, Generation, GenerationRequest
-from services.actor.finishing import Finisher
+from services.actor.finishing import FinishedSample, Finisher
 from services.actor.gate import ServingGate
 from services.actor.generation import GenerationLoop
 from services.actor.hand_over import HandOver
 from services.actor.held_groups import HeldGroups
 from services.actor.metrics import ActorMetrics
-from tests.unit.builders import RUN, make_group
+from tests.unit.builders import RUN, make_group, make_sequence
 
 GOOD = Generation(
     np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 0, 2),), FinishReason.STOP
@@ -447,3 +448,24 @@ def test_the_gate_closes_beyond_max_lag_and_while_draining() -> None:
     assert gate.is_open
     gate.drain()
     assert gate.reason == "draining"
+
+
+async def test_failures_of_any_text_make_few_series_of_the_counter() -> None:
+    registry = CollectorRegistry()
+
+    async def published(group: PromptGroup, index: int) -> None:
+        return
+
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        finisher = Finisher(bus, ScriptedVerifier(), ActorMetrics(registry), published, buffer_size=100, batch_size=4)  # type: ignore[arg-type]
+        running = asyncio.create_task(finisher.run())
+        for number in range(100):
+            group = make_group(number)
+            sequence = without_arrays(make_sequence(group, 0), f"strange {number}: {'x' * 100}")
+            await finisher.put(FinishedSample(group, sequence))
+        await finisher.drained()
+        running.cancel()
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    counts = [sample.value for sample in samples if sample.name == "pipelinerl_actor_sequences_failed_total"]
+    assert (len(counts), sum(counts)) == (MOST_REASONS + 1, 100)

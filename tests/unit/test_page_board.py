@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.page.data import NEWEST
 from services.trainer.actor_client import ActorLoad
+from services.trainer.member_states import member_states
 from services.trainer.page import board as board_module
 from services.trainer.page.board import MOST_READERS, STEPS_KEPT, PageBoard, PageReader, parsed
 from services.trainer.page.history import RunHistory
@@ -38,7 +40,7 @@ def sample(step: int, heldout: bool = False) -> dict[str, Any]:
 
 
 def test_a_series_is_thinned_evenly_and_keeps_the_newest() -> None:
-    series: ThinnedSeries[int] = ThinnedSeries(4)
+    series: ThinnedSeries[int] = ThinnedSeries(4, newest=1)
     longest = 0
     for number in range(1000):
         series.add(number)
@@ -49,6 +51,18 @@ def test_a_series_is_thinned_evenly_and_keeps_the_newest() -> None:
     *even, last = series.items()
     assert (even[0], last) == (0, 999)
     assert {b - a for a, b in itertools.pairwise(even)} == {256}
+
+
+@pytest.mark.parametrize("count", [1, 3, 20, 21, 77, 1000, 1023])
+def test_the_newest_are_never_thinned(count: int) -> None:
+    series: ThinnedSeries[int] = ThinnedSeries(16, newest=20)
+    for number in range(count):
+        series.add(number)
+    items = series.items()
+    assert items[-20:] == list(range(count))[-20:]
+    assert items == sorted(set(items))
+    assert (items[0], len(items) <= 2 * 16 + 20) == (0, True)
+    assert len({b - a for a, b in itertools.pairwise(items[:-20])}) <= 1, "those before are evenly spaced"
 
 
 def test_history_is_the_object_that_the_views_draw() -> None:
@@ -62,6 +76,13 @@ def test_history_is_the_object_that_the_views_draw() -> None:
     assert [one["step"] for one in data["records"]] == [1, 2]
     assert "loss" not in data["records"][0]
     assert (data["heldout"], data["lag_totals"]) == ([news["heldout"]], news["lag_totals"])
+
+
+def test_ess_by_lag_is_in_order_of_lag_whatever_came_first() -> None:
+    history = RunHistory()
+    for buckets in ({"17+": 0.1, "3-4": 0.3}, {"5-8": 0.2, "0": 1.0, "9-16": None}):
+        news = history.add(record(1, ess_by_lag=buckets))
+    assert list(news["ess_by_lag"]) == ["0", "3-4", "5-8", "17+"]
 
 
 def test_the_first_samples_stay_and_of_the_newest_as_many_held_out_ones() -> None:
@@ -80,7 +101,9 @@ def test_history_of_a_long_run_is_bounded() -> None:
     for step in range(1, 2000):
         history.add(record(step, heldout_accuracy=0.1), [sample(step)])
     data = history.data()
-    assert (len(data["records"]) <= 20, len(data["heldout"]) <= 20, len(history._times_s) <= 256) == (True,) * 3
+    assert (len(data["records"]) <= 20 + NEWEST, len(data["heldout"]) <= 20, len(history._times_s) <= 256) == (
+        True,
+    ) * 3
     assert (data["records"][0]["step"], data["records"][-1]["step"]) == (1, 1999)
     assert data["lag_totals"]["0"] == 10 * 1999
 
@@ -102,14 +125,19 @@ def test_the_ends_of_a_long_file_are_read(tmp_path: Path) -> None:
 
 def test_members_have_the_version_that_they_serve() -> None:
     loads = {name: ActorLoad(1, 2, 3, 4, 5, 6) for name in ("actor-10", "actor-2")}
-    rows = member_rows(["actor-10", "actor-9", "actor-2", "x"], {"actor-2", "actor-9"}, {"actor-10"}, 7, loads)
+    present = {"actor-10", "actor-9", "actor-2", "x"}
+    states = member_states(present, {"actor-2", "actor-9", "actor-10"}, {"actor-10"}, {"actor-2", "y"})
+    rows = member_rows(states, 7, loads)
     assert [(row["name"], row["state"], row["version"], row["in_progress"]) for row in rows] == [
         ("actor-2", "serving", 7, 5),
         ("actor-9", "serving", 7, None),
         ("actor-10", "joining", 4, 5),
         ("x", "waiting", None, None),
+        ("y", "leaving", None, None),
     ]
     assert sorted(["b", "a10", "a9", "10", "9"], key=natural) == ["9", "10", "a9", "a10", "b"]
+    endless = "a" + "1" * 10_000  # more digits than int() takes
+    assert sorted([endless, "a09", "a10"], key=natural) == ["a09", "a10", endless]
 
 
 # Board and readers
@@ -242,6 +270,20 @@ async def test_samples_go_with_the_next_step() -> None:
     assert (data["state"], data["total_steps"], data["max_lag"]) == ({"phase": "training"}, 4, 1)
     assert "name: unit" in data["recipe"]
     assert [one["step"] for one in data["samples"]["late"]] == [96, 97, 98, 99]
+
+
+async def test_what_the_page_cannot_be_told_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    def state() -> dict[str, Any]:
+        raise ValueError("a strange name")
+
+    board = PageBoard()
+    page = RunPage(board, state)
+    page.begin("r", make_recipe(), Path("nowhere"), [])
+    page.publish()
+    page.step({"reward_mean": "no step at all"})
+    page.step(record(1))
+    assert json.loads(board.history())["records"][-1]["step"] == 1
+    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError, KeyError]
 
 
 async def test_a_page_that_is_off_costs_nothing() -> None:

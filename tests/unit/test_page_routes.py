@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.page import LIVE_ASSETS
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.readiness import Readiness
 from services.trainer.page import routes
 from services.trainer.page.board import PageBoard
-from services.trainer.page.routes import add_page
+from services.trainer.page.routes import add_page, guarded
 from tests.unit.test_page_board import ABOUT, record, sample
 from tests.unit.test_trainer_stop import stop_during_step, training_run
 
@@ -29,7 +31,7 @@ async def served(board: PageBoard) -> AsyncIterator[httpx.AsyncClient]:
     app = health_app(Readiness("starting"), CollectorRegistry())
     add_page(app, board)
     async with serve_http(app, "127.0.0.1", 0, own_thread=True) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
             yield client
         board.close()
 
@@ -66,6 +68,42 @@ async def test_everything_the_page_needs_is_served_and_may_load_nothing_else() -
         assert (await client.post("/page/history")).status_code == 405
 
 
+@pytest.mark.parametrize("path", ["/", "/page/history", "/page/events", "/page/assets/live.js", "/metrics", "/readyz"])
+async def test_a_site_whose_name_leads_here_reads_nothing(path: str) -> None:
+    """DNS rebinding: the browser takes the answer for the site's own, and says the site's name."""
+    board = PageBoard()
+    board.begin(ABOUT, [record(1)], [sample(1)])
+    async with served(board) as client:
+        for host in ("elsewhere.example", "localhost.elsewhere.example", "127.0.0.1.nip.io:80", "", "[::2]:80"):
+            answer = await client.get(path, headers={"Host": host})
+            assert (answer.status_code, "the Host of this request" in answer.text) == (403, True), host
+            assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
+        if path != "/page/events":
+            for host in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:80"):
+                assert (await client.get(path, headers={"Host": host})).status_code != 403, host
+
+
+async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
+    settings = TrainerSettings(
+        run="r", recipe=Path("r"), instance="t", verifier="v", run_dir=Path("r"), http_host="0.0.0.0", page=True,
+        advertise_host="fd00::5", page_hosts="runs.example, other.example",
+    )  # fmt: skip
+    app = health_app(Readiness("starting"), CollectorRegistry())
+    add_page(app, PageBoard())
+
+    async def status(path: str, host: str, settings: TrainerSettings = settings) -> int:
+        transport = httpx.ASGITransport(guarded(app, settings))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get(path, headers={"Host": host})).status_code
+
+    for host in ("localhost:8080", "[fd00::5]:8000", "runs.example", "other.example:443"):
+        assert await status("/page/history", host) == 200
+    for path in ("/", "/page/history"):
+        assert await status(path, "elsewhere.example") == 403
+    assert [await status(path, "10.0.0.7:8000") for path in ("/healthz", "/readyz", "/metrics")] == [200, 503, 200]
+    assert await status("/", "10.0.0.7", settings.model_copy(update={"page": False})) == 200
+
+
 async def test_a_page_fetches_history_and_follows_from_there() -> None:
     board = PageBoard()
     board.begin(ABOUT, [record(1)], [sample(1)])
@@ -94,7 +132,8 @@ async def test_connections_are_counted_and_closed_ones_forgotten(monkeypatch: py
     async with served(board) as client:
         position = (await client.get("/page/history")).json()["position"]
         async with client.stream("GET", "/page/events", params={"after": position}) as answer:
-            assert (await anext(events(answer)))[0] == "state"
+            heard = events(answer)  # kept: the connection ends with the generator
+            assert (await anext(heard))[0] == "state"
             refused = await client.get("/page/events", params={"after": position})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         async with asyncio.timeout(20):
@@ -102,15 +141,17 @@ async def test_connections_are_counted_and_closed_ones_forgotten(monkeypatch: py
                 await asyncio.sleep(0.01)
 
 
-async def test_a_browser_that_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket is full: nothing is kept for it, and its place is free again."""
+async def test_a_browser_that_takes_nothing_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its socket is full: nothing is kept for it, its place is free again, and its connection is gone."""
     monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.2)
     board = PageBoard()
     board.begin(ABOUT, [], [])
     async with served(board) as client:
         position = (await client.get("/page/history")).json()["position"]
         with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
-            connection.sendall(f"GET /page/events?after={position} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            connection.sendall(f"GET /page/events?after={position} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             async with asyncio.timeout(30):
                 while not board.num_readers:
                     await asyncio.sleep(0.01)
@@ -119,15 +160,30 @@ async def test_a_browser_that_takes_nothing_is_let_go(monkeypatch: pytest.Monkey
                     step += 1
                     board.step(record(step, weight_update={"x": "y" * 100_000}), [])
                     await asyncio.sleep(0.005)
+                with suppress(ConnectionError):  # what is sent to a closed connection is answered by its reset
+                    while True:
+                        connection.sendall(b"x")
+                        await asyncio.sleep(0.01)
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
 async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
     board = PageBoard()
+    summary_there: list[bool] = []
     async with training_run(tmp_path, board=board) as (run, policy), asyncio.timeout(60):
+        publish = run._page.publish
+
+        def published() -> None:
+            if run._ended:
+                summary_there.append((tmp_path / "summary.json").exists())
+            publish()
+
+        run._page.publish = published  # type: ignore[method-assign]
         assert json.loads(board.history())["state"] == {"phase": "starting"}
         running = await stop_during_step(run, policy)
         policy.may_step.set()
         await running
+    assert summary_there == [True], "what counts is written first"
     data = json.loads(board.history())
     assert [one["step"] for one in data["records"]] == [2]
     state = data["state"]

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.errors import FieldError
-from pipelinerl.local.report import report_html, script_json, write_report
+from pipelinerl.local.report import read_run, report_html, script_json, write_report
+from pipelinerl.local.summary import jsonl_ends
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
-from pipelinerl.page.data import early_and_late, heldout_points, mean_by_bucket, report_data, thinned
+from pipelinerl.page.data import NEWEST, early_and_late, heldout_points, mean_by_bucket, report_data, thinned
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 
@@ -90,7 +92,8 @@ def test_long_runs_are_thinned_evenly_with_both_ends() -> None:
     steps = [record(step) for step in range(1, 1001)]
     kept = [one["step"] for one in thinned(steps, limit=100)]
     assert (kept[0], kept[1], kept[-1]) == (1, 11, 1000)
-    assert len(kept) == 101
+    assert kept[-NEWEST:] == list(range(1001 - NEWEST, 1001)), "the last steps are those that were taken last"
+    assert kept[:-NEWEST] == list(range(1, 981, 10))
     assert thinned(steps[:100], limit=100) == steps[:100]
     assert thinned([]) == []
 
@@ -114,6 +117,23 @@ def test_very_long_completions_are_clipped_with_their_length() -> None:
     shown = data([], [sample(1, completion="x" * 5000)])["samples"]["early"][0]["completion"]
     assert shown.endswith("… (1000 more characters)")
     assert len(shown) < 4100
+
+
+def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
+    pieces = ["word " for _ in range(1000)]
+    long = {
+        "completion": "word " * 1000,
+        "tokens": pieces,
+        "weights": [1.0] * 1000,
+        "spans": [[0, 0, 600], [1, 600, 1200]],
+    }
+    shown = data([], [sample(1, **long)])["samples"]["early"][0]
+    assert (len(shown["tokens"]), len(shown["weights"]), shown["num_tokens"]) == (800, 800, 1200)
+    text = shown["completion"]
+    assert text.startswith("".join(shown["tokens"]))
+    assert text[len("".join(shown["tokens"])) :] == " … (1000 more characters)"
+    short = data([], [sample(1, completion="ab", tokens=["a", "b"], weights=None, spans=[])])["samples"]["early"][0]
+    assert (short["tokens"], short["weights"], short["num_tokens"]) == (["a", "b"], None, 2)
 
 
 # The page
@@ -171,6 +191,32 @@ def test_a_report_of_a_run_that_still_goes_on(tmp_path: Path) -> None:
     shown = embedded(page)
     assert (shown["run"], shown["summary"]["steps"]) == (tmp_path.name, 5)
     assert shown["recipe"] == (tmp_path / "recipe.yaml").read_text()
+
+
+def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    assert jsonl_ends(path, 3) == []
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100_000)) + '{"step": 1', "utf-8")
+    tracemalloc.start()
+    found = [one["step"] for one in jsonl_ends(path, 3)]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [0, 1, 2, 99_998, 99_999]
+    assert most < path.stat().st_size / 4, "the file is not held as a whole"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)), "utf-8")
+    assert [one["step"] for one in jsonl_ends(path, 3)] == [0, 1, 2, 3, 4]
+
+
+def test_a_report_reads_no_more_samples_than_it_may_show(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    lines = [json.dumps(sample(step)) for step in range(1, 1001)]
+    lines[500] = '{"step": "not read"}'
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    shown = read_run(tmp_path)["samples"]
+    assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == (
+        list(range(1, 9)),
+        list(range(993, 1001)),
+    )
 
 
 def test_a_run_without_a_single_step_has_a_report(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.types import VersionSpan
 from services.trainer import policy_trainer
-from services.trainer.evaluation import HeldoutResult
+from services.trainer.evaluation import HeldoutResult, HeldoutSample
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import TokenMetrics
@@ -23,7 +23,8 @@ from services.trainer.learn.step import StepOutcome
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
 from services.trainer.records import RunFiles
-from services.trainer.reporting import RunReport
+from services.trainer.reporting import MOST_WITH_TOKENS, RunReport, has_tokens
+from services.trainer.token_pieces import TokenPieces
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import step_figures
 
@@ -134,6 +135,31 @@ def test_throughput_is_exported_and_summed_up(desk: Desk) -> None:
     assert summary["tokens_per_s"] == {"trained": pytest.approx(40), "computed": pytest.approx(100)}
     assert (summary["mfu_mean"], summary["idle_s_mean"]) == (pytest.approx(0.4), pytest.approx(0.02))
     assert summary["memory_peak_gib"] == 1.5
+
+
+def test_tokens_are_written_of_at_most_about_500_steps() -> None:
+    for steps in (1, 3, 500, 501, 1234, 100_000):
+        with_tokens = [step for step in range(steps + 1) if has_tokens(step, steps)]
+        assert (with_tokens[0], with_tokens[-1]) == (0, steps)
+        assert len(with_tokens) <= MOST_WITH_TOKENS + 3
+        assert steps > 500 or len(with_tokens) == steps + 1
+
+
+def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Path) -> None:
+    class Letters:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join(chr(97 + token) for token in token_ids)
+
+    shown: list[dict[str, Any]] = []
+    recipe = make_recipe(trainer={"steps": 1000, "batch_size": 4})
+    with RunFiles(tmp_path) as files:
+        report = RunReport(recipe, files, TrainerMetrics(CollectorRegistry()), TokenPieces(Letters()), shown.append)
+        for version in (2, 3):
+            problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
+            report.heldout(HeldoutResult(version, 1.0, 1, 0, (problem,)))
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [one["tokens"] for one in written] == [["a", "b"], None]
+    assert [one["tokens"] for one in shown] == [["a", "b"]] * 2
 
 
 def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:

@@ -144,6 +144,54 @@ class Counting:
         return "".join(chr(97 + token) for token in token_ids)
 
 
+class Stripping(Counting):
+    """Each token is a word with a space before it, which a text does not begin with."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.asked += 1
+        return "".join(f" {chr(97 + token)}" for token in token_ids).removeprefix(" ")
+
+
+def test_a_tokenizer_that_drops_the_first_space_is_asked_about_each_token_a_few_times() -> None:
+    tokenizer = Stripping()
+    pieces = TokenPieces(tokenizer)
+    ids = [index % 4 for index in range(200)]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    for _ in range(3):
+        assert pieces.of(np.array(ids, dtype=np.int32), text, 3) == ["a", " b", " c"]
+    assert tokenizer.asked <= 20
+
+
+class Measuring(Counting):
+    """Token 0 is a byte that never becomes a character."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.asked += len(token_ids)
+        return "".join("\ufffd" if token == 0 else "x" for token in token_ids).replace("\ufffd" * 3, "\ufffd")
+
+
+def test_bytes_without_end_cost_no_more_than_their_number() -> None:
+    tokenizer = Measuring()
+    ids = [1, *[0] * 5000]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    tokenizer.asked = 0
+    assert TokenPieces(tokenizer).of(np.array(ids, dtype=np.int32), text, 5001) == ["x", *[""] * 5000]
+    assert tokenizer.asked < len(ids)
+
+
+def test_a_tokenizer_that_fails_costs_the_tokens_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            raise OverflowError("no such token")
+
+    pieces = TokenPieces(Broken())
+    for _ in range(3):
+        assert pieces.of(np.array([1, 2], dtype=np.int32), "ab", 10) is None
+    assert [one.getMessage() for one in caplog.records] == [
+        "samples are written without tokens where the tokenizer fails"
+    ]
+
+
 def test_a_tokenizer_is_asked_about_each_token_once() -> None:
     tokenizer = Counting()
     pieces = TokenPieces(tokenizer)

@@ -173,6 +173,12 @@ async def test_http_port_in_use_is_named(own_thread: bool) -> None:
                 pass
 
 
+async def test_a_port_beyond_the_last_one_is_named_and_leaves_no_socket_open() -> None:
+    with pytest.raises(ServiceError, match=r"http_port = 70000: cannot listen on 127\.0\.0\.1:70000"):
+        async with serve_http(FastAPI(), HOST, 70000):
+            pass  # a socket that is left open is a ResourceWarning, which is an error here
+
+
 @pytest.mark.parametrize("own_thread", [False, True])
 async def test_application_that_does_not_start(own_thread: bool) -> None:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,12 @@ def test_the_trainers_page_keeps_its_port_over_restarts(tmp_path: Path, monkeypa
 
     made = launches(tmp_path)
     assert settings(made) == (True, 0)
-    assert settings(made, ServiceAddress("127.0.0.1:1", "127.0.0.1:4711", 1)) == (True, 4711)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        again = ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1)
+        assert settings(made, again) == (True, 0), "somebody else has it now"
+        assert settings(replace(made, page_port=port), again) == (True, 0)
+    assert settings(made, again) == (True, port)
     assert settings(replace(made, page_port=8000)) == (True, 8000)
     assert settings(replace(made, page_port=None)) == (False, 0)
+    assert settings(replace(made, page_port=None), again) == (False, 0), "nobody keeps its address"

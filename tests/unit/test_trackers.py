@@ -80,6 +80,13 @@ def test_secrets_of_the_environment_and_logins_in_addresses_are_not_told() -> No
     assert len(scrubbed("x" * 1000, {})) == 400
 
 
+def test_a_login_with_any_character_is_not_told() -> None:
+    assert scrubbed("at postgresql://me:a/b@c@host:5432/db: refused", {}) == "at postgresql://***@host:5432/db: refused"
+    environment = {"MLFLOW_TRACKING_URI": "http://me:a b@host", "PROXY_URL": "http://host/x", "DATA_URI": "mailto:a@b"}
+    assert scrubbed("cannot reach http://me:a b@host", environment) == "cannot reach ***"
+    assert scrubbed("see http://host/x or mailto:a@b", environment) == "see http://host/x or mailto:a@b"
+
+
 class InMemory:
     """A tracker that cannot be opened `refusals` times, and fails at the steps `bad`."""
 
@@ -265,3 +272,19 @@ def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:
     RunId(str(tmp_path), "wandb").write("tiny-0a1b2c3d")
     assert RunId(str(tmp_path), "wandb").read() == "tiny-0a1b2c3d"
     assert RunId(str(tmp_path), "mlflow").read() is None
+
+
+def test_what_the_trackers_cannot_be_told_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Taking:
+        def __init__(self) -> None:
+            self.messages: list[str] = []
+
+        def send(self, message: dict[str, Any]) -> None:
+            self.messages.append(message["kind"])
+
+    taking = Taking()
+    trackers = RunTrackers([taking])  # type: ignore[list-item]
+    trackers.step({"step": 1, "lag_histogram": {"no number": 3}})
+    trackers.step({"step": 2, "loss": 0.5})
+    assert taking.messages == ["step"]
+    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError]

@@ -65,6 +65,7 @@ async def training_run(
     *,
     linger: bool = False,
     board: PageBoard | None = None,
+    start: Start | None = None,
     **sections: object,
 ) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
     """A run of no actors that has not begun; `sections` of its recipe."""
@@ -89,7 +90,7 @@ async def training_run(
                 verifier,  # type: ignore[arg-type]
                 files,
                 journal,
-                Start(),
+                start or Start(),
                 TrainerMetrics(CollectorRegistry()),
                 LogContext(RUN, "trainer", "trainer"),
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]

@@ -7,15 +7,13 @@ from dataclasses import fields
 
 from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
 from pipelinerl.algorithms.staleness import StaleReason
+from pipelinerl.reasons import MOST_REASONS, OTHER
 from pipelinerl.service.metric_set import MetricSet
 from services.trainer.books import Books
 
 STATES = tuple(field.name for field in fields(LedgerCounts))
 OUTCOMES = tuple(outcome.value for outcome in Outcome)
 STALE_REASONS = tuple(reason.value for reason in StaleReason)
-MOST_REASONS = 24
-"""Reasons are few as long as services agree on them; what comes beyond is summed up as `OTHER`."""
-OTHER = "(other)"
 _NONE_STALE = dict.fromkeys(STALE_REASONS, 0)
 
 
@@ -40,7 +38,7 @@ class OutcomeMetrics:
             {"outcome": OUTCOMES},
         )
         self._arrived = metrics.count(
-            "tokens_arrived_total", "Completion tokens that reached the trainer.", unit="tokens"
+            "tokens_arrived_total", "Completion tokens that reached the trainer, since this start.", unit="tokens"
         )
         self._bad = metrics.reading(
             "bad_messages",

@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipelinerl.page.data import MAX_RECORDS, SAMPLES_SHOWN, shown_record, shown_sample
+from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS
+from pipelinerl.page.data import MAX_RECORDS, NEWEST, SAMPLES_SHOWN, shown_record, shown_sample
 from services.trainer.page.thinning import ThinnedSeries
 
 Record = Mapping[str, Any]
@@ -23,8 +24,8 @@ class RunHistory:
     """See the module. `limit`: records and evaluations after which the older ones are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
-        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit)
-        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit)
+        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
+        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._ess: dict[str, tuple[float, int]] = {}
@@ -62,7 +63,7 @@ class RunHistory:
     def _totals(self) -> dict[str, Any]:
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
-            "ess_by_lag": {label: total / steps for label, (total, steps) in self._ess.items()},
+            "ess_by_lag": {label: total / steps for label, (total, steps) in sorted(self._ess.items(), key=_by_lag)},
         }
 
     def _remember_time(self, record: Record) -> None:
@@ -92,3 +93,8 @@ class RunHistory:
             self._early.append(shown)
         self._late[bool(shown["heldout"])].append(shown)
         return shown
+
+
+def _by_lag(item: tuple[str, Any]) -> int:
+    """Place of a bucket's label among all of them."""
+    return LAG_BUCKETS.index(item[0]) if item[0] in LAG_BUCKETS else len(LAG_BUCKETS)

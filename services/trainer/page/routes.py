@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
 
 from fastapi import FastAPI, Header, Response
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.page import LIVE_ASSETS, asset
+from pipelinerl.service.host_guard import LOCAL_NAMES, PROBED, HostGuard, bracketed, is_loopback
+from pipelinerl.service.http import ABORT
 from services.trainer.page.board import PageBoard, PageReader
 
 SEND_TIMEOUT_S = 30.0
@@ -60,23 +62,41 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
         return EventStream(reader)
 
 
+def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
+    """`app` with its page for those who call the trainer by a name of its own. A loopback interface is `serve_http`'s."""
+    if not settings.page or is_loopback(settings.http_host):
+        return app
+    return HostGuard(app, {*LOCAL_NAMES, bracketed(settings.advertise_host), *page_hosts(settings)}, PROBED)
+
+
+def page_hosts(settings: TrainerSettings) -> list[str]:
+    """The names of `settings.page_hosts`."""
+    return [name.strip() for name in settings.page_hosts.split(",") if name.strip()]
+
+
 class EventStream(StreamingResponse):
     """Server-sent events of one reader, which is closed however the connection ends."""
 
     def __init__(self, reader: PageReader) -> None:
         super().__init__(reader.frames(), media_type="text/event-stream", headers={**_FRESH, "X-Accel-Buffering": "no"})
-        self._reader = reader
+        self._reader, self._stuck = reader, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._reader.close()
+        if self._stuck and ABORT in scope.get("extensions", {}):
+            scope["extensions"][ABORT]()  # an orderly end would wait for the browser to take the rest
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
     async def stream_response(self, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
 
-        with suppress(TimeoutError):
+        try:
             await super().stream_response(send_in_time)
+        except TimeoutError:
+            self._stuck = True

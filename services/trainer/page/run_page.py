@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from pipelinerl.config.load import recipe_yaml
 from pipelinerl.config.recipe import Recipe
 from services.trainer.page.board import PageBoard
 
+log = logging.getLogger(__name__)
+
 STATE_EVERY_S = 1.0
 _TAIL_BYTES = 1 << 20
 _FIRST_LINES = 16
@@ -25,7 +28,7 @@ _MOST_PENDING = 16
 
 
 class RunPage:
-    """`board` None: the page is off. `state()` is what is true now."""
+    """`board` None: the page is off. `state()` is what is true now. What fails here is logged, and ends no run."""
 
     def __init__(self, board: PageBoard | None, state: Callable[[], Mapping[str, Any]]) -> None:
         self._board, self._state = board, state
@@ -35,7 +38,8 @@ class RunPage:
     def begin(self, run: str, recipe: Recipe, run_dir: Path, records: Iterable[Mapping[str, Any]]) -> None:
         """The run as it is when this trainer starts: its steps so far, and the first and the newest of its samples."""
         if self._board is not None:
-            self._board.begin(about(run, recipe, run_dir), records, ends_of(run_dir / "samples.jsonl"))
+            board = self._board
+            _guarded(lambda: board.begin(about(run, recipe, run_dir), records, ends_of(run_dir / "samples.jsonl")))
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         self._pending.append(sample)
@@ -45,18 +49,28 @@ class RunPage:
         samples = list(self._pending)
         self._pending.clear()
         if self._board is not None:
-            self._board.step(record, samples)
+            board = self._board
+            _guarded(lambda: board.step(record, samples))
 
     def publish(self) -> None:
         """The state as it is now."""
         if self._board is not None:
-            self._board.state(self._state())
+            board = self._board
+            _guarded(lambda: board.state(self._state()))
 
     async def run(self) -> None:
         """Publishes the state about once a second, until cancelled."""
         while self._board is not None:
             self.publish()
             await asyncio.sleep(STATE_EVERY_S)
+
+
+def _guarded(tell: Callable[[], None]) -> None:
+    """The boundary between a run and its page."""
+    try:
+        tell()
+    except Exception:
+        log.exception("the live page could not be told; training goes on")
 
 
 def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from services.trainer.actor_client import ActorLoad
@@ -12,18 +12,11 @@ MOST_MEMBERS = 256
 """That are listed; a run with more is better watched on a dashboard."""
 
 
-def member_rows(
-    registered: Iterable[str],
-    serving: Collection[str],
-    joining: Collection[str],
-    served_version: int,
-    loads: Mapping[str, ActorLoad],
-) -> list[dict[str, Any]]:
-    """Each registered actor in order of its name. Those in `serving` serve `served_version`; of the others the version is known
-    that they named when they were asked last."""
+def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorLoad]) -> list[dict[str, Any]]:
+    """Each registered actor in order of its name, with its state (`services.trainer.member_states`). Who is serving serves
+    `served_version`; of the others the version is known that they named when they were asked last."""
     rows = []
-    for name in sorted(registered, key=natural):
-        state = "serving" if name in serving else "joining" if name in joining else "waiting"
+    for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
         known = served_version if state == "serving" else load.policy_version if load else None
         in_progress = load.sequences_in_progress if load else None
@@ -32,5 +25,6 @@ def member_rows(
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Key by which actor-10 comes after actor-9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split("([0-9]+)", name)]
+    """Key by which actor-10 comes after actor-9, whatever is in the name and however long its numbers are."""
+    parts = [part.lstrip("0") if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
+    return [(len(part), part) if index % 2 else (-1, part) for index, part in enumerate(parts)]

@@ -6,9 +6,10 @@ Makes messages of them and gives each tracker's process the same. Without tracke
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,8 @@ from services.trainer.resume.start import Start
 from services.trainer.trackers.figures import flat, recipe_params, step_figures
 from services.trainer.trackers.process import TrackerProcess
 from services.trainer.trackers.tracker import TrackedRun
+
+log = logging.getLogger(__name__)
 
 FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 """From the end of a run, or of one that is stopped early, until trackers that are not done are left behind."""
@@ -35,16 +38,16 @@ class RunTrackers:
 
     def step(self, record: StepRecord) -> None:
         if self._processes:
-            self._send({"kind": "step", "step": record["step"], "figures": step_figures(record)})
+            self._tell(lambda: {"kind": "step", "step": record["step"], "figures": step_figures(record)})
 
     def heldout(self, result: HeldoutResult) -> None:
-        figures = flat({"heldout": {"accuracy": result.accuracy, "unanswered": result.num_unanswered}})
-        self._send({"kind": "heldout", "version": result.version, "figures": figures})
+        heldout = {"heldout": {"accuracy": result.accuracy, "unanswered": result.num_unanswered}}
+        self._tell(lambda: {"kind": "heldout", "version": result.version, "figures": flat(heldout)})
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """Once. What comes after it is lost."""
         if self._leave_at_s is None:
-            self._send({"kind": "end", "figures": flat({"summary": summary}), "finished": finished})
+            self._tell(lambda: {"kind": "end", "figures": flat({"summary": summary}), "finished": finished})
             self._leave_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
 
     async def close(self) -> None:
@@ -53,9 +56,14 @@ class RunTrackers:
         within_s = max(0.0, self._leave_at_s - time.monotonic())
         await asyncio.gather(*(process.close(within_s) for process in self._processes))
 
-    def _send(self, message: dict[str, Any]) -> None:
-        for process in self._processes:
-            process.send({"time_s": time.time(), **message})
+    def _tell(self, make: Callable[[], dict[str, Any]]) -> None:
+        """The boundary between a run and its trackers: what fails here is logged, and ends no run."""
+        try:
+            message = {"time_s": time.time(), **make()}
+            for process in self._processes:
+                process.send(message)
+        except Exception:
+            log.exception("the trackers could not be told; training goes on")
 
 
 @asynccontextmanager

@@ -9,13 +9,20 @@ import re
 from collections.abc import Mapping
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)\S+@")
+"""Up to the last @: a password may have / and @ in it."""
 _LONGEST = 400
 
 
 def scrubbed(text: str, environment: Mapping[str, str]) -> str:
     """`text` in one line of at most 400 characters, with `***` in place of each secret."""
-    secrets = [value for name, value in environment.items() if _SECRET.search(name) and len(value) > 3]
+    secrets = [value for name, value in environment.items() if is_secret(name, value) and len(value) > 3]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return " ".join(_LOGIN.sub("***@", text).split())[:_LONGEST]
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Of an environment variable; an address with a login is one as a whole."""
+    return bool(_SECRET.search(name)) or bool(_ADDRESS.search(name) and "://" in value and "@" in value)

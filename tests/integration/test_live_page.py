@@ -1,0 +1,93 @@
+"""The live page's connection in a headless Chromium to a board that the test writes: when it is held, what is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.trainer.page import board as board_module
+from services.trainer.page.board import PageBoard
+from tests.tools import tool
+from tests.unit.test_page_board import record, sample
+from tests.unit.test_page_routes import served
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+
+ABOUT = {"run": "r", "total_steps": 10, "max_lag": 1, "recipe": "name: r", "run_dir": "runs/r", "description": "a run"}
+STATE = {"phase": "training", "ended": "", "message": "", "version": 1, "members": [], "sequences": {}, "reasons": {}}
+HIDE = """(hidden) => {
+    Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
+    document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
+@asynccontextmanager
+async def shown(board: PageBoard) -> AsyncIterator[tuple[Any, list[str]]]:
+    """The page in a browser whose clock the test moves, and the paths that it asked for."""
+    board.begin(ABOUT, [record(1)], [sample(1)])
+    board.state(STATE)
+    async with served(board) as client, playwright.async_playwright() as started:
+        browser = await started.chromium.launch(executable_path=tool("chromium"), args=["--no-sandbox"])
+        page, asked = await browser.new_page(), []
+        page.on("request", lambda request: asked.append(request.url.split("?")[0].rpartition("/")[2]))
+        await page.clock.install()
+        await page.goto(str(client.base_url))
+        yield page, asked
+        await browser.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def until_step(page: Any, step: int) -> None:
+    await page.wait_for_function(
+        "(step) => document.querySelector('[data-tile=reward] .note')?.textContent.startsWith(`step ${step};`)",
+        arg=step,
+    )
+
+
+@pytest.mark.timeout(120)
+async def test_a_tab_that_nobody_looks_at_holds_no_connection_and_catches_up() -> None:
+    board = PageBoard()
+    async with shown(board) as (page, asked):
+        await until_step(page, 1)
+        await until(lambda: board.num_readers == 1)
+        await page.evaluate(HIDE, True)
+        await until(lambda: board.num_readers == 0)
+        for step in (2, 3):
+            board.step(record(step), [])
+        await page.evaluate(HIDE, False)
+        await until(lambda: board.num_readers == 1)
+        await page.clock.run_for(2000)
+        await until_step(page, 3)
+        assert asked.count("history") == 1, "what it missed is told, and nothing else"
+
+
+@pytest.mark.timeout(120)
+async def test_a_page_that_finds_no_place_tries_the_events_again_and_not_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(board_module, "MOST_READERS", 0)
+    board = PageBoard()
+    async with shown(board) as (page, asked):
+        await page.wait_for_function("document.querySelector('main').dataset.link === 'lost'")
+        assert asked.count("events") == 1
+        await page.clock.run_for(4000)
+        assert asked.count("events") == 1, "not before the time that the server says"
+        await page.clock.run_for(2000)
+        await until(lambda: asked.count("events") == 2)
+        monkeypatch.setattr(board_module, "MOST_READERS", 1)
+        board.step(record(2), [])
+        async with asyncio.timeout(30):
+            while not board.num_readers:
+                await page.clock.run_for(1000)
+        await page.clock.run_for(2000)
+        await until_step(page, 2)
+        assert asked.count("history") == 1
