@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipelinerl.algorithms.feeder_bound import FeederBound
+from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.codec import encode_group
 from pipelinerl.config.recipe import Recipe
@@ -46,6 +46,20 @@ class ProblemStream(Protocol):
     """Training problems by index: the same index gives the same problem in every run with the same seed."""
 
     def __call__(self, index: int) -> EncodedProblem: ...
+
+
+def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
+    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy. Pure."""
+    groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
+    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    return FeederBound(
+        groups_per_step=groups_per_step,
+        mode=recipe.mode,
+        max_lag=recipe.algorithm.max_lag,
+        conventional_g=recipe.algorithm.conventional_g,
+        backlog_groups=default_backlog(groups_per_step, in_progress, recipe.sampling.group_size),
+        total_steps=recipe.trainer.steps,
+    )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import UserError
 from pipelinerl.types import PromptGroup, Sequence, VersionSpan
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.app import feeder_bound
 from services.trainer.books import Books
-from services.trainer.feeder import EncodedProblem, Feeder, group_seed
+from services.trainer.feeder import EncodedProblem, Feeder, feeder_bound, group_seed
 from services.trainer.intake import Intake
 from services.trainer.sequence_traces import SequenceTraces
 from tests.unit.builders import RUN, make_recipe, make_sequence

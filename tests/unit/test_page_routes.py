@@ -171,14 +171,14 @@ async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
     board = PageBoard()
     summary_there: list[bool] = []
     async with training_run(tmp_path, board=board) as (run, policy), asyncio.timeout(60):
-        publish = run._page.publish
+        publish = run._observers.page.publish
 
         def published() -> None:
-            if run._ended:
+            if run._status.ended:
                 summary_there.append((tmp_path / "summary.json").exists())
             publish()
 
-        run._page.publish = published  # type: ignore[method-assign]
+        run._observers.page.publish = published  # type: ignore[method-assign]
         assert json.loads(board.history())["state"] == {"phase": "starting"}
         running = await stop_during_step(run, policy)
         policy.may_step.set()

@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.v1 import trainer_pb2
-from services.trainer import app, loop
+from services.trainer import loop
 from tests.unit.test_trainer_stop import training_run
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -29,7 +29,7 @@ def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     """Every run has trained all its steps."""
     caplog.set_level("INFO")
     monkeypatch.setattr(loop, "BEAT_S", 0.01)
-    monkeypatch.setattr(app, "evaluates_first", lambda *_: False)
+    monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
 
 
 @pytest.mark.usefixtures("at_its_end")
@@ -41,9 +41,9 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
-        assert (run._status().phase, run._status().message) == (FINISHED, "")
-        assert run._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
-        assert [step async for step in run._feed.read(0)] == []
+        assert (run._status.message().phase, run._status.message().message) == (FINISHED, "")
+        assert run._observers._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
+        assert [step async for step in run._observers.feed.read(0)] == []
         folder, version = await run._loop.request_checkpoint()
         assert (Path(folder).is_dir(), version) == (True, 4)
         heard = len(policy.calls)
@@ -95,7 +95,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
         stop = asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, text, times=2)
-        assert run._status().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        assert run._status.message().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         stop.set()
         await running
     (tmp_path / "without").mkdir()

@@ -34,9 +34,8 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.types import PromptGroup, VersionSpan
-from services.trainer.app import feeder_bound
 from services.trainer.books import Books
-from services.trainer.feeder import EncodedProblem, Feeder, FeederState
+from services.trainer.feeder import EncodedProblem, Feeder, FeederState, feeder_bound
 from services.trainer.intake import HeldSequences, Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.resume.left_behind import look_for_left_behind

@@ -20,16 +20,17 @@ from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.journal import JOURNAL, Journal
 from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
-from services.trainer import app
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.events import RunEvents
 from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.observers import Outlets, RunObservers
 from services.trainer.page.board import PageBoard
 from services.trainer.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
+from services.trainer.run import TrainingRun
 from services.trainer.trackers.run_trackers import RunTrackers
 from services.trainer.updater import WeightUpdater
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
@@ -67,7 +68,7 @@ async def training_run(
     board: PageBoard | None = None,
     start: Start | None = None,
     **sections: object,
-) -> AsyncIterator[tuple[app.TrainingRun, FakePolicy]]:
+) -> AsyncIterator[tuple[TrainingRun, FakePolicy]]:
     """A run of no actors that has not begun; `sections` of its recipe."""
     settings = TrainerSettings(
         run=RUN,
@@ -82,28 +83,24 @@ async def training_run(
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
-            run = app.TrainingRun(
-                settings,
-                make_recipe(task=TASK, **sections),
-                policy,  # type: ignore[arg-type]
-                bus,
-                verifier,  # type: ignore[arg-type]
-                files,
-                journal,
-                start or Start(),
+            recipe, start = make_recipe(task=TASK, **sections), start or Start()
+            outlets = Outlets(
                 TrainerMetrics(CollectorRegistry()),
-                LogContext(RUN, "trainer", "trainer"),
+                files,
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
                 RunTrackers([Tracked()]),  # type: ignore[list-item]
+                LogContext(RUN, "trainer", "trainer"),
                 board,
             )
+            observers = RunObservers(settings, recipe, start, policy.tokenizer, outlets)
+            run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, observers)  # type: ignore[arg-type]
             try:
                 yield run, policy
             finally:
                 policy.may_step.set()
 
 
-async def stop_during_step(run: app.TrainingRun, policy: FakePolicy) -> asyncio.Task[None]:
+async def stop_during_step(run: TrainingRun, policy: FakePolicy) -> asyncio.Task[None]:
     """The run, stopped in its second step, while that step is on the compute thread."""
     run._loop.version = policy.version = 1
     policy.may_step.clear()
@@ -133,14 +130,14 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
-        began_s = run._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        began_s = run._observers._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
-        assert run._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
+        assert run._observers._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = newest_checkpoint(tmp_path)
@@ -154,10 +151,10 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
 async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
         running = await stop_during_step(run, policy)
-        run._heldout_done(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
+        run._observers.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
         policy.may_step.set()
         await running
-        (tracked,) = run._trackers._processes
+        (tracked,) = run._observers._trackers._processes
         heldout, step, end = tracked.messages  # type: ignore[attr-defined]
     assert (heldout["version"], heldout["figures"]) == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
     assert (step["step"], step["figures"]["sequences/trained"]) == (2, 2.0)

@@ -1,0 +1,371 @@
+"""A training run: its parts, how they are joined, and its order from start to end.
+
+Order of start: what an earlier trainer left is taken over (`resume/`), then the actors are waited for; the first version is
+sent to them before any prompt is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel.
+Stopped early, it ends the step under way and writes a checkpoint, if both can be done soon enough; a summary is there before
+that and after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Mapping
+
+from grpc import aio
+
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.config.recipe import Recipe
+from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.control import RunEnd
+from pipelinerl.control_codec import encode_control
+from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.initial_model import model_source
+from pipelinerl.journal import Journal
+from pipelinerl.run_summary import RunSummary
+from pipelinerl.service.until_stopped import StartStopped, unless_stopped
+from pipelinerl.types import SamplingParams
+from pipelinerl.v1 import trainer_pb2_grpc
+from pipelinerl.verify import VerifierClient
+from services.trainer.actor_client import ActorClient, ActorLoad
+from services.trainer.attendance import MemberChange
+from services.trainer.books import Books
+from services.trainer.coordinator import Member
+from services.trainer.evaluation import HeldoutEvaluator
+from services.trainer.feeder import Feeder, feeder_bound
+from services.trainer.initial_files import initial_files
+from services.trainer.intake import Intake
+from services.trainer.lane import UpdateRecord
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.loop import OptimizerLoop
+from services.trainer.observers import RunObservers
+from services.trainer.pods import watch_actor_pods
+from services.trainer.policy_trainer import TorchPolicyTrainer
+from services.trainer.probe import probe_tokens
+from services.trainer.prompts import heldout_problems, training_problems
+from services.trainer.records import StepRecord
+from services.trainer.resume.continuation import Continuation, reserve
+from services.trainer.resume.lineage_file import note_training_began
+from services.trainer.resume.start import Start, evaluates_first
+from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
+from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.server import TrainerService
+from services.trainer.status import RunStatus
+from services.trainer.updater import WeightUpdater
+from services.trainer.upkeep import StreamUpkeep
+
+log = logging.getLogger(__name__)
+
+LOAD_EVERY_S = 5.0
+DISMISS_S = 1.5
+"""How long the last order to the other ranks may wait for a computation of theirs."""
+
+
+class TrainingRun:
+    """The running parts and their wiring."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        recipe: Recipe,
+        policy: TorchPolicyTrainer,
+        bus: Bus,
+        verifier: VerifierClient,
+        journal: Journal,
+        start: Start,
+        observers: RunObservers,
+    ) -> None:
+        self._settings, self._recipe, self._bus, self._journal = settings, recipe, bus, journal
+        self._start, self._observers = start, observers
+        self._incarnation = start.lineage.incarnation
+        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
+        self._publishing = asyncio.Lock()
+        traces = SequenceTraces()
+        self._books = Books(traces.recording(journal.write))
+        self._updater = self._make_updater(policy)
+        self._feeder, self._intake = self._make_sequence_ends(policy, traces)
+        self._continuation = Continuation(
+            settings.run_dir,
+            recipe,
+            bus,
+            journal,
+            start,
+            self._books,
+            self._feeder,
+            self._intake,
+            observers.report,
+            lambda: self._loop,
+        )
+        self._upkeep = StreamUpkeep(
+            bus,
+            self._books,
+            self._intake,
+            self._continuation.readable_from,
+            lambda: self._loop.checkpoint_anew(),
+            on_look=observers.streams_seen,
+        )
+        self._loop = self._make_loop(policy, self._make_evaluator(policy, verifier), traces)
+        self._status = RunStatus(
+            settings.run,
+            recipe.trainer.steps,
+            self._incarnation,
+            self._loop,
+            self._books,
+            self._updater,
+            lambda: observers.report.loads,
+        )
+        observers.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._books)
+
+    def _make_updater(self, policy: TorchPolicyTrainer) -> WeightUpdater:
+        recipe, observers = self._recipe, self._observers
+        return WeightUpdater(
+            self._bus,
+            policy.port,
+            incarnation=self._incarnation,
+            deadline_s=recipe.weights.deadline_s,
+            join_timeout_s=recipe.weights.join_timeout_s,
+            on_served=self._version_served,
+            on_joined=self._joined,
+            on_member=self._member_changed,
+            on_aborted=observers.update_aborted,
+            on_regroup=observers.regrouped,
+            on_evicted=observers.evicted,
+        )
+
+    def _make_sequence_ends(self, policy: TorchPolicyTrainer, traces: SequenceTraces) -> tuple[Feeder, Intake]:
+        """Where prompts go out, and where sequences come in."""
+        recipe = self._recipe
+        feeder = Feeder(
+            self._bus,
+            recipe,
+            training_problems(recipe, policy.tokenizer),
+            self._books,
+            lambda: feeder_bound(recipe, self._updater.num_present),
+            lambda: self._loop.feeder_version,
+            functools.partial(reserve, self._journal),
+            traces,
+        )
+        intake = Intake(
+            self._bus,
+            recipe,
+            self._books,
+            feeder_bound(recipe, self._settings.expected_actors),
+            vocab_size=policy.vocab_size,
+            on_loss=feeder.look_again,
+            lineage=self._start.lineage,
+            traces=traces,
+        )
+        return feeder, intake
+
+    def _make_evaluator(self, policy: TorchPolicyTrainer, verifier: VerifierClient) -> HeldoutEvaluator:
+        recipe = self._recipe
+        return HeldoutEvaluator(
+            heldout_problems(recipe, policy.tokenizer),
+            lambda: _addresses(self._updater.serving),
+            verifier,
+            SamplingParams(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens),
+            incarnation=self._incarnation,
+            correct_reward=recipe.reward.correct,
+            seed=recipe.seed + 1,
+            timeout_s=recipe.evaluation.timeout_s,
+            client=self._actor_client,
+        )
+
+    def _make_loop(
+        self, policy: TorchPolicyTrainer, evaluator: HeldoutEvaluator, traces: SequenceTraces
+    ) -> OptimizerLoop:
+        recipe, observers = self._recipe, self._observers
+        num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
+        return OptimizerLoop(
+            recipe,
+            policy,
+            self._intake,
+            self._feeder,
+            self._books,
+            feeder_bound(recipe, self._settings.expected_actors),
+            self._updater,
+            evaluator,
+            incarnation=self._incarnation,
+            version=self._start.version,
+            evaluate_first=evaluates_first(self._start, recipe),
+            probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
+            writer=CheckpointWriter(self._settings.run_dir, recipe.checkpoint.keep, self._journal.sync),
+            capture=self._continuation.capture,
+            on_checkpoint=self._checkpoint_written,
+            on_step=self._step_done,
+            on_heldout=observers.heldout,
+            on_parity=observers.report.parity,
+            actor_client=self._actor_client,
+            traces=traces,
+        )
+
+    def add_to_server(self, server: aio.Server) -> None:
+        initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
+        service = TrainerService(self._observers.feed, self._status.message, self._loop.request_checkpoint, initial)
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+
+    # --- from start to end -------------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """To the end of the run, or until `stop`."""
+        finished = False
+        try:
+            finished = await self._train(stop)
+            self._observers.in_order(self._loop.version, finished=finished)
+        finally:
+            self._status.end(finished=finished)
+            summary = self._write_summary(finished)
+            self._continuation.end(finished=finished)
+            self._observers.end(summary, finished=finished)
+            try:
+                await self._say_end(finished)
+                if finished and self._settings.linger:
+                    await self._linger(stop)
+                await self._loop.dismiss(DISMISS_S)
+            finally:
+                self._loop.close()
+
+    async def _train(self, stop: asyncio.Event) -> bool:
+        """True when the run came to its own end."""
+        if not await self._has_gone_on(stop):
+            return False
+        self._observers.started()
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(part)
+                for part in (
+                    self._updater.run(),
+                    self._intake.run(),
+                    self._upkeep.run(),
+                    self._poll_actors(),
+                    watch_actor_pods(self._settings, self._updater),
+                    self._loop.beat(),
+                    self._observers.page.run(),
+                )
+            ]
+            stopping = tasks.create_task(stop.wait())
+            training = tasks.create_task(self._train_when_actors_are_there(tasks, background))
+            await asyncio.wait((stopping, training), return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():
+                await self._checkpoint_on_stop()
+            finished = training.done()
+            for task in (stopping, training, *background):
+                task.cancel()
+        return finished
+
+    async def _has_gone_on(self, stop: asyncio.Event) -> bool:
+        """False when it was told to stop before that was possible: NATS may be away."""
+        try:
+            await unless_stopped(self._continuation.begin(), stop)
+        except StartStopped:
+            return False
+        return True
+
+    async def _train_when_actors_are_there(
+        self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
+    ) -> None:
+        if self._loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
+            await self._wait_for_actors()
+            background.append(tasks.create_task(self._feeder.run()))
+            self._status.training()
+            self._observers.training_begins()
+            await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
+            await self._loop.run()
+        await self._publish_last()
+
+    async def _wait_for_actors(self) -> None:
+        """Raises `ServiceError` when too few register in time; a trainer that lingers says so and goes on waiting."""
+        expected = 1 if self._start.again else max(1, self._settings.expected_actors)
+        while True:
+            try:
+                async with asyncio.timeout(self._recipe.weights.join_timeout_s):
+                    return await self._updater.wait_for_members(expected)
+            except TimeoutError as error:
+                if not self._settings.linger:
+                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise it") from error
+            log.warning("%s; still waiting", self._too_few(expected))
+
+    def _too_few(self, expected: int) -> str:
+        return (
+            f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}"
+        )
+
+    async def _linger(self, stop: asyncio.Event) -> None:
+        """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
+        log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._loop.beat())
+            await stop.wait()
+            beating.cancel()
+
+    def _write_summary(self, finished: bool) -> RunSummary:
+        return self._observers.summary(
+            self._books.ledger, self._loop.version, self._updater.evictions, finished=finished
+        )
+
+    async def _checkpoint_on_stop(self) -> None:
+        """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
+        if self._loop.version == self._start.version and self._loop.waiting_for:
+            return  # nothing was trained since the checkpoint that this trainer started from
+        self._write_summary(finished=False)  # whoever stops this process may not wait for the rest
+        within_s = self._settings.stop_checkpoint_s
+        try:
+            async with asyncio.timeout(within_s):
+                await self._publish_last()
+        except TimeoutError:
+            log.warning("no checkpoint of version %d yet after %.1f s", self._loop.version, within_s)
+        except ServiceError as error:
+            log.error("the run ends without a checkpoint of version %d: %s", self._loop.version, error)
+
+    async def _publish_last(self) -> None:
+        """Writes the last checkpoint and makes it the run's result. Raises `ServiceError`."""
+        async with self._publishing:  # a run that is stopped as it ends would do it twice at once
+            written = await self._loop.last_checkpoint()
+            await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
+
+    async def _poll_actors(self) -> None:
+        while True:
+            loads: dict[str, ActorLoad] = {}
+            for name, address in _addresses(self._updater.members).items():
+                try:
+                    async with self._actor_client(name, address) as client:
+                        loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
+                except ServiceError as error:
+                    log.debug("no load of %s: %s", name, error)
+            self._observers.loads(loads, measuring=self._loop.measuring)
+            await asyncio.sleep(LOAD_EVERY_S)
+
+    async def _say_end(self, finished: bool) -> None:
+        end = RunEnd(self._incarnation, self._loop.version, finished, "" if finished else "stopped early")
+        try:
+            await self._bus.publish_control("end", encode_control(end))
+        except BusError as error:
+            log.warning("the end of the run could not be announced: %s", error)
+
+    # --- what its parts tell ------------------------------------------------------------------------------------------
+
+    def _joined(self, actor: str, update: UpdateRecord) -> None:
+        self._observers.joined(actor, update)
+        self._feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
+
+    def _version_served(self, update: UpdateRecord) -> None:
+        self._observers.served(update)
+        self._feeder.look_again()
+
+    def _member_changed(self, change: MemberChange) -> None:
+        self._observers.member_changed(change, self._updater.serving.keys())
+
+    def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._continuation.checkpoint_written(written)
+        self._observers.checkpoint_written(written)
+
+    def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
+        self._journal.flush()  # who hears of the step may audit it
+        self._observers.step(figures, batch, self._intake.tokens_arrived, self._loop.version)
+
+
+def _addresses(members: Mapping[str, Member]) -> dict[str, str]:
+    return {name: member.grpc_address for name, member in members.items()}
