@@ -25,6 +25,7 @@ async def never_ends(end: object) -> None:
 
 async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_request(tmp_path: Path) -> None:
     port, receiver, gate = ScriptedPort(), ScriptedReceiver(), ServingGate(max_lag=None)
+    receiver.may_receive.clear()
     with NatsServer(tmp_path) as server:
         async with (
             connect(server.url, "run", request_timeout_s=0.3) as actor_bus,

@@ -166,7 +166,6 @@ def test_any_bytes_on_control_leave_the_actor_able_to_serve_the_next_version(ord
 
 async def listens_on(orders: list[tuple[str, bytes]]) -> None:
     registry, receiver, gate = CollectorRegistry(), ScriptedReceiver(), ServingGate(max_lag=None)
-    receiver.may_receive.set()
     async with MemoryBus(RUN, server=MemoryServer()) as bus:
         await bus.create_streams()
 

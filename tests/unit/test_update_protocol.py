@@ -69,13 +69,20 @@ class ScriptedGroup:
             await asyncio.sleep(0)
 
 
+def _open() -> asyncio.Event:
+    """Set until a test clears it."""
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class ScriptedReceiver:
     """An actor's inference side. `on_receive` may wait, fail or report another checksum."""
 
     on_receive: Callable[[PolicyVersion], int] = lambda version: CHECKSUM
-    may_receive: asyncio.Event = field(default_factory=asyncio.Event)
-    may_commit: asyncio.Event = field(default_factory=asyncio.Event)
+    may_receive: asyncio.Event = field(default_factory=_open)
+    may_commit: asyncio.Event = field(default_factory=_open)
     served: list[PolicyVersion] = field(default_factory=list)
     joined: list[tuple[int, int, int]] = field(default_factory=list)
     discards: int = 0
@@ -213,8 +220,6 @@ async def start_actor(
 ) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
     receiver, gate = ScriptedReceiver(refuses=refuses), ServingGate(max_lag=None)
-    receiver.may_receive.set()
-    receiver.may_commit.set()
 
     async def on_end(end: RunEnd) -> None:
         raise AssertionError("nobody ends this run")
