@@ -54,6 +54,18 @@ def configure_logging(
         logging.getLogger(name).setLevel(least)
 
 
+def take_over(*libraries: str) -> None:
+    """Sends the lines of imported libraries that made handlers of their own to the root logger's alone.
+
+    Their levels stay. Loggers that a library makes later are not touched.
+    """
+    for name in (*libraries, *logging.root.manager.loggerDict):
+        if name.partition(".")[0] in libraries:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line. A context field wins over an extra of the same name."""
 

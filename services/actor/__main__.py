@@ -9,7 +9,7 @@ import sys
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.lifecycle import run_service
-from pipelinerl.service.logs import LogContext
+from pipelinerl.service.logs import LogContext, take_over
 
 VLLM_TRACES_TO = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
@@ -20,6 +20,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
     os.environ.pop(VLLM_TRACES_TO, None)  # read by now; vLLM's processes would send spans of their own there
     from services.actor.app import serve
 
+    take_over("torch", "transformers")
     await serve(settings, stop, context)
 
 

@@ -9,7 +9,7 @@ import asyncio
 
 from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.service.lifecycle import leave, run_service
-from pipelinerl.service.logs import LogContext
+from pipelinerl.service.logs import LogContext, take_over
 
 
 async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
@@ -17,10 +17,12 @@ async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContex
     if ranks.rank == 0:
         from services.trainer.app import serve
 
+        take_over("torch", "transformers")
         await serve(settings, ranks, stop, context)
     else:
         from services.trainer.rank import serve_rank
 
+        take_over("torch", "transformers")
         await serve_rank(settings, ranks, context)
 
 

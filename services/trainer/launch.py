@@ -21,6 +21,7 @@ from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.threads import keep_to_quota
 from pipelinerl.service.environment import read_settings
 from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
+from pipelinerl.service.logs import LogContext, configure_logging, take_over
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    context = LogContext(settings.run, "trainer", settings.instance)
+    configure_logging(context, log_format=settings.log_format, level=settings.log_level)
+    take_over("torch")
     for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     config = LaunchConfig(nproc_per_node=num_here, **_agent(settings))

@@ -37,7 +37,7 @@ from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
 from pipelinerl.service.health_app import health_app
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.lifecycle import exit_code, stop_event
-from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter
+from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter, take_over
 from pipelinerl.service.loop_watch import LoopWatch, watch_loop
 from pipelinerl.service.readiness import Readiness
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -94,6 +94,19 @@ def test_json_traceback_is_one_line() -> None:
     assert "ValueError: first\nsecond" in json.loads(text)["exception"]
 
 
+def test_a_library_with_handlers_of_its_own_writes_through_ours() -> None:
+    names = ("chatty", "chatty.part", "chattyother")
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
+    take_over("chatty")
+    found = {name: (len(logger.handlers), logger.propagate) for name in names if (logger := logging.getLogger(name))}
+    assert found == {"chatty": (0, True), "chatty.part": (0, True), "chattyother": (1, False)}
+    assert logging.getLogger("chatty").level == logging.ERROR
+
+
 def test_text_line() -> None:
     line = TextFormatter(LogContext("arithmetic", "actor", "actor-0", 8)).format(record(stall_s=0.25))
     assert line.endswith(" INFO arithmetic actor/actor-0 v8 actor.swap: swapped stall_s=0.25")
@@ -147,7 +160,7 @@ async def test_blocked_loop_is_visible_from_another_thread() -> None:
             asked.start()
             asked.join()  # blocks this loop: that is what the test is about
             assert answers[0][0] == 503
-            assert answers[0][1].startswith("event loop blocked for 0.")
+            assert answers[0][1].startswith("event loop blocked for ")
 
 
 def test_loop_watch_measures_silence() -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from pipelinerl.config.settings import ActorSettings
 from pipelinerl.errors import UserError
 from pipelinerl.service.environment import read_settings
-from pipelinerl.service.logs import LogContext, configure_logging
+from pipelinerl.service.logs import LogContext, configure_logging, take_over
 
 BACKEND = "pipelinerl"
 
@@ -37,3 +37,4 @@ def log_as_the_actor() -> None:
         return  # an engine without an actor
     context = LogContext(settings.run, "actor", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
+    take_over("torch", "transformers")
