@@ -12,8 +12,8 @@ import numpy as np
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.types import PromptGroup
-from services.trainer.feeder import sampling_of
-from services.trainer.prompts import training_problems
+from services.trainer.sequences.feeder import sampling_of
+from services.trainer.sequences.prompts import training_problems
 
 SHORTEST_TOKENS = 15
 """Of completions of random weights, which know no end; the recipe's max_tokens is the longest."""

@@ -34,7 +34,6 @@ from benchmarks.training_data import VERSION, make_groups, uniform_lengths
 from pipelinerl.config.load import load_recipe
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import RankSettings
-from services.trainer.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from services.trainer.policy_trainer import TorchPolicyTrainer, load_tokenizer
@@ -42,6 +41,7 @@ from services.trainer.ranks.lead import Lead
 from services.trainer.ranks.saving import restore
 from services.trainer.resume.run_state import RunState
 from services.trainer.resume.writer import CheckpointWriter
+from services.trainer.sequences.intake import HeldSequences
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 EVERY_STEPS = 20

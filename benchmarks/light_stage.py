@@ -22,8 +22,8 @@ from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupStore
-from services.trainer.lane import UpdateRecord
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import WeightSender
 

@@ -34,8 +34,8 @@ from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, c
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.local.threads import available_cores
-from services.trainer.lane import UpdateRecord
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

@@ -39,9 +39,9 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.page.board import PageBoard
 from services.trainer.page.routes import add_page
 from services.trainer.page.run_page import RunPage
-from services.trainer.records import RunFiles
-from services.trainer.reporting import RunReport
-from services.trainer.token_pieces import TokenPieces
+from services.trainer.report.records import RunFiles
+from services.trainer.report.run_report import RunReport
+from services.trainer.report.token_pieces import TokenPieces
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0

@@ -23,7 +23,7 @@ from pipelinerl.types import PolicyVersion
 from pipelinerl.weights.manifest import Manifest, build_manifest
 from services.actor.gate import ServingGate
 from services.actor.membership import Heartbeat
-from services.trainer.lane import SentBytes
+from services.trainer.updates.lane import SentBytes
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

@@ -1,6 +1,6 @@
 """The keys of summary.json: the one place that says which there are, for both of its writers.
 
-The trainer writes the whole at its end (`services/trainer/reporting.py`); where it could not, the runner writes what
+The trainer writes the whole at its end (`services/trainer/report/run_report.py`); where it could not, the runner writes what
 metrics.jsonl tells (`pipelinerl/local/summary.py`), with None for what it does not. The type checker holds both to the same
 keys. What each one means: docs/run-directory.md.
 """

@@ -34,7 +34,7 @@ from services.trainer.observers import Outlets, RunObservers
 from services.trainer.page.board import PageBoard
 from services.trainer.page.routes import add_page, guarded, page_hosts
 from services.trainer.policy_trainer import load_policy_trainer
-from services.trainer.records import RunFiles
+from services.trainer.report.records import RunFiles
 from services.trainer.resume.lineage_file import write_lineage
 from services.trainer.resume.start import find_start
 from services.trainer.run import TrainingRun

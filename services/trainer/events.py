@@ -14,8 +14,8 @@ from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.events import EventRecorder, EventType, PodRef
 from pipelinerl.service.until_stopped import StartStopped
-from services.trainer.attendance import MemberChange
 from services.trainer.resume.writer import WrittenCheckpoint
+from services.trainer.updates.attendance import MemberChange
 
 COMPONENT = "pipelinerl-trainer"
 LAST_EVENTS_S = 1.5

@@ -25,19 +25,19 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
 from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
 from services.trainer.actor_client import ActorClient, ActorClients
-from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
-from services.trainer.feeder import Feeder
-from services.trainer.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.probe import Parity, measure_parity
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
+from services.trainer.report.throughput import update_idle_s
 from services.trainer.resume.checkpointer import Checkpointer, Due
 from services.trainer.resume.run_state import RunState
 from services.trainer.resume.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
-from services.trainer.sequence_traces import SequenceTraces
-from services.trainer.throughput import update_idle_s
-from services.trainer.updater import WeightUpdater
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import Feeder
+from services.trainer.sequences.intake import Intake
+from services.trainer.sequences.traces import SequenceTraces
+from services.trainer.updates.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 

@@ -19,29 +19,29 @@ from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.logs import LogContext
 from services.trainer.actor_client import ActorLoad
-from services.trainer.attendance import MemberChange
-from services.trainer.books import Books
-from services.trainer.coordinator import EvictionCause
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.events import RunEvents
-from services.trainer.feeder import Feeder
-from services.trainer.intake import Intake
-from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.page.board import PageBoard
 from services.trainer.page.run_page import RunPage
-from services.trainer.records import RunFiles, StepRecord
-from services.trainer.reporting import RunReport
+from services.trainer.report.records import RunFiles, StepRecord
+from services.trainer.report.run_report import RunReport
+from services.trainer.report.token_pieces import TokenPieces
 from services.trainer.resume.start import Start
 from services.trainer.resume.writer import WrittenCheckpoint
 from services.trainer.scaling import ReplicaAdvice
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import Feeder
+from services.trainer.sequences.intake import Intake
 from services.trainer.server import StepFeed
 from services.trainer.status import RunStatus
-from services.trainer.token_pieces import TokenPieces
 from services.trainer.trackers.run_trackers import RunTrackers
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.coordinator import EvictionCause
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import logging
 from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.pod_watch import PodWatch
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.loading import load_learner
 from services.trainer.ranks.lead import Lead
 from services.trainer.ranks.saver import PendingState
+from services.trainer.report.throughput import StepWork, throughput_figures
 from services.trainer.resume.start import Start
-from services.trainer.throughput import StepWork, throughput_figures
 from services.trainer.weights.described import adapter_factors, whole_weights
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import Snapshot, WeightSender

@@ -30,31 +30,31 @@ from pipelinerl.types import SamplingParams
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.verify import VerifierClient
 from services.trainer.actor_client import ActorClient, ActorLoad
-from services.trainer.attendance import MemberChange
-from services.trainer.books import Books
-from services.trainer.coordinator import Member
 from services.trainer.evaluation import HeldoutEvaluator
-from services.trainer.feeder import Feeder, feeder_bound
 from services.trainer.initial_files import initial_files
-from services.trainer.intake import Intake
-from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.observers import RunObservers
 from services.trainer.pods import watch_actor_pods
 from services.trainer.policy_trainer import TorchPolicyTrainer
 from services.trainer.probe import probe_tokens
-from services.trainer.prompts import heldout_problems, training_problems
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 from services.trainer.resume.continuation import Continuation, reserve
 from services.trainer.resume.lineage_file import note_training_began
 from services.trainer.resume.start import Start, evaluates_first
 from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
-from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import Feeder, feeder_bound
+from services.trainer.sequences.intake import Intake
+from services.trainer.sequences.prompts import heldout_problems, training_problems
+from services.trainer.sequences.traces import SequenceTraces
+from services.trainer.sequences.upkeep import StreamUpkeep
 from services.trainer.server import TrainerService
 from services.trainer.status import RunStatus
-from services.trainer.updater import WeightUpdater
-from services.trainer.upkeep import StreamUpkeep
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.coordinator import Member
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 

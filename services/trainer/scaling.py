@@ -14,7 +14,7 @@ from pipelinerl.algorithms.replicas_wanted import ActorCounts, ReplicasWanted
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.service.metric_set import MetricSet
 from services.trainer.actor_client import ActorLoad
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 
 PREFIX, NAME = "pipelinerl_actor", "replicas_wanted"
 METRIC = f"{PREFIX}_{NAME}"

@@ -13,7 +13,7 @@ import grpc
 from pipelinerl.errors import ServiceError
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.initial_files import InitialFiles
-from services.trainer.records import StepRecord, to_json
+from services.trainer.report.records import StepRecord, to_json
 
 
 class StepFeed:

@@ -8,11 +8,11 @@ from typing import Any
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.actor_client import ActorLoad
-from services.trainer.books import Books
 from services.trainer.loop import OptimizerLoop
 from services.trainer.metrics.outcomes import bounded
 from services.trainer.page.state import member_rows
-from services.trainer.updater import WeightUpdater
+from services.trainer.sequences.books import Books
+from services.trainer.updates.updater import WeightUpdater
 
 
 class RunStatus:

@@ -24,9 +24,9 @@ from pipelinerl.local.nats_server import NatsServer
 from pipelinerl.types import PolicyVersion
 from pipelinerl_torch.chunks import describe
 from pipelinerl_torch.group import GroupStore
-from services.trainer.attendance import MemberChange
-from services.trainer.lane import UpdateRecord
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 from services.trainer.weights.port import CollectivePort
 from services.trainer.weights.sender import WeightSender
 from tests.faults.network import Place

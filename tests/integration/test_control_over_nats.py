@@ -15,7 +15,7 @@ from services.actor.gate import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.updater import WeightUpdater
 from tests.unit.test_update_protocol import ScriptedPort, ScriptedReceiver
 
 

@@ -22,10 +22,10 @@ from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, TRAINER
 from pipelinerl.kube.pod_watch import Pauses
 from pipelinerl.service.until_stopped import StartStopped
 from services.trainer import events as run_events_module
-from services.trainer.attendance import MemberChange
-from services.trainer.coordinator import Member
 from services.trainer.events import REASONS, RunEvents, run_events
 from services.trainer.resume.writer import WrittenCheckpoint
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.coordinator import Member
 from tests.kube.api_server import NAMESPACE, SOON_S, ApiServer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipelinerl.kube.pods import KnownPods, Pod, PodChange, PodEnd
-from services.trainer.attendance import MOST_REMEMBERED, Attendance, Departures, MemberChange
-from services.trainer.coordinator import Member, MembersLeaving
+from services.trainer.updates.attendance import MOST_REMEMBERED, Attendance, Departures, MemberChange
+from services.trainer.updates.coordinator import Member, MembersLeaving
 
 A = Member("a", "a-1", pod_uid="u1")
 NAMELESS = Member("a", "a-1")

@@ -16,7 +16,7 @@ from pipelinerl.audit.findings import Check
 from pipelinerl.audit.replay import split_id
 from pipelinerl.audit.text import lines
 from pipelinerl.journal import JOURNAL
-from services.trainer.books import Books
+from services.trainer.sequences.books import Books
 from tests.unit.builders import make_group
 from tests.unit.trainer_fakes import make_run_state
 

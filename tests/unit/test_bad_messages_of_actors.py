@@ -14,7 +14,7 @@ from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.codec import encode_control, encode_sequence
 from pipelinerl.control import Abort, EpochJoined, Registration, Serving, Staged
 from pipelinerl.types import Sequence, VersionSpan
-from services.trainer.updater import ANSWER_TYPES, WeightUpdater
+from services.trainer.updates.updater import ANSWER_TYPES, WeightUpdater
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_bad_messages import damaged
 from tests.unit.test_feeder_and_intake import Desk, desk

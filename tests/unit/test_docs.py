@@ -135,7 +135,7 @@ def figures_of_a_step() -> dict[str, Any]:
     from services.trainer.learn.optimizer import OptimizerReport
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import step_figures
-    from services.trainer.throughput import StepWork, throughput_figures
+    from services.trainer.report.throughput import StepWork, throughput_figures
 
     numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
     buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
@@ -156,11 +156,11 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     import numpy as np
     from prometheus_client import CollectorRegistry
 
-    from services.trainer.lane import UpdateRecord
     from services.trainer.learn.batch import TrainingGroup
     from services.trainer.metrics import TrainerMetrics
-    from services.trainer.records import RunFiles
-    from services.trainer.reporting import RunReport
+    from services.trainer.report.records import RunFiles
+    from services.trainer.report.run_report import RunReport
+    from services.trainer.updates.lane import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]

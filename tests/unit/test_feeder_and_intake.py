@@ -18,10 +18,10 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import UserError
 from pipelinerl.types import PromptGroup, Sequence, VersionSpan
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.books import Books
-from services.trainer.feeder import EncodedProblem, Feeder, feeder_bound, group_seed
-from services.trainer.intake import Intake
-from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import EncodedProblem, Feeder, feeder_bound, group_seed
+from services.trainer.sequences.intake import Intake
+from services.trainer.sequences.traces import SequenceTraces
 from tests.unit.builders import RUN, make_recipe, make_sequence
 
 

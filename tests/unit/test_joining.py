@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.coordinator import Member
-from services.trainer.joining import MOST_RESTED, Action, BeginSide, EndSide, Joining
-from services.trainer.lane import actors_of
+from services.trainer.updates.coordinator import Member
+from services.trainer.updates.joining import MOST_RESTED, Action, BeginSide, EndSide, Joining
+from services.trainer.updates.lane import actors_of
 
 A, B, C = Member("a", "a-1"), Member("b", "b-1"), Member("c", "c-1")
 

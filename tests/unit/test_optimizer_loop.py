@@ -17,7 +17,6 @@ from pipelinerl.algorithms.feeder_bound import FeederBound
 from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
-from services.trainer.books import Books
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
@@ -25,6 +24,7 @@ from services.trainer.probe import Parity
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import newest_checkpoint
 from services.trainer.resume.writer import CheckpointWriter
+from services.trainer.sequences.books import Books
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, make_run_state, serving
 

@@ -17,9 +17,9 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.sampled import sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.step import Learner
-from services.trainer.records import to_json
-from services.trainer.samples import MOST_TOKENS, heldout_sample, trained_sample
-from services.trainer.token_pieces import TokenPieces
+from services.trainer.report.records import to_json
+from services.trainer.report.samples import MOST_TOKENS, heldout_sample, trained_sample
+from services.trainer.report.token_pieces import TokenPieces
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequences_of
 

@@ -19,9 +19,9 @@ from pipelinerl.tracing.batch import KEY, MOST_ITEMS, metadata_of, traces_in
 from pipelinerl.tracing.spans import child, headers_of, root, trace_from, trace_in, trace_of, traceparent_of
 from pipelinerl.types import PolicyVersion
 from pipelinerl.v1 import verifier_pb2
-from services.trainer.books import Books
-from services.trainer.coordinator import Phase
-from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.traces import SequenceTraces
+from services.trainer.updates.coordinator import Phase
 from services.verifier.spans import CallSpans
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.spans import recorded

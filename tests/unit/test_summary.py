@@ -28,8 +28,8 @@ from pipelinerl.local.summary import (
 )
 from pipelinerl.run_summary import KEYS
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.records import RunFiles
-from services.trainer.reporting import RunReport
+from services.trainer.report.records import RunFiles
+from services.trainer.report.run_report import RunReport
 
 REQUIRED = (
     "recipe", "mode", "steps", "policy_version", "wall_s", "heldout_accuracy_first", "heldout_accuracy_last",

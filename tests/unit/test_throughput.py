@@ -18,7 +18,7 @@ from services.trainer.learn.meter import StepMeter, process_memory_peak
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.phases import HostMark, PhaseTimer, mark_for
 from services.trainer.learn.step import Learner
-from services.trainer.throughput import StepWork, throughput_figures, update_idle_s
+from services.trainer.report.throughput import StepWork, throughput_figures, update_idle_s
 from tests.unit.builders import make_group, make_sequence
 
 WORK: dict[str, Any] = {

@@ -12,16 +12,16 @@ from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.service.metric_set import MetricSet
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.books import Books
-from services.trainer.coordinator import EvictionCause
-from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.metrics.outcomes import bounded, discrepancy
 from services.trainer.metrics.progress import ProgressMetrics
 from services.trainer.metrics.queues import QueueMetrics
-from services.trainer.reporting import group_figures
+from services.trainer.report.run_report import group_figures
 from services.trainer.resume.writer import WrittenCheckpoint
+from services.trainer.sequences.books import Books
+from services.trainer.updates.coordinator import EvictionCause
+from services.trainer.updates.lane import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import step_figures
 

@@ -34,15 +34,15 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.types import PromptGroup, VersionSpan
-from services.trainer.books import Books
-from services.trainer.feeder import EncodedProblem, Feeder, FeederState, feeder_bound
-from services.trainer.intake import HeldSequences, Intake
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.resume.left_behind import look_for_left_behind
 from services.trainer.resume.lineage_file import note_training_began, read_lineage, write_lineage
 from services.trainer.resume.run_state import RunState, load_run_state
 from services.trainer.resume.start import find_start
 from services.trainer.resume.writer import CheckpointWriter, link_export
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import EncodedProblem, Feeder, FeederState, feeder_bound
+from services.trainer.sequences.intake import HeldSequences, Intake
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePending, make_run_state
 
@@ -457,7 +457,7 @@ def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from services.trainer.books import Books
+from services.trainer.sequences.books import Books
 from services.trainer.resume.writer import CheckpointWriter
 from tests.unit.trainer_fakes import FakePending, make_run_state
 

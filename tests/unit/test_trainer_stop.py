@@ -22,17 +22,17 @@ from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
 from services.trainer.evaluation import HeldoutResult
 from services.trainer.events import RunEvents
-from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.observers import Outlets, RunObservers
 from services.trainer.page.board import PageBoard
-from services.trainer.records import RunFiles
+from services.trainer.report.records import RunFiles
 from services.trainer.resume.run_state import load_run_state
 from services.trainer.resume.start import Start, newest_checkpoint
 from services.trainer.run import TrainingRun
 from services.trainer.trackers.run_trackers import RunTrackers
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.updater import WeightUpdater
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
 

@@ -24,11 +24,11 @@ from services.actor.gate import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.updates import UpdateListener
 from services.actor.weights.staged import StagedWeights
-from services.trainer import coordinator as c
-from services.trainer.attendance import MemberChange
-from services.trainer.coordinator import EvictionCause, Phase
-from services.trainer.lane import SentBytes, UpdateRecord
-from services.trainer.updater import WeightUpdater, together
+from services.trainer.updates import coordinator as c
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.coordinator import EvictionCause, Phase
+from services.trainer.updates.lane import SentBytes, UpdateRecord
+from services.trainer.updates.updater import WeightUpdater, together
 from tests.unit.builders import RUN
 
 MANIFEST = build_manifest([("w", (4,), "float32")])

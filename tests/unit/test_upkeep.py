@@ -10,7 +10,7 @@ from pipelinerl.algorithms.ledger import Outcome
 from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamInfo, StreamLimits
 from pipelinerl.codec import decode_group
-from services.trainer.upkeep import StreamUpkeep
+from services.trainer.sequences.upkeep import StreamUpkeep
 from tests.unit.builders import RUN, make_recipe, make_sequence
 from tests.unit.test_feeder_and_intake import Desk
 

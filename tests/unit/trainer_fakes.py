@@ -19,9 +19,9 @@ from pipelinerl.types import PolicyVersion, VersionSpan
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.weights.manifest import build_manifest
-from services.trainer.books import Books
-from services.trainer.intake import HeldSequences
 from services.trainer.resume.run_state import RunState
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.intake import HeldSequences
 from tests.unit.builders import RUN, make_recipe
 
 

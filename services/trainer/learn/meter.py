@@ -1,6 +1,6 @@
 """What a step needs and takes of its device: model FLOPs, the device's peak, the most memory.
 
-Not here: time by phase (`phases.py`); the figures made of all this (`services/trainer/throughput.py`).
+Not here: time by phase (`phases.py`); the figures made of all this (`services/trainer/report/throughput.py`).
 """
 
 from __future__ import annotations

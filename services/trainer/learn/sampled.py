@@ -1,7 +1,7 @@
 """The few sequences of an optimizer step that people get to see, and where their tokens stand in the step's values.
 
 Pure. The values of a step come micro-batch after micro-batch, those of all ranks behind each other (`StepCollector.values`);
-each sequence's completion tokens are one piece of them. What is written of a sample is `services.trainer.samples`' question.
+each sequence's completion tokens are one piece of them. What is written of a sample: `services/trainer/report/samples.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from services.trainer.metrics.progress import ProgressMetrics
 from services.trainer.metrics.queues import QueueMetrics
 from services.trainer.metrics.token_lag import TokenLagMetrics
 from services.trainer.metrics.work import WorkMetrics
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 
 PREFIX = "pipelinerl_trainer"
 

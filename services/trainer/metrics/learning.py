@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS
 from pipelinerl.service.metric_set import MetricSet
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 
 BY_LAG = {"lag": LAG_BUCKETS}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipelinerl.service.metric_set import MetricSet
-from services.trainer.attendance import MemberChange
-from services.trainer.coordinator import EvictionCause
-from services.trainer.lane import UpdateRecord
-from services.trainer.member_states import MEMBER_STATES
-from services.trainer.updater import WeightUpdater
+from services.trainer.updates.attendance import MemberChange
+from services.trainer.updates.coordinator import EvictionCause
+from services.trainer.updates.lane import UpdateRecord
+from services.trainer.updates.member_states import MEMBER_STATES
+from services.trainer.updates.updater import WeightUpdater
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """From a toy model inside one machine to `weights.deadline_s`, which ends an update after minutes."""

@@ -9,7 +9,7 @@ from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
 from pipelinerl.algorithms.staleness import StaleReason
 from pipelinerl.reasons import MOST_REASONS, OTHER
 from pipelinerl.service.metric_set import MetricSet
-from services.trainer.books import Books
+from services.trainer.sequences.books import Books
 
 STATES = tuple(field.name for field in fields(LedgerCounts))
 OUTCOMES = tuple(outcome.value for outcome in Outcome)

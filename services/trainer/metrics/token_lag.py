@@ -13,7 +13,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.service.metric_set import MetricSet
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Optimizer steps, inclusive: those of the lag buckets, and on to the lags of the paper's setting without a bound."""

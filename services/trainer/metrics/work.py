@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.service.metric_set import MetricSet
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 
 GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from services.trainer.page.history import RunHistory
-from services.trainer.records import to_json
+from services.trainer.report.records import to_json
 
 STEPS_KEPT = 256
 """Step events that a reader who was away can still catch up with."""

@@ -1,7 +1,7 @@
 """The trainer's end of its page: collects what a page is told, on the event loop, and hands it to the board.
 
-Does nothing at all where the page is off. What is told is made by others: records and samples by `reporting.py`, the state by
-the caller's `state`.
+Does nothing at all where the page is off. What is told is made by others: records and samples by `report/run_report.py`, the
+state by the caller's `state`.
 """
 
 from __future__ import annotations

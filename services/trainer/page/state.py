@@ -13,7 +13,7 @@ MOST_MEMBERS = 256
 
 
 def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorLoad]) -> list[dict[str, Any]]:
-    """Each registered actor in order of its name, with its state (`services.trainer.member_states`). Who is serving serves
+    """Each registered actor in order of its name, with its state (`updates/member_states.py`). Who is serving serves
     `served_version`; of the others the version is known that they named when they were asked last."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):

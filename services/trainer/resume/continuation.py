@@ -16,15 +16,15 @@ from pipelinerl.config.changes import recipe_hash
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.retry import until_taken
-from services.trainer.books import Books
-from services.trainer.feeder import Feeder, FeederState
-from services.trainer.intake import Intake
 from services.trainer.loop import OptimizerLoop
-from services.trainer.reporting import RunReport
+from services.trainer.report.run_report import RunReport
 from services.trainer.resume.left_behind import look_for_left_behind
 from services.trainer.resume.run_state import RunState
 from services.trainer.resume.start import Start
 from services.trainer.resume.writer import WrittenCheckpoint
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.feeder import Feeder, FeederState
+from services.trainer.sequences.intake import Intake
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from pipelinerl.codec import decode_sequence, encode_sequence
 from pipelinerl.errors import PipelineRLError, ServiceError
 from pipelinerl.types import Sequence
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.books import failed_sample
-from services.trainer.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.resume.files import write_durably, write_json_durably
+from services.trainer.sequences.books import failed_sample
+from services.trainer.sequences.intake import HeldSequences
 
 FORMAT = 1
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipelinerl.local.die_with_parent import guarded
-from services.trainer.records import to_json
+from services.trainer.report.records import to_json
 
 log = logging.getLogger(__name__)
 

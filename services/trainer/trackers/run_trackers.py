@@ -17,7 +17,7 @@ from typing import Any
 from pipelinerl.config.recipe import Recipe
 from pipelinerl.config.settings import TrainerSettings
 from services.trainer.evaluation import HeldoutResult
-from services.trainer.records import StepRecord
+from services.trainer.report.records import StepRecord
 from services.trainer.resume.start import Start
 from services.trainer.trackers.figures import flat, recipe_params, step_figures
 from services.trainer.trackers.process import TrackerProcess

@@ -14,7 +14,7 @@ from pipelinerl.errors import TransferError
 from pipelinerl.service.address import host_port
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl_torch.group import Backend, GroupSpec, GroupStore, WeightGroup
-from services.trainer.lane import SentBytes
+from services.trainer.updates.lane import SentBytes
 from services.trainer.weights.sender import Broadcast, Snapshot, WeightSender
 
 

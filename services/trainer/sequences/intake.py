@@ -29,10 +29,10 @@ from pipelinerl.errors import MessageError, UserError
 from pipelinerl.reasons import short_reason
 from pipelinerl.retry import until_taken
 from pipelinerl.types import Sequence
-from services.trainer.books import Books, failed_copy
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.loss_streak import LossStreak, most_lost_in_a_row
-from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.sequences.books import Books, failed_copy
+from services.trainer.sequences.loss_streak import LossStreak, most_lost_in_a_row
+from services.trainer.sequences.traces import SequenceTraces
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from pipelinerl.bus.protocol import Bus, StreamInfo, StreamLimits
 from pipelinerl.bus.subjects import group_id_of
 from pipelinerl.errors import BusError, ServiceError
-from services.trainer.books import Books
-from services.trainer.intake import Intake
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.intake import Intake
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.types import Sequence
 from services.trainer.evaluation import HeldoutSample
-from services.trainer.token_pieces import TokenPieces
+from services.trainer.report.token_pieces import TokenPieces
 
 Sample = dict[str, Any]
 """One object of samples.jsonl. Keys: docs/run-directory.md."""

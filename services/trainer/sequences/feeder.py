@@ -23,9 +23,9 @@ from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.retry import until_taken
 from pipelinerl.tracing.spans import Trace, headers_of, trace_of
 from pipelinerl.types import PromptGroup, SamplingParams, TokenIds
-from services.trainer.books import Books
 from services.trainer.resume.left_behind import LeftBehind
-from services.trainer.sequence_traces import SequenceTraces
+from services.trainer.sequences.books import Books
+from services.trainer.sequences.traces import SequenceTraces
 
 log = logging.getLogger(__name__)
 

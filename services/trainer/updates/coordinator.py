@@ -1,7 +1,7 @@
 """Who is in the weight-transfer group and what happens to one version, as a pure state machine stepped by events.
 
 The trainer's side of the protocol (architecture, section 5). No clock, socket or thread: `step(event)` returns the
-actions to perform, in order; `services.trainer.updater` performs them and feeds back what happened, deadlines included.
+actions to perform, in order; `services.trainer.updates.updater` performs them and feeds back what happened, deadlines included.
 
 Invariants that the tests drive every order of events against:
   * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's

@@ -4,7 +4,7 @@ An actor that comes, or that was left out of an epoch, is brought to the newest 
 trainer and itself, beside the epoch of the others. Once it serves that, it is a member of the next epoch like any other;
 until then it cannot hold anybody up.
 
-`services.trainer.updater` performs the actions, one lane for each. Not here: what happens within a transfer.
+`services.trainer.updates.updater` performs the actions, one lane for each. Not here: what happens within a transfer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.trainer.coordinator import Member
+from services.trainer.updates.coordinator import Member
 
 MOST_AT_ONCE = 4
 """Side transfers at a time: each has the whole version to send, and their sum is the trainer's uplink."""

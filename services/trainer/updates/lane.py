@@ -19,8 +19,8 @@ from pipelinerl.errors import TransferError
 from pipelinerl.tracing.spans import headers_of, trace_of
 from pipelinerl.weights.errors import RanksMissing
 from pipelinerl.weights.manifest import Manifest
-from services.trainer import coordinator as c
-from services.trainer.update_trace import UpdateTrace
+from services.trainer.updates import coordinator as c
+from services.trainer.updates.trace import UpdateTrace
 
 log = logging.getLogger(__name__)
 

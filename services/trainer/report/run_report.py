@@ -17,14 +17,14 @@ from pipelinerl.config.recipe import Recipe
 from pipelinerl.run_summary import RunSummary
 from services.trainer.actor_client import ActorLoad
 from services.trainer.evaluation import HeldoutResult
-from services.trainer.lane import UpdateRecord
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.sampled import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
-from services.trainer.records import RunFiles, RunTotals, StepRecord, mean, percentile
-from services.trainer.samples import Sample, heldout_sample, trained_sample
-from services.trainer.token_pieces import TokenPieces
+from services.trainer.report.records import RunFiles, RunTotals, StepRecord, mean, percentile
+from services.trainer.report.samples import Sample, heldout_sample, trained_sample
+from services.trainer.report.token_pieces import TokenPieces
+from services.trainer.updates.lane import UpdateRecord
 
 MOST_WITH_TOKENS = 500
 """Steps of a run whose samples are written token by token: a sample so has up to 20 KB, and without them 1 to 4."""

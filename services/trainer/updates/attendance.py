@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipelinerl.kube.pods import PodEnd
-from services.trainer.coordinator import Member, MembersLeaving
+from services.trainer.updates.coordinator import Member, MembersLeaving
 
 MOST_REMEMBERED = 4096
 """Pods that have ended: their processes' last heartbeats come within seconds."""

@@ -11,7 +11,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Problem, Split
 from services.trainer.evaluation import HeldoutProblem
-from services.trainer.feeder import EncodedProblem, ProblemStream
+from services.trainer.sequences.feeder import EncodedProblem, ProblemStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -29,13 +29,13 @@ from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.kube.pods import PodEnd
 from pipelinerl.retry import until_taken
 from pipelinerl.weights.manifest_codec import manifest_to_bytes
-from services.trainer import coordinator as c
-from services.trainer.attendance import Attendance, Departures, MemberChange
-from services.trainer.joining import Action as JoiningAction
-from services.trainer.joining import BeginSide, EndSide, Joining
-from services.trainer.lane import Lane, Order, Outcome, Surroundings, TransferPort, UpdateRecord
-from services.trainer.member_states import MEMBER_STATES, member_states
-from services.trainer.update_trace import heard
+from services.trainer.updates import coordinator as c
+from services.trainer.updates.attendance import Attendance, Departures, MemberChange
+from services.trainer.updates.joining import Action as JoiningAction
+from services.trainer.updates.joining import BeginSide, EndSide, Joining
+from services.trainer.updates.lane import Lane, Order, Outcome, Surroundings, TransferPort, UpdateRecord
+from services.trainer.updates.member_states import MEMBER_STATES, member_states
+from services.trainer.updates.trace import heard
 
 log = logging.getLogger(__name__)
 

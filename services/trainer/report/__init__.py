@@ -1,0 +1,1 @@
+"""What a run writes of itself: records of steps, samples, the summary."""
