@@ -35,6 +35,14 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
     return content
 
 
+def trainer_starts(run_dir: Path) -> list[int]:
+    """The policy version that each of the run's trainers began at, for people: empty where the folder does not say."""
+    try:
+        return [int(start) for start in json.loads((run_dir / LINEAGE).read_text(encoding="utf-8"))["starts"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def missing_from(run_dir: Path) -> str:
     """What is missing, and what to do about it; empty for a folder that is whole, or new. Raises `ValueError`."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL

@@ -314,7 +314,7 @@ _LOCAL = Section(
             "One trainer, verifier and nats, and as many actors as are wanted.",
             "Fewer: one is being started again; the run directory's logs say why.",
             (
-                Query(gauge("runner_processes", "service"), "{{service}}"),
+                Query(gauge("runner_processes", "process"), "{{process}}"),
                 Query(gauge("runner_actors_wanted"), "actors wanted"),
             ),
             low=0,
@@ -324,7 +324,7 @@ _LOCAL = Section(
             "Processes that ended by themselves and were started again.",
             "None.",
             "The same one again and again.",
-            (Query(increase("runner_restarts_total", "service"), "{{service}}"),),
+            (Query(increase("runner_restarts_total", "process"), "{{process}}"),),
             low=0,
         ),
         Panel(

@@ -16,6 +16,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
+from pipelinerl.run_folder import trainer_starts
 
 SAMPLES_READ = 64
 """Of the first samples, and as many of the last: the page shows eight of each, and has a choice."""
@@ -43,7 +44,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     summary = read_summary(run_dir / "summary.json") or {**summary_from_metrics(recipe, records)}
     samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
     text = recipe_file.read_text(encoding="utf-8")
-    return report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
+    data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
+    return {**data, "starts": trainer_starts(run_dir)}
 
 
 def report_html(data: Mapping[str, Any]) -> str:

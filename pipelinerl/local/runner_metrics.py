@@ -20,13 +20,15 @@ class RunnerMetrics:
     """`living`: names of the processes that live, asked for at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
-        metrics = MetricSet("pipelinerl_runner", registry)
+        metrics = MetricSet(
+            "pipelinerl_runner", registry
+        )  # no label `service`: the runner's targets have one, which would win
         self._processes = metrics.reading(
-            "processes", "Processes of the run that live.", {"service": SERVICES}, unit="processes"
+            "processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes"
         )
         self._processes.read_each(lambda: by_service(living()))
         self._restarts = metrics.counter(
-            "restarts_total", "Processes that ended and are started again.", {"service": SERVICES}, unit="processes"
+            "restarts_total", "Processes that ended and are started again.", {"process": SERVICES}, unit="processes"
         )
         self.actors_wanted = metrics.reading(
             "actors_wanted", "Actors asked for, by the recipe or `pipelinerl scale`.", unit="actors"

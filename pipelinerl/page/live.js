@@ -7,7 +7,7 @@
 
 const PrlLive = (() => {
   const { node, number } = PrlCharts;
-  const { percent, milliseconds, duration, plots, tiles, section, fold } = PrlViews;
+  const { percent, seconds, duration, plots, tiles, section, fold } = PrlViews;
   const DRAW_EVERY_MS = 1000;
   const SAMPLES_EVERY_MS = 5000;
   const RETRY_MS = 2000;
@@ -15,6 +15,7 @@ const PrlLive = (() => {
   const MOST_RETRY_MS = 60000;
   const MOST_RECORDS = 3000;
   const NEWEST = 20;
+  const NEAR_BOUND = 0.9; // of the lag bound; `lagShare` of the chart's alerts
   const OF_A_KIND = 4;
   const EARLY = 8;
 
@@ -51,9 +52,19 @@ const PrlLive = (() => {
       const { state } = data;
       badge.textContent = state.ended || state.phase.replaceAll("_", " ");
       badge.className = `badge ${state.ended === "stopped" ? "bad" : "good"}`;
-      bar.value = state.version || 0;
+      bar.value = versionOf(data);
       message.textContent = state.message || "";
     };
+  }
+
+  /* What is known of the trainer's: a step's record and the state come one after the other. */
+  const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
+
+  /* [note, mark] of the lag's tile: from here on an alert of the runbook would fire, if it stayed so. */
+  function lagNote(lag, bound) {
+    const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}`;
+    if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
+    return lag.mean >= NEAR_BOUND * bound ? [`${seen}; at its bound ${bound}: actors outrun the trainer`, "warn"] : [`${seen}; bound ${bound}`, ""];
   }
 
   function tileEntries(data) {
@@ -64,14 +75,14 @@ const PrlLive = (() => {
     const recent = records.slice(-20).map((one) => one.reward_mean).filter((one) => one !== null && one !== undefined);
     const mean = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
     return [
-      ["version", "Policy version", String(state.version ?? "–"), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
+      ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}` : "no evaluation yet"],
-      ["lag", "Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)}; bound ${data.max_lag ?? "none"}`],
+      ["lag", "Token lag", number(lag.mean), ...lagNote(lag, data.max_lag)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
-      ["busy", "At work", percent(last.trainer_busy_fraction), `of its time the trainer; ${percent(last.actor_busy_fraction)} the actors`],
-      ["stall", "Actor stall", milliseconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${milliseconds(update.weight_update.transfer_s)}` : "no update yet"],
+      ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}`],
+      ["stall", "Actor stall", seconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${seconds(update.weight_update.transfer_s)}` : "no update yet"],
       ["actors", "Actors serving", `${serving.length}`, `of ${members.length} registered; epoch ${number(state.epoch)}`, members.length && !serving.length ? "warn" : ""],
       ["time", "Trained for", duration(last.time_s), `trainer number ${number(state.incarnation)} of this run`],
     ];
@@ -87,17 +98,17 @@ const PrlLive = (() => {
     return row;
   }
 
-  function members(root, state) {
+  function members(root, state, version) {
     const rows = state.members || [];
     if (!rows.length) return root.replaceChildren(node("p", { class: "note" }, "No actor is registered."));
     const table = node("table", { class: "narrow" }), top = node("thead"), head = node("tr"), body = node("tbody");
     for (const [name, kind] of [["Actor", ""], ["State", ""], ["Serves", "num"], ["In progress", "num"]]) head.append(node("th", { scope: "col", class: kind }, name));
     top.append(head);
-    body.append(...rows.map((one) => memberRow(one, state.version || 0)));
+    body.append(...rows.map((one) => memberRow(one, version)));
     table.append(top, body);
     const box = node("div", { class: "table" });
     box.append(table);
-    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${state.version}. One or two behind is the rule: a version is sent while the next one is computed.`));
+    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${version}. One or two behind is the rule: a version is sent while the next one is computed.`));
   }
 
   /* Whoever reads or points at something does not have it replaced under their eyes. */
@@ -113,12 +124,13 @@ const PrlLive = (() => {
     const read = section(root, "Sample completions", `${PrlSamples.LEGEND} Renewed every few seconds, but not while you read here.`);
     const late = read.appendChild(node("div")), early = read.appendChild(node("div"));
     fold(section(root, "Recipe"), "recipe.yaml (resolved)", data.recipe);
+    root.append(node("a", { class: "top", href: "#live" }, "Back to the top"));
     for (const heading of root.querySelectorAll("h2")) navigation.append(node("a", { href: `#${heading.id}` }, heading.textContent));
     let samplesAt = -Infinity, ledgerText = "";
     const draw = () => {
       drawHeader();
       tiles(figures, tileEntries(data));
-      members(actors, data.state);
+      members(actors, data.state, versionOf(data));
       const text = JSON.stringify([data.state.sequences, data.state.reasons]);
       if (text !== ledgerText) PrlFlow.flow(ledger, data.state.sequences, data.state.reasons);
       ledgerText = text;
@@ -128,7 +140,7 @@ const PrlLive = (() => {
         PrlSamples.samples(late, "Newest", [...data.samples.late].reverse());
         PrlSamples.samples(early, "First", data.samples.early);
       }
-      document.title = `${data.state.version ?? 0} of ${data.total_steps} · ${data.run}`;
+      document.title = `${versionOf(data)} of ${data.total_steps} · ${data.run}`;
     };
     draw();
     return () => { draw(); drawPlots(); };
@@ -152,6 +164,7 @@ const PrlLive = (() => {
       link.className = `link ${kind}`;
       if (link.textContent !== text) link.textContent = text;
       root.dataset.link = kind;
+      root.toggleAttribute("data-old", kind === "lost" && !(data && data.state.ended)); // what is shown may not be so any more
     }
 
     function drawNow() {

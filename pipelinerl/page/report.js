@@ -1,11 +1,12 @@
 /* report.html: a run that has ended, from its first step to its last. The views are views.js's.
  *
- * data: as in views.js, and `summary`, the run's summary.json. */
+ * data: as in views.js, and `summary`, the run's summary.json; `starts`: the version that each of its
+ * trainers began at. */
 "use strict";
 
 const PrlReport = (() => {
   const { node, number } = PrlCharts;
-  const { percent, milliseconds, duration, tiles, plots, section, fold } = PrlViews;
+  const { percent, seconds, duration, tiles, plots, section, fold } = PrlViews;
 
   function header(root, data) {
     const s = data.summary;
@@ -16,18 +17,21 @@ const PrlReport = (() => {
     if (s.error) root.append(node("p", { class: "problem" }, s.error));
   }
 
+  /* starts: the version that each trainer of the run began at. */
+  const restarts = (starts) => (starts.length > 1 ? `trainer started again at version ${starts.slice(1).join(", ")}; ` : "");
+
   function summaryTiles(root, data) {
     const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
     const entries = [
       ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}`],
       ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode`],
-      ["Wall clock", duration(s.wall_s), `trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
+      ["Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
       ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
-      ["Actor stall", milliseconds(updates.stall_s_p50), `p99 ${milliseconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
+      ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
       ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
     ];
     const box = node("div");

@@ -20,7 +20,7 @@ const PrlSamples = (() => {
 
   const lagText = (sample, version) => {
     const lag = sample.version === null || sample.version === undefined ? 0 : sample.version - version;
-    return lag > 0 ? `, ${lag} ${lag === 1 ? "step" : "steps"} old` : "";
+    return lag > 0 ? `, lag ${lag}` : "";
   };
 
   const size = (sample) => sample.num_tokens || sample.tokens.length;

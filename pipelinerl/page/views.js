@@ -8,7 +8,7 @@
 const PrlViews = (() => {
   const { node, number, lines, bars, heat } = PrlCharts;
   const percent = (v) => (v === null || v === undefined ? "–" : `${Number((100 * v).toFixed(1))}%`);
-  const milliseconds = (v) => (v === null || v === undefined ? "–" : `${number(1000 * v)} ms`);
+  const seconds = (v) => (v === null || v === undefined ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
   const RECENT = 20;
 
@@ -66,13 +66,13 @@ const PrlViews = (() => {
       (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(data.lag_totals), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker (by night: brighter) is more", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
-      (root) => lines(root, { title: "Lag by step", sub: "Steady is good; growing means the actors fall behind", xName: axis.name, yLow: 0, series: [
+      (root) => lines(root, { title: "Lag by step", sub: "Growing, or at its bound: generation outruns training, or weights arrive late", xName: axis.name, yLow: 0, series: [
         { name: "mean", color: COLOR[0], points: pick(r, axis, (one) => one.lag && one.lag.mean) },
         { name: "p95", color: COLOR[1], points: pick(r, axis, (one) => one.lag && one.lag.p95) },
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
       (root) => lines(root, { title: "Effective sample size", sub: "1 = on-policy; unclamped importance weights", series: noisy("ESS", COLOR[0], pick(r, axis, (one) => one.ess)), xName: axis.name, yHigh: 1 }),
       (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much an older token is still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
-      (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer on tokens of lag 0, nats", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
+      (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer, nats; of steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
     ];
   }
 
@@ -113,11 +113,11 @@ const PrlViews = (() => {
       (root) => lines(root, { title: "Throughput", sub: "Tokens per second", xName: axis.name, yLow: 0, series: [
         { name: "generated", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.tokens_generated_per_s)) },
         { name: "trained", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.tokens_trained_per_s)) }] }),
-      (root) => lines(root, { title: "Actor stall per weight update", sub: "Time in which an actor generates nothing", series: noisy("stall", COLOR[0], pick(r, axis, (one) => (one.weight_update && one.weight_update.stall_s !== undefined ? one.weight_update.stall_s : one.stall_s))), xName: axis.name, format: milliseconds, yLow: 0 }),
+      (root) => lines(root, { title: "Actor stall per weight update", sub: "Time in which an actor generates nothing", series: noisy("stall", COLOR[0], pick(r, axis, (one) => (one.weight_update && one.weight_update.stall_s !== undefined ? one.weight_update.stall_s : one.stall_s))), xName: axis.name, format: seconds, yLow: 0 }),
       (root) => lines(root, { title: "Who waits for whom", sub: "Share of time at work; low = waiting for the other side", xName: axis.name, format: percent, yLow: 0, yHigh: 1, series: [
         { name: "actors", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.actor_busy_fraction)) },
         { name: "trainer", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.trainer_busy_fraction)) }] }),
-      (root) => lines(root, { title: "Where a step's time goes", sub: "Waiting for sequences, computing, and holding still to send weights", xName: axis.name, format: milliseconds, yLow: 0, series: [
+      (root) => lines(root, { title: "Where a step's time goes", sub: "Waiting for sequences, computing, and holding still to send weights", xName: axis.name, format: seconds, yLow: 0, series: [
         { name: "wait", color: COLOR[0], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.wait)) },
         { name: "compute", color: COLOR[1], points: smooth(pick(r, axis, (one) => one.step_s && one.step_s.compute)) },
         { name: "send", color: COLOR[2], points: smooth(pick(r, axis, (one) => one.step_s && sum(one.step_s.snapshot, one.step_s.send))) }] }),
@@ -145,7 +145,7 @@ const PrlViews = (() => {
   function plots(root, data) {
     const sets = [
       [learning, "Is it learning?", ""],
-      [freshness, "How fresh is the data?", "In-flight weight updates keep sequences near on-policy: small lag, effective sample size near 1."],
+      [freshness, "How fresh is the data?", "Token lag counts the optimizer steps between the sampling of a token and its use; the effective sample size says how much such tokens are still worth."],
       [pipeline, "Who waits, and what does it cost?", ""],
     ];
     let axis = axisOf(false);
@@ -203,5 +203,5 @@ const PrlViews = (() => {
     root.append(field);
   }
 
-  return { percent, milliseconds, duration, learning, freshness, pipeline, plots, tiles, section, fold };
+  return { percent, seconds, duration, learning, freshness, pipeline, plots, tiles, section, fold };
 })();

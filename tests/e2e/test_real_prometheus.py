@@ -124,6 +124,14 @@ def test_every_query_of_every_panel_finds_data(scraped: Scraped, board: Board, n
     assert empty == []
 
 
+def test_no_label_of_ours_gives_way_to_one_of_the_target(scraped: Scraped) -> None:
+    """Prometheus calls ours `exported_…` where both have the name, and no query would find it."""
+    series = scraped.server.query_range('{__name__=~"pipelinerl_.+"}', scraped.end_s - 5, scraped.end_s, 1.0)
+    names = {label for one in series for label in one["metric"]}
+    assert {"run", "service", "instance", "process"} <= names
+    assert [name for name in names if name.startswith("exported_")] == []
+
+
 def test_every_alert_looks_at_series_that_are_there(scraped: Scraped) -> None:
     missing = []
     for name, rule in shown_alerts().items():

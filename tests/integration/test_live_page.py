@@ -77,7 +77,7 @@ async def test_a_page_that_finds_no_place_tries_the_events_again_and_not_the_his
     monkeypatch.setattr(board_module, "MOST_READERS", 0)
     board = PageBoard()
     async with shown(board) as (page, asked):
-        await page.wait_for_function("document.querySelector('main').dataset.link === 'lost'")
+        await page.locator("main[data-link=lost]").wait_for()
         assert asked.count("events") == 1
         await page.clock.run_for(4000)
         assert asked.count("events") == 1, "not before the time that the server says"

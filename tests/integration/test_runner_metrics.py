@@ -27,11 +27,11 @@ async def fetched(address: str, path: str) -> str:
 
 
 async def figures(address: str) -> dict[tuple[str, str], float]:
-    """Value by metric and service."""
+    """Value by metric and process."""
     families = text_string_to_metric_families(await fetched(address, "/metrics"))
     samples = [sample for family in families for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} == {"tiny-run"}
-    return {(sample.name, sample.labels.get("service", "")): sample.value for sample in samples}
+    return {(sample.name, sample.labels.get("process", "")): sample.value for sample in samples}
 
 
 async def instances(address: str) -> dict[str, str]:
