@@ -21,7 +21,8 @@ from pipelinerl.local.resume import Resumption, find_run, held, newest_checkpoin
 from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.local.scaling import running_pids
 
-SLEEP = (sys.executable, "-S", "-c", "import sys; sys.stdin.read()")
+SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
+"""Says a line when it is up: before that the kernel may not know its arguments yet."""
 
 
 def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) -> RunDir:
@@ -41,9 +42,11 @@ def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) ->
 
 @contextmanager
 def process(*arguments: str, **environment: str) -> Iterator[int]:
-    with subprocess.Popen([*SLEEP, *arguments], stdin=subprocess.PIPE, env={**os.environ, **environment}) as child:
+    pipe, env = subprocess.PIPE, {**os.environ, **environment}
+    with subprocess.Popen([*SLEEP, *arguments], stdin=pipe, stdout=pipe, env=env) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
         yield child.pid
-        assert child.stdin is not None
         child.stdin.close()
 
 
