@@ -44,7 +44,8 @@ def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) ->
 def process(*arguments: str, **environment: str) -> Iterator[int]:
     pipe, env = subprocess.PIPE, {**os.environ, **environment}
     with subprocess.Popen([*SLEEP, *arguments], stdin=pipe, stdout=pipe, env=env) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         child.stdout.readline()
         yield child.pid
         child.stdin.close()
