@@ -163,7 +163,8 @@ const PrlCharts = (() => {
       if (event.key === "Escape") hide();
       if (move === undefined) return;
       event.preventDefault();
-      show(current < 0 ? (move < 0 ? positions.length - 1 : 0) : current + move);
+      const start = ["ArrowLeft", "PageUp", "End"].includes(event.key) ? positions.length - 1 : 0;
+      show(current < 0 ? start : current + move);
     };
   }
 
