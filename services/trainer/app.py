@@ -56,13 +56,14 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
     async with AsyncExitStack() as stack:
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
+        board = PageBoard() if settings.page else None
+        if board is not None:  # before anybody can ask: a page that is open meets no server without it
+            add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(
             serve_http(guarded(app, settings), host, settings.http_port, own_thread=True, names=names)
         )
-        board = PageBoard() if settings.page else None
         if board is not None:
-            add_page(app, board)
             stack.callback(board.close)
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
