@@ -275,9 +275,11 @@ const PrlCharts = (() => {
       rows.forEach((row, r) => { if (r % every === 0) svg.append(shape("text", { x: PAD.left - 8, y: top(r) + h / 2 + 4, "text-anchor": "end" }, row)); });
       svg.append(shape("line", { class: "base", x1: PAD.left, x2: width - PAD.right, y1: HEIGHT - PAD.bottom, y2: HEIGHT - PAD.bottom }));
       const xs = columns.map((column) => column.x);
-      for (const value of ticks(Math.min(...xs), Math.max(...xs), Math.max(2, Math.floor(width / 90)))) {
+      let labelled = -1;
+      for (const value of across(xs, width).marks) {
         const c = xs.findLastIndex((x) => x <= value);
-        if (c >= 0) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(value)));
+        if (c > labelled) svg.append(shape("text", { x: PAD.left + (c + 0.5) * w, y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, number(value)));
+        labelled = Math.max(labelled, c);
       }
       xLabel(svg, width, options.xName || "");
       readout(figure, svg, width, columns.map((column, c) => ({

@@ -128,15 +128,13 @@ class RunObservers:
 
     def summary(self, ledger: Ledger, version: int, evictions: int, *, finished: bool) -> RunSummary:
         """Writes what is known of the run so far."""
-        summary = self.report.write_summary(
+        return self.report.write_summary(
             ledger.counts.as_dict(),
             {outcome.value: ledger.reasons(outcome) for outcome in Outcome},
             version,
             interrupted=not finished,
             evictions=evictions,
         )
-        log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
-        return summary
 
     def in_order(self, version: int, *, finished: bool) -> None:
         """The run came to its last step, or was stopped before; it did not fail."""
@@ -144,6 +142,7 @@ class RunObservers:
 
     def end(self, summary: RunSummary, *, finished: bool) -> None:
         """However it ended: nobody hears of it after this."""
+        log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
         self.page.publish()
         self._trackers.end(summary, finished=finished)
         if finished:
