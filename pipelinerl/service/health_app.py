@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.service.exposition import CONTENT_TYPE, exposition
+from pipelinerl.service.exposition import CONTENT_TYPE, Exposition
 from pipelinerl.service.loop_watch import LoopWatch
 from pipelinerl.service.readiness import Readiness
 
@@ -27,6 +27,7 @@ def health_app(
 
     `loop_watch` makes sense only where the application is served from a thread of its own.
     """
+    exposition = Exposition(registry)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
@@ -43,6 +44,6 @@ def health_app(
 
     @app.get("/metrics")
     def metrics() -> Response:
-        return Response(exposition(registry), headers={"Content-Type": CONTENT_TYPE})
+        return Response(exposition.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return app

@@ -25,8 +25,7 @@ class Reading(Collector):
     """
 
     def __init__(self, name: str, text: str, label: str = "", kind: Literal["gauge", "counter"] = "gauge") -> None:
-        self._name, self._text, self._kind = name, text, kind
-        self._labels = (label,) if label else ()
+        self.name, self.text, self.label, self.kind = name, text, label, kind
         self._values: Callable[[], Mapping[str, Value]] = dict
 
     def set(self, value: Value) -> None:
@@ -53,9 +52,12 @@ class Reading(Collector):
 
         self._values = values
 
+    def values(self) -> dict[str, float]:
+        """By label value, `""` without a label; only what has a value now."""
+        return {label: float(value) for label, value in self._values().items() if value is not None}
+
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        family = _FAMILY[self._kind](self._name, self._text, labels=self._labels)
-        for label, value in self._values().items():
-            if value is not None:
-                family.add_metric((label,) if self._labels else (), value)
+        family = _FAMILY[self.kind](self.name, self.text, labels=(self.label,) if self.label else ())
+        for value_of_label, value in self.values().items():
+            family.add_metric((value_of_label,) if self.label else (), value)
         yield family
