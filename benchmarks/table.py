@@ -95,6 +95,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "best_ms",
         "worst_ms",
         "cpu_ms",
+        "library_cpu_ms",
         "load_before",
     ),
     "weight_update": (
