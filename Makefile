@@ -41,14 +41,18 @@ $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# Tests that share nothing and wait for no server go side by side, each in one thread; the rest have the machine to themselves.
-SIDE_BY_SIDE := $(addprefix tests/,unit chart images)
+# First tests that share nothing and wait for no server, then those with servers or engines of their own, side by side, each in one
+# thread; at last whole runs, which have the machine to themselves.
+LIGHT := $(addprefix tests/,unit chart images)
 JOBS ?= 4
-PYTEST_JOBS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+ENGINE_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses
 
-test: $(STAMP)  ## The whole test suite, end to end included (about three quarters of an hour)
-	@$(PYTEST_JOBS) $(ARGS) $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest $(ARGS) tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
+test: $(STAMP)  ## The whole test suite, end to end included (40 to 60 minutes on two cores)
+	@$(SIDE_BY_SIDE) $(JOBS) --dist loadfile $(ARGS) $(LIGHT)
+	@$(SIDE_BY_SIDE) $(ENGINE_JOBS) --dist worksteal -m "not e2e and not soak" $(ARGS) tests $(addprefix --ignore=,$(LIGHT))
+	@$(PYTEST) -m "e2e and not soak" $(ARGS) tests
 
 HISTORIES ?= 300
 FIRST_SEED ?= 1000
@@ -62,7 +66,7 @@ test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing
 	@tests/install_tools.sh $(BIN)
 
 test-unit: $(STAMP)  ## Unit tests only: about four minutes
-	@$(PYTEST_JOBS) tests/unit $(ARGS)
+	@$(SIDE_BY_SIDE) $(JOBS) --dist loadfile $(ARGS) tests/unit
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'

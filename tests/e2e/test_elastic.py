@@ -141,9 +141,8 @@ def check(summary: dict[str, Any], num_kills: int, num_freezes: int) -> None:
     assert summary["membership"]["evictions"] >= num_kills + num_freezes
 
 
-async def test_actors_come_die_freeze_and_leave_while_the_run_goes_on(start_run: Start) -> None:
-    summary = await play(started(start_run), [(kill_in, "receiving"), (freeze_in, "staged")])
-    check(summary, num_kills=1, num_freezes=1)
+async def test_actors_come_die_and_leave_while_the_run_goes_on(start_run: Start) -> None:
+    check(await play(started(start_run), [(kill_in, "receiving")]), num_kills=1, num_freezes=0)
 
 
 @pytest.mark.soak

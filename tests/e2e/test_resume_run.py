@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.local.run_dir import RunDir
+from pipelinerl.service.address import read_address
 from tests.e2e.conftest import RunningCommand
+from tests.e2e.exposed import all_are_shown
 from tests.e2e.test_run import PARITY_NATS, ledger_adds_up
 from tests.faults.matrix import audit
 
@@ -27,17 +29,23 @@ def starts(run: RunningCommand) -> list[int]:
     return json.loads((run.run_dir / "lineage.json").read_text())["starts"]
 
 
-def test_a_run_that_was_interrupted_goes_on_to_a_later_end(start_run: Start) -> None:
-    run = start_run("--set", "trainer.steps=60")
+def test_ctrl_c_stops_everything_in_order_and_the_run_goes_on_to_a_later_end(start_run: Start) -> None:
+    run = start_run("--set", "trainer.steps=100000")
     run.wait_for_steps(6)
+    all_are_shown(read_address(run.run_dir / "addresses" / "runner.json").http)
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130
-    stopped = run.summary()
+    assert run.process.wait(15) == 130
+    assert run.processes_left() == []
+    stopped, records = run.summary(), run.metrics()
     assert (stopped["interrupted"], ledger_adds_up(stopped["sequences"])) == (True, True)
+    assert stopped["steps"] == len(records) >= 6
+    assert (run.run_dir / "report.html").exists()
+    assert (run.run_dir / "checkpoint" / "config.json").exists()
     assert f"--resume {run.run_dir}" in run.output.read_text()
     audit(RunDir(run.run_dir, ""))
 
     last = stopped["policy_version"] + 8
+    another_recipe_is_refused_before_anything_starts(run, last)
     again = start_run("--set", f"trainer.steps={last}", resume=run.run_dir)
     assert again.wait() == 0, again.output.read_text()
     assert starts(again) == [0, stopped["policy_version"]]
@@ -49,24 +57,21 @@ def test_a_run_that_was_interrupted_goes_on_to_a_later_end(start_run: Start) -> 
     audit(RunDir(run.run_dir, ""))
 
 
-def test_a_recipe_that_changed_is_refused_before_anything_starts(start_run: Start) -> None:
-    run = start_run("--set", "trainer.steps=1")
-    assert run.wait() == 0, run.output.read_text()
+def another_recipe_is_refused_before_anything_starts(run: RunningCommand, steps: int) -> None:
+    """Only the end may be another one."""
+    began = starts(run)
     program = Path(sys.executable).with_name("pipelinerl")
-    command = [
-        str(program),
-        "run",
-        "--resume",
-        str(run.run_dir),
-        "--set",
-        "trainer.steps=9",
-        "--set",
-        "sampling.temperature=0.7",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    settings = ("--set", f"trainer.steps={steps}", "--set", "sampling.temperature=0.7")
+    done = subprocess.run(
+        [str(program), "run", "--resume", str(run.run_dir), *settings],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert "sampling.temperature: 1.0 → 0.7" in done.stderr
-    assert starts(run) == [0]
+    assert starts(run) == began
 
 
 def test_a_trainer_that_is_killed_again_and_again_still_comes_to_the_end(start_run: Start) -> None:

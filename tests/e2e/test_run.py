@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipelinerl.service.address import read_address
 from tests.e2e.conftest import RunningCommand
-from tests.e2e.exposed import all_are_shown
 
 pytestmark = pytest.mark.e2e
 
@@ -104,40 +99,6 @@ def checkpoint_loads_and_agrees(folder: Path) -> None:
     assert line is not None, done.stdout + done.stderr
     served = np.array(json.loads(line.removeprefix("LOGPROBS ")))
     assert np.abs(served - expected).max() <= PARITY_NATS
-
-
-def test_ctrl_c_stops_everything_in_order_and_leaves_a_complete_directory(start_run: Start) -> None:
-    run = start_run("--set", "trainer.steps=100000", "--set", "checkpoint.every_steps=100000")
-    run.wait_for_steps(3)
-    all_are_shown(read_address(run.run_dir / "addresses" / "runner.json").http)
-    pressed_at = time.monotonic()
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.process.wait(15) == 130
-    stopped_after_s = time.monotonic() - pressed_at
-    assert stopped_after_s < 15
-    assert run.processes_left() == []
-    summary, records = run.summary(), run.metrics()
-    assert summary["interrupted"] is True
-    assert summary["steps"] == len(records) >= 3
-    assert ledger_adds_up(summary["sequences"])
-    assert (run.run_dir / "report.html").exists()
-    assert (run.run_dir / "checkpoint" / "config.json").exists()
-
-
-def test_a_killed_actor_is_replaced_and_the_run_finishes(start_run: Start) -> None:
-    run = start_run("--set", "trainer.steps=40", "--set", "evaluation.every_steps=0")
-    run.wait_for_steps(3)
-    killed = run.pids()["actor-0"]
-    os.kill(killed, signal.SIGKILL)
-    assert run.wait() == 0, run.output.read_text()
-    summary = run.summary()
-    assert run.pids()["actor-0"] != killed
-    assert summary["steps"] == 40
-    assert summary["restarts"] == {"actor-0": 1}
-    assert ledger_adds_up(summary["sequences"])
-    assert summary["sequences"]["trained"] == sum(record["sequences_trained"] for record in run.metrics())
-    assert summary["logprob_mismatch_max"] <= PARITY_NATS
-    assert run.processes_left() == []
 
 
 def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps(start_run: Start) -> None:

@@ -46,7 +46,7 @@ async def check_refusal(run: Running, learner: Learner) -> None:
             await run.client.prepare(build_manifest(parameters, low_rank=[type(last)(**(vars(last) | change))]))
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)])
 async def test_an_engine_serves_the_adapted_policy(kind: str, tied: bool, tmp_path: Path) -> None:
     v = [PolicyVersion(1, number) for number in range(6)]

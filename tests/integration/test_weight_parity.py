@@ -32,6 +32,8 @@ TOLERANCE = 1e-4
 """Nats, float32."""
 STALL_TIMEOUT_S = 3.0
 PROMPT = list(range(5, 45))
+SOME, MOST = 20, 900
+"""Tokens of a sample: at least so many under each policy, and at most so many in all."""
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -147,7 +149,10 @@ class Running:
         assert (staged.checksum, staged.num_bytes) == (sent.checksum, sent.num_bytes)
         return await self.client.commit(version)
 
-    async def sample(self, num_tokens: int, begun: asyncio.Event | None = None) -> Sampled:
+    async def sample(
+        self, num_tokens: int, begun: asyncio.Event | None = None, switched: asyncio.Event | None = None
+    ) -> Sampled:
+        """Sets `begun` once it has some tokens, and ends early with some more than it had when `switched` was set."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -159,12 +164,15 @@ class Running:
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
         )
-        async for output in self.llm.generate(
-            {"prompt_token_ids": PROMPT}, sampling, f"sample-{id(begun)}-{num_tokens}"
-        ):
+        request_id, enough = f"sample-{id(begun)}-{num_tokens}", num_tokens
+        async for output in self.llm.generate({"prompt_token_ids": PROMPT}, sampling, request_id):
             completion = output.outputs[0]
-            if begun is not None and len(completion.token_ids) >= 20:
+            if begun is not None and len(completion.token_ids) >= SOME:
                 begun.set()
+            if switched is not None and switched.is_set() and enough == num_tokens:
+                enough = len(completion.token_ids) + SOME
+            if enough <= len(completion.token_ids) < num_tokens and not output.finished:
+                await self.llm.abort(request_id)  # the last output, which has the versions, follows
         logprobs = [entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
         spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
         return Sampled(list(completion.token_ids), logprobs, spans)
@@ -233,18 +241,19 @@ async def check_refusals(run: Running, tied: bool) -> None:
 async def check_switch(run: Running, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
     """Tokens before the switch are the old model's, tokens after it the new one's, and vLLM says where it was."""
     before = random_model_like(run.model)
-    begun = asyncio.Event()
-    sampling = asyncio.create_task(run.sample(700, begun))
+    begun, switched = asyncio.Event(), asyncio.Event()
+    sampling = asyncio.create_task(run.sample(MOST, begun, switched))
     await begun.wait()
     change_strongly(run.model, seed=new.number)
     stall_s = await run.update(new)
+    switched.set()
     sampled = await sampling
 
     assert stall_s < 1.0
     assert [version for version, _, _ in sampled.spans] == [str(old), str(new)]
     (_, start, switch), (_, again, end) = sampled.spans
     assert (start, again, end) == (0, switch, len(sampled.tokens))
-    assert 20 <= switch < 700
+    assert SOME <= switch < MOST
     tokens, at = PROMPT + sampled.tokens, len(PROMPT) + switch
     expected_old = reference(before, tokens[:at])[len(PROMPT) - 1 :]
     if recompute:
@@ -298,7 +307,7 @@ async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None
     await run.connect()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied: bool, tmp_path: Path) -> None:
