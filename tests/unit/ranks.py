@@ -10,7 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-WAIT_S = 120.0
+WAIT_S = 500.0
+"""A rank that dies is noticed at once; one that hangs, after this long. Four of them share two busy cores with other tests."""
 
 
 def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float = WAIT_S) -> list[Any]:

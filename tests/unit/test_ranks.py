@@ -36,6 +36,8 @@ from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import VOCABULARY, build, group_of, model_of, sequences_of
 
+pytestmark = pytest.mark.timeout(1200)
+
 UNEVEN = [(2, 9), (5, 3), (1, 1), (4, 47), (3, 2), (6, 8), (2, 20), (1, 5)]
 SHORT = [(3, 12), (2, 5), (4, 3)]
 """Fewer sequences than four ranks."""
