@@ -78,14 +78,14 @@ def _writer(run: str, source: Any) -> _Writer:
     kind = type(source)
     if kind is Reading:
         return _Readings(run, source)
-    if kind is Counter or (kind is Gauge and not _has_function(source)):
+    if kind is Counter or (kind is Gauge and _is_set(source)):
         return _Singles(run, source)
     return _Histograms(run, source) if kind is Histogram else _Others(run, source)
 
 
-def _has_function(gauge: Any) -> bool:
-    """Whether a value is asked for (`set_function`), not kept."""
-    return any("_child_samples" in vars(child) for child in _children(gauge))
+def _is_set(gauge: Any) -> bool:
+    """Whether its one value is kept, not asked for (`set_function`), which a gauge of several values may do for each."""
+    return not gauge._labelnames and "_child_samples" not in vars(gauge)
 
 
 class _Readings:
@@ -107,7 +107,7 @@ class _Readings:
 
 
 class _Singles:
-    """Of a counter or gauge: one line for each child."""
+    """Of a counter, or of a gauge without labels: one line for each child."""
 
     def __init__(self, run: str, metric: Any) -> None:
         self._run, self._metric = run, metric

@@ -57,24 +57,35 @@ def test_each_scrape_has_the_series_and_values_of_its_time() -> None:
         return sum(not line.startswith(b"#") for line in exposition.text().splitlines())
 
     assert scraped() == 0
-    counter.labels("a").inc(), histogram.labels("p").observe(0.3), gauge.labels("y").set(1), one.set(4)
+    counter.labels("a").inc()
+    histogram.labels("p").observe(0.3)
+    gauge.labels("y").set(1)
+    one.set(4)
     each.set_each({"0": 1.0, "1-4": None})
     assert scraped() == 1 + 5 + 1 + 1 + 1
-    counter.labels("b").inc(7), histogram.labels("p").observe(3), histogram.labels("q").observe(0), one.set(None)
+    counter.labels("b").inc(7)
+    histogram.labels("p").observe(3)
+    histogram.labels("q").observe(0)
+    one.set(None)
     each.set_each({"1-4": 2, "0": 3.5})
     assert scraped() == 2 + 10 + 1 + 0 + 2
-    counter.remove("a"), histogram.clear(), one.read(lambda: 12), each.read_state(("idle", "busy"), lambda: "busy")
+    counter.remove("a")
+    histogram.clear()
+    one.read(lambda: 12)
+    each.read_state(("idle", "busy"), lambda: "busy")
     assert scraped() == 1 + 0 + 1 + 1 + 2
 
 
 def test_a_value_that_is_asked_for_is_asked_at_each_scrape() -> None:
     registry, held = RunRegistry("tiny"), [1.0]
     Gauge("one", "O.", registry=registry).set_function(lambda: sum(held))
-    Gauge("each", "E.", ["x"], registry=registry).labels("a").set_function(lambda: len(held))
-    exposition = Exposition(registry)
-    for _ in range(2):
+    each, exposition = Gauge("each", "E.", ["x"], registry=registry), Exposition(registry)
+    for label in ("a", "b"):
         assert exposition.text() == generate_latest(registry)
+        each.labels(label).set_function(lambda: len(held))
         held.append(3.0)
+    assert exposition.text() == generate_latest(registry)
+    assert b'each{run="tiny",x="b"} 3.0' in exposition.text()
 
 
 @pytest.mark.parametrize("metrics", [ActorMetrics, TrainerMetrics])
