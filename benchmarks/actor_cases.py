@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.types import PromptGroup
-from services.trainer.sequences.feeder import sampling_of
-from services.trainer.sequences.prompts import training_problems
+from pipelinerl.messages.sequences import PromptGroup
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
+from services.trainer.data.feeder import sampling_of, training_problems
 
 SHORTEST_TOKENS = 15
 """Of completions of random weights, which know no end; the recipe's max_tokens is the longest."""

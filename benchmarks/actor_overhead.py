@@ -30,15 +30,20 @@ from typing import Any
 from benchmarks.actor_cases import CASES, Case
 from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round, renamed
 from pipelinerl.bus import jetstream
-from pipelinerl.config.load import recipe_yaml
-from pipelinerl.local.initial_model import initial_model
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.local.process import Launch, ServiceProcess
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.run_dir import RunDir, create_run_dir
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches
-from pipelinerl.local.threads import ThreadPlan, available_cores, plan_threads
-from pipelinerl.types import PromptGroup
-from pipelinerl.verify import VerifierClient
+from pipelinerl.local.services import (
+    ServiceCommands,
+    ServiceLaunches,
+    ThreadPlan,
+    available_cores,
+    initial_model,
+    plan_threads,
+)
+from pipelinerl.messages.sequences import PromptGroup
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.loading import recipe_yaml
 from services.actor.vllm_engine import VllmEngine, start_engine
 
 RESULT = Path(__file__).parent / "results" / "actor_overhead.json"

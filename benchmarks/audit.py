@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.algorithms.ledger import Ledger, Outcome
 from pipelinerl.audit.files import audit_files
-from pipelinerl.journal import JOURNAL, Journal
-from pipelinerl.local.threads import available_cores
+from pipelinerl.audit.journal import JOURNAL, Journal
+from pipelinerl.local.services import available_cores
+from pipelinerl.rl.ledger import Ledger, Outcome
 
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 SEQUENCES = (1_000, 10_000, 100_000, 1_000_000)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from pipelinerl.config.recipe import TrainerConfig
+from pipelinerl.recipe.fields import TrainerConfig
 from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import MicroBatch
 

@@ -28,11 +28,10 @@ import numpy as np
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
 from pipelinerl.bus import jetstream
-from pipelinerl.bus.nats_reader import ReadPlan
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.codec import decode_sequence, encode_sequence
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.types import Sequence, VersionSpan
+from pipelinerl.bus.reader import ReadPlan
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence, encode_sequence
 
 RESULTS = Path(__file__).parent / "results" / "bus.json"
 LIMITS = StreamLimits(sequences_max_bytes=1 << 30)

@@ -31,17 +31,17 @@ import torch
 from benchmarks.loops_in_turn import compared, in_turn
 from benchmarks.random_models import build_smollm2_shape, build_tiny
 from benchmarks.training_data import VERSION, make_groups, uniform_lengths
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import RankSettings
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.run_state import RunState
+from services.trainer.checkpoint.state_files import restore
+from services.trainer.checkpoint.writer import CheckpointWriter
+from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from services.trainer.policy_trainer import TorchPolicyTrainer, load_tokenizer
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.saving import restore
-from services.trainer.resume.run_state import RunState
-from services.trainer.resume.writer import CheckpointWriter
-from services.trainer.sequences.intake import HeldSequences
+from services.trainer.rank_zero import RankZero
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 EVERY_STEPS = 20
@@ -158,7 +158,7 @@ def run_case(case: Case, pairs: int, parent: Path) -> dict[str, Any]:
 def rounds_of(case: Case, recipe: Recipe, folder: Path) -> Rounds:
     """A trainer that sends nothing."""
     nothing: Any = None
-    lead = Lead(load_learner(recipe, recipe.model.name, RankSettings()))
+    lead = RankZero(load_learner(recipe, recipe.model.name, RankSettings()))
     trainer = TorchPolicyTrainer(lead, load_tokenizer(recipe.model.name, recipe), nothing, nothing, recipe, VERSION)
     groups = make_groups(uniform_lengths(*case.lengths, case.batch_size), trainer.vocab_size)
     return Rounds(trainer, recipe, groups, CheckpointWriter(folder, keep=2))

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.codec import decode_sequence, encode_group
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
-from pipelinerl.types import PolicyVersion, PromptGroup
-from pipelinerl.verify import VerifierClient
+from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, decode_sequence, encode_group
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.fields import Recipe
 from services.actor.finishing import Finisher
-from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop
-from services.actor.held_groups import HeldGroups
+from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from benchmarks.random_models import qwen2_1b5_config, smollm2_config
 from benchmarks.training_data import long_tailed_lengths, make_groups
-from pipelinerl.config.recipe import TrainerConfig
+from pipelinerl.recipe.fields import TrainerConfig
 from services.trainer.learn.batch import TrainingGroup
 
 PROMPT_TOKENS = 128

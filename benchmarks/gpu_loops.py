@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu_cases import GpuCase, Plan
 from benchmarks.training_data import VERSION
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import HostMicroBatch
 from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.policy import Policy
-from services.trainer.learn.share import PreparedStep
-from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
 
 
 @dataclass(frozen=True)

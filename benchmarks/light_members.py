@@ -29,18 +29,18 @@ from torch import Tensor
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.control import RunEnd
 from pipelinerl.errors import TransferError
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.checksum import checksum
-from pipelinerl_torch.group import GroupSpec, WeightGroup
-from services.actor.gate import ServingGate
+from pipelinerl.messages.control import RunEnd
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import checksum
+from pipelinerl.transfer.group import GroupSpec, WeightGroup
+from pipelinerl.transfer.manifest import Manifest
+from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener
-from services.actor.weights.staged import StagedWeights
-from services.actor.weights.staging import Receiver
+from services.actor.weight_sync.link import StagedWeights
+from services.actor.weight_sync.staging import Receiver
+from services.actor.weight_sync.updates import UpdateListener
 
 Phase = Literal["joining", "receiving", "staged", "committing", "serving"]
 """Where a member can break: in the group before it says so, after a first tensor, when all is staged before it says so,
@@ -95,7 +95,7 @@ class Report:
 
 
 class LightReceiver:
-    """Implements `services.actor.updates.WeightReceiver` over plain tensors."""
+    """Implements `services.actor.weight_sync.updates.WeightReceiver` over plain tensors."""
 
     def __init__(self, spec: MemberSpec, reports: Connection) -> None:
         self._spec, self._reports = spec, reports

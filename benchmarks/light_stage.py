@@ -18,14 +18,13 @@ import torch
 from benchmarks.light_members import Break, LightMember, MemberSpec, light_member
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus, StreamLimits
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupStore
-from services.trainer.updates.lane import UpdateRecord
-from services.trainer.updates.updater import WeightUpdater
-from services.trainer.weights.port import CollectivePort
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import GroupStore
+from services.trainer.weight_sync.sender import CollectivePort, WeightSender
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
 
 RUN = "light"
 WITHIN_S = 300.0

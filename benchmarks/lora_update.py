@@ -30,10 +30,10 @@ from benchmarks.random_models import build_billion, build_smollm2_shape
 from benchmarks.samples import milliseconds
 from benchmarks.update_rounds import TIMEOUT_S, decoding
 from benchmarks.weight_update import RESULTS, merged
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.local.threads import available_cores, plan_threads
-from pipelinerl.types import PolicyVersion
+from pipelinerl.local.services import available_cores, plan_threads
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 
 HOST = "127.0.0.1"
 Way = Literal["adapter", "merged"]
@@ -65,7 +65,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, folder: str) -> None:
         import torch
 
-        from pipelinerl_torch.group import GroupStore
+        from pipelinerl.transfer.group import GroupStore
         from services.trainer.learn.lora import layer_adapters
         from services.trainer.learn.model import load_policy
         from services.trainer.learn.step import Learner
@@ -79,8 +79,7 @@ class Trainer:
                 adapter.b.normal_(std=0.02)  # as after training: nothing is 0
 
     def sender(self, way: Way) -> Any:
-        from services.trainer.weights.described import adapter_factors, whole_weights
-        from services.trainer.weights.sender import WeightSender
+        from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
 
         described = adapter_factors if way == "adapter" else whole_weights
         return WeightSender(described(self.learner.policy.model, wire_dtype="", chunk_bytes=2**24))
@@ -88,8 +87,8 @@ class Trainer:
 
 async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any) -> list[Update]:
     """The engine must be decoding. The first update warms up."""
-    from pipelinerl_torch.group import GroupSpec, WeightGroup
-    from services.actor.weights.update import WeightUpdateClient
+    from pipelinerl.transfer.group import GroupSpec, WeightGroup
+    from services.actor.weight_sync.update import WeightUpdateClient
 
     sender, client = trainer.sender(way), WeightUpdateClient(llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S)
     await client.prepare(sender.manifest)

@@ -32,10 +32,10 @@ from benchmarks.recovery import PRODUCT
 from benchmarks.samples import milliseconds
 from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.local.threads import available_cores
-from services.trainer.updates.lane import UpdateRecord
-from services.trainer.updates.updater import WeightUpdater
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.services import available_cores
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

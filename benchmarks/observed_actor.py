@@ -26,16 +26,13 @@ from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
 from benchmarks.observed_trainer import GOAL, Unmeasured
 from benchmarks.page_client import fetched
 from benchmarks.spread import spread
-from pipelinerl.config.load import recipe_yaml
-from pipelinerl.local.initial_model import initial_model
 from pipelinerl.local.run_dir import create_run_dir
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches
-from pipelinerl.local.threads import ThreadPlan
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
-from pipelinerl.verify import VerifierClient
+from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, initial_model
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.telemetry.exposition import RunRegistry
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 

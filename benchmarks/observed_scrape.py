@@ -18,13 +18,11 @@ from prometheus_client.registry import Collector
 
 from benchmarks.observed_trainer import watch
 from benchmarks.page_client import fetched
-from pipelinerl.service.exposition import Exposition
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.telemetry.exposition import Exposition, RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.metrics import TrainerMetrics
+from services.trainer.reporting.metrics import TrainerMetrics
 
 GOAL_MS = 50.0
 

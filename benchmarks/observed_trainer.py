@@ -26,22 +26,20 @@ from benchmarks.loops_in_turn import Timing, Timings
 from benchmarks.spread import spread
 from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
-from pipelinerl.algorithms.ledger import LedgerCounts
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import AlgorithmConfig
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.recipe.fields import AlgorithmConfig
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.telemetry.exposition import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.page.board import PageBoard
-from services.trainer.page.routes import add_page
-from services.trainer.page.run_page import RunPage
-from services.trainer.report.records import RunFiles
-from services.trainer.report.run_report import RunReport
-from services.trainer.report.token_pieces import TokenPieces
+from services.trainer.records import RunFiles
+from services.trainer.reporting.board import PageBoard
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.page import RunPage, add_page
+from services.trainer.reporting.report import RunReport
+from services.trainer.reporting.token_pieces import TokenPieces
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.local.threads import available_cores, plan_threads
+from pipelinerl.local.services import available_cores, plan_threads
 
 RESULT = Path(__file__).parent / "results" / "observing.json"
 PARTS = ("trainer", "actor", "scrape")

@@ -31,12 +31,12 @@ from typing import Any
 from benchmarks.accuracy_plot import plot
 from benchmarks.learning_curve import figures, times_reached
 from benchmarks.table import table
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.local.process import log_tail
+from pipelinerl.local.processes import log_tail
+from pipelinerl.local.services import available_cores
 from pipelinerl.local.summary import read_jsonl
-from pipelinerl.local.threads import available_cores
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "pipeline_vs_conventional"

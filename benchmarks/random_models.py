@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.recipe.fields import Recipe
 
 CHARACTERS = "0123456789+-*/=;#.,()<> "
 

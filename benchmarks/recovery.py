@@ -24,8 +24,8 @@ from typing import Any, Literal
 from benchmarks.light_members import PHASES, Break, LightMember, Phase
 from benchmarks.light_stage import LightStage, Settings, light_stage
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.config.recipe import WeightUpdateConfig
-from pipelinerl.local.threads import available_cores
+from pipelinerl.local.services import available_cores
+from pipelinerl.recipe.fields import WeightUpdateConfig
 
 RESULT = Path(__file__).parent / "results" / "recovery.json"
 PRODUCT = Settings(StreamLimits().member_ttl_s, WeightUpdateConfig().deadline_s, 10.0)

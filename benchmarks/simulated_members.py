@@ -17,13 +17,22 @@ from typing import Any
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import Bus, StreamLimits
-from pipelinerl.control import Announce, Backend, Commit, EpochJoined, EpochStart, Serving, Staged
-from pipelinerl.control_codec import decode_control, encode_control
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest, build_manifest
-from services.actor.gate import ServingGate
+from pipelinerl.messages.control import (
+    Announce,
+    Backend,
+    Commit,
+    EpochJoined,
+    EpochStart,
+    Serving,
+    Staged,
+    decode_control,
+    encode_control,
+)
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.manifest import Manifest, build_manifest
+from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
-from services.trainer.updates.lane import SentBytes
+from services.trainer.weight_sync.session import SentBytes
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.random_models import smollm2_config, tiny_config
 from benchmarks.training_data import make_groups, uniform_lengths
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import TrainerConfig
+from pipelinerl.recipe.fields import TrainerConfig
+from pipelinerl.recipe.loading import load_recipe
 from services.trainer.learn.batch import TrainingGroup
 
 

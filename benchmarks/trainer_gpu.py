@@ -3,7 +3,7 @@
 The learner as the trainer runs it: 16-bit weights with float32 masters, the next step prepared while this one computes, all
 its figures. The bare loop (`bare_loop.py`): transformers with the same attention, and fused AdamW on the 16-bit weights
 themselves. One after the other, so that each has the device's memory to itself. `mfu` counts model FLOPs, not those of
-activations that are computed again (`services/trainer/learn/flops.py`); `phases_s` in the result file says where the
+activations that are computed again (`services/trainer/learn/meter.py`); `phases_s` in the result file says where the
 learner's time goes on the device. Compiled cases compile the layers of both sides (`trainer.compile`).
 
 Not measured here: several GPUs, streams, sending weights. `--tiny` shows on any machine that it works.
@@ -26,8 +26,8 @@ from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
 from services.trainer.learn.devices import peak_flops
-from services.trainer.learn.flops import mfu, model_flops
-from services.trainer.learn.share import PreparedStep, prepare_step
+from services.trainer.learn.meter import mfu, model_flops
+from services.trainer.learn.step import PreparedStep, prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_gpu.json"
 NO_GPU = "no CUDA device here: run this where there is one (make gpu-check), or with --tiny to see that it works"

@@ -33,14 +33,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peak_memory import Measured, measured
 from benchmarks.random_models import half_qwen2_config
 from benchmarks.training_data import VERSION, make_groups
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch
-from services.trainer.learn.linear_logprobs import MAX_LOGITS
-from services.trainer.learn.logprobs import TokenScores, chunked_scores, head_scores
+from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, chunked_scores, head_scores
 from services.trainer.learn.loss import LossInputs, compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
 from services.trainer.learn.policy import Policy
-from services.trainer.learn.share import prepare_step
+from services.trainer.learn.step import prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
 WORDS, WIDTH = 151_936, 896

@@ -32,8 +32,8 @@ from benchmarks.loops_in_turn import compared, in_turn, timed
 from benchmarks.trainer_cases import CASES, Case
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, uniform_lengths
-from pipelinerl.algorithms.packing import fill, pack
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
+from pipelinerl.rl.packing import fill, pack
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner

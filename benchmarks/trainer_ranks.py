@@ -21,16 +21,20 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.loops_in_turn import Timings, compared, in_turn, of_all_ranks, timed
 from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
+from services.trainer.distributed.world import (
+    World,
+    join_ranks,
+    leave_ranks,
+    world_of_ranks,
+)
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.share import PreparedStep
-from services.trainer.learn.step import Learner
-from services.trainer.ranks.follower import carry_out
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.sharding import decoder_layers, shard_policy
-from services.trainer.ranks.world import World, join_ranks, leave_ranks, world_of_ranks
+from services.trainer.learn.sharding import decoder_layers, shard_policy
+from services.trainer.learn.step import Learner, PreparedStep
+from services.trainer.rank_zero import RankZero
+from services.trainer.worker import carry_out
 
 CPU = torch.device("cpu")
 
@@ -76,7 +80,7 @@ def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
 
 def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict[str, Any]]:
     """This rank's part in one step: plan it and lead, or follow."""
-    lead, links = Lead(learner), learner.world.links
+    lead, links = RankZero(learner), learner.world.links
     assert links is not None
 
     def follow() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from pipelinerl.types import Sequence, VersionSpan
+from pipelinerl.messages.sequences import Sequence, VersionSpan
 from services.trainer.learn.batch import TrainingGroup
 
 GROUP_SIZE = 8

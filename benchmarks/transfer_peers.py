@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from services.actor.weights.staging import Receiver, StagingMemory
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import Manifest
+from services.actor.weight_sync.staging import Receiver, StagingMemory
+from services.trainer.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

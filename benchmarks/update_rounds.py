@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.decode_trace import DecodeTrace, Window
 from benchmarks.transfer_peers import HOST, Moved, RemotePeer
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest
-from services.actor.weights.update import WeightUpdateClient
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.manifest import Manifest
+from services.actor.weight_sync.update import WeightUpdateClient
 
 Way = Literal["in flight", "paused"]
 """Received beside decoding and swapped; or paused for the whole of it: receive, load, resume."""

@@ -33,11 +33,11 @@ from benchmarks.random_models import build_billion, build_smollm2_shape, build_t
 from benchmarks.samples import milliseconds, paired_ratio, percentile
 from benchmarks.transfer_peers import Moved, ReceivingPeer, RemotePeer, SendingPeer, peer
 from benchmarks.update_rounds import WAYS, Block, EngineRounds, Update, decoding
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.local.threads import available_cores, plan_threads
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest, aligned, build_manifest
+from pipelinerl.local.services import available_cores, plan_threads
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.transfer.manifest import Manifest, aligned, build_manifest
 
 RESULTS = Path(__file__).parent / "results"
 STALL_COPIES, STALL_EXTRA_MS = 3.0, 25.0

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.recipe import ModelConfig, Recipe
-from pipelinerl.config.settings import PolicySettings
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import ModelConfig, Recipe
+from pipelinerl.service.settings import PolicySettings
 
 COMPLETE = "config.json"
 THREADS = 2

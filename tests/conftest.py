@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -31,8 +31,8 @@ COMPILERS = ("gcc", "cc", "g++", "c++", "clang", "clang++", "cpp", "ld", "as", "
 NEVER = {"verifier": ("torch", "vllm", "transformers", "pip"), "actor": ("pip",), "trainer": ("pip", "vllm")}
 NEEDED = {
     "verifier": ("services.verifier.server", "services.verifier.worker"),
-    "actor": ("services.actor.app", "services.actor.vllm_engine", "services.actor.weights.plugin"),
-    "trainer": ("services.trainer.app", "services.trainer.rank", "services.trainer.warmstart.build"),
+    "actor": ("services.actor.app", "services.actor.vllm_engine", "services.actor.weight_sync.plugin"),
+    "trainer": ("services.trainer.app", "services.trainer.worker", "services.trainer.warmstart.build"),
 }
 
 LOOK = """

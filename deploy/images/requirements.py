@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("pipelinerl", "pipelinerl_torch", "services")
+OURS = ("pipelinerl", "services")
 SERVICES = ("actor", "trainer", "verifier")
 
 NOT_IMPORTED = {

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.local.runner_metrics import RunnerMetrics
-from pipelinerl.service import metric_set
-from pipelinerl.service.run_registry import Family, RunRegistry
+from pipelinerl.local.metrics import RunnerMetrics
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.telemetry import metrics as metric_set
+from pipelinerl.telemetry.exposition import Family, RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.metrics.rank import RankMetrics
-from services.trainer.scaling import ReplicaAdvice
+from services.trainer.reporting.metrics import RankMetrics, TrainerMetrics
+from services.trainer.reporting.scaling import ReplicaAdvice
 from services.verifier.metrics import VerifierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +101,7 @@ def _row(sourced: Sourced) -> str:
     family = sourced.family
     edges = f" Buckets: {', '.join(f'{edge:g}' for edge in family.buckets)}." if family.buckets else ""
     labels = "; ".join(f"`{name}`: {_values(values)}" for name, values in family.labels.items())
-    source = f"[{sourced.path}:{sourced.line}](../{sourced.path}#L{sourced.line})"
+    source = f"[{sourced.path}](../{sourced.path})"
     cells = (f"`{family.name}`", family.kind, labels, family.unit, f"{family.text}{edges}", source)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.recipe.fields import Recipe
 
 SCHEMA = Path(__file__).resolve().parents[1] / "helm" / "values.schema.json"
 _LEFT_OUT = ("required", "title")

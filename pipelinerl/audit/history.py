@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.audit.findings import Check, Findings
+from pipelinerl.audit.replay import Check, Findings
 
 Event = dict[str, Any]
 _KIND = re.compile(rb'\{"event": ?"(\w+)"')

@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 
 from pipelinerl.audit.replay import Replay, group_number, samples_in, split_id
-from pipelinerl.bus.protocol import Bus, LogEntry
-from pipelinerl.bus.subjects import group_id_of
-from pipelinerl.codec import decode_sequence
+from pipelinerl.bus.protocol import Bus, LogEntry, group_id_of
 from pipelinerl.errors import MessageError
+from pipelinerl.messages.sequences import decode_sequence
 
 _QUIET_S = 2.0
 """Without a message for that long: was the rest purged meanwhile?"""

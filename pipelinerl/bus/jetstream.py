@@ -1,7 +1,7 @@
 """The bus over NATS JetStream.
 
 Four streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
-(`nats_link`). It does not start a server (`pipelinerl.local.nats_server` does) and does not change streams that exist.
+(`nats_link`). It does not start a server (`pipelinerl.local.nats` does) and does not change streams that exist.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 import nats.js.errors
 from nats.js.api import StreamConfig
 
-from pipelinerl.bus import nats_streams
-from pipelinerl.bus.nats_headers import headers_given
-from pipelinerl.bus.nats_link import (
+from pipelinerl.bus import streams as nats_streams
+from pipelinerl.bus.link import (
     NatsLink,
     bus_errors,
     is_cluster_forming,
@@ -25,11 +24,7 @@ from pipelinerl.bus.nats_link import (
     is_stream_missing,
     open_link,
 )
-from pipelinerl.bus.nats_members import MemberWatch
-from pipelinerl.bus.nats_prompts import NatsPrompt, PromptPuller
-from pipelinerl.bus.nats_publisher import StreamPublisher
-from pipelinerl.bus.nats_reader import OrderedReader, ReadPlan
-from pipelinerl.bus.nats_stored import stored_messages, stream_info
+from pipelinerl.bus.members import MemberWatch
 from pipelinerl.bus.protocol import (
     NO_HEADERS,
     ControlMessage,
@@ -39,8 +34,15 @@ from pipelinerl.bus.protocol import (
     PendingPrompt,
     StreamInfo,
     StreamLimits,
+    Subjects,
+    check_actor_name,
+    check_control,
+    used_before,
+    watched,
 )
-from pipelinerl.bus.subjects import Subjects, check_actor_name, check_control, used_before, watched
+from pipelinerl.bus.publisher import StreamPublisher, headers_given
+from pipelinerl.bus.reader import OrderedReader, ReadPlan, stored_messages, stream_info
+from pipelinerl.bus.work_queue import NatsPrompt, PromptPuller
 from pipelinerl.errors import BusError
 
 _log = logging.getLogger(__name__)

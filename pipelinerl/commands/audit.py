@@ -29,8 +29,7 @@ def execute(args: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from pipelinerl.audit.audit import as_json, audit_run
-    from pipelinerl.audit.text import lines
+    from pipelinerl.audit.audit import as_json, audit_run, lines
 
     run = _run_name(args.run_dir)
     streams = _streams(args, run)
@@ -45,7 +44,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _run_name(run_dir: Path) -> str:
     from pipelinerl.audit.files import LINEAGE, read_json
-    from pipelinerl.bus.subjects import check_run_name
+    from pipelinerl.bus.protocol import check_run_name
     from pipelinerl.errors import FieldError
 
     for name in ("run.json", LINEAGE):
@@ -66,7 +65,7 @@ def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:
 
 
 def _trainer_lives(run_dir: Path) -> bool:
-    from pipelinerl.local.living import living
+    from pipelinerl.local.processes import living
     from pipelinerl.local.run_dir import RunDir
 
     try:

@@ -10,7 +10,7 @@ from pipelinerl.commands import streams_arguments
 from pipelinerl.commands.streams_arguments import streams_of
 
 if TYPE_CHECKING:
-    from pipelinerl.types import DeadLetter
+    from pipelinerl.messages.sequences import DeadLetter
 
 NAME = "dead-letters"
 HELP = "list the prompt groups of a run that were given up"
@@ -44,8 +44,8 @@ def execute(args: argparse.Namespace) -> int:
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """What there is to say of each, the oldest first, and how many cannot be read."""
-    from pipelinerl.codec import decode_dead_letter
     from pipelinerl.errors import MessageError
+    from pipelinerl.messages.sequences import decode_dead_letter
 
     letters, unreadable = [], 0
     async with streams_of(args).open() as bus:
@@ -61,9 +61,9 @@ def described(letter: DeadLetter) -> dict[str, Any]:
     """As JSON, with what its prompt group says where that can be read. Pure."""
     import base64
 
-    from pipelinerl.bus.subjects import group_id_of
-    from pipelinerl.codec import decode_group
+    from pipelinerl.bus.protocol import group_id_of
     from pipelinerl.errors import MessageError
+    from pipelinerl.messages.sequences import decode_group
 
     shown: dict[str, Any] = {
         "time": _date(letter.at_s),

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Prints the report's path. Raises `FieldError` when the folder is not a run's."""
-    from pipelinerl.local.report import write_report
+    from pipelinerl.local.ending import write_report
 
     print(write_report(args.run_dir))
     return 0

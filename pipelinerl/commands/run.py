@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from pipelinerl.config.recipe import Recipe
     from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.recipe.fields import Recipe
 
 NAME = "run"
 HELP = "train a recipe on this machine"
@@ -81,7 +81,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
 
 def free_port(option: str, port: int) -> int:
     """The same port. Raises `FieldError` when it is none, or somebody else listens there."""
-    from pipelinerl.local.ports import why_taken
+    from pipelinerl.local.processes import why_taken
 
     if not 0 <= port <= 65535:
         raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
@@ -94,10 +94,10 @@ def free_port(option: str, port: int) -> int:
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from datetime import datetime
 
-    from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import check_environment
     from pipelinerl.local.resume import held
     from pipelinerl.local.run_dir import create_run_dir
+    from pipelinerl.recipe.loading import load_recipe
+    from pipelinerl.recipe.preflight import check_environment
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")
@@ -109,8 +109,8 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
-    from pipelinerl.config.preflight import check_environment
     from pipelinerl.local.resume import find_run, held, plan_resume
+    from pipelinerl.recipe.preflight import check_environment
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:

@@ -45,8 +45,8 @@ def streams_of(args: argparse.Namespace) -> RunStreams:
 
 def streams_in_environment(run: str = "") -> RunStreams | None:
     """Of `run`, or of the run that the environment names; None where it names no NATS server."""
-    from pipelinerl.config.settings import StreamsSettings
     from pipelinerl.local.run_streams import RunStreams
+    from pipelinerl.service.settings import StreamsSettings
 
     found = StreamsSettings()
     if not found.nats_url:

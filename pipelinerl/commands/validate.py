@@ -10,7 +10,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipelinerl.config.recipe import Recipe
+    from pipelinerl.recipe.fields import Recipe
 
 NAME = "validate"
 HELP = "check a recipe and print what it says"
@@ -26,9 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
-    from pipelinerl.config.load import load_recipe
-    from pipelinerl.config.preflight import examine
-    from pipelinerl.config.recipe_errors import RecipeError
+    from pipelinerl.recipe.loading import RecipeError, load_recipe
+    from pipelinerl.recipe.preflight import examine
 
     recipe = load_recipe(args.recipe, args.overrides)
     found = examine(recipe)

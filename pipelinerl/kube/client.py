@@ -1,4 +1,19 @@
-"""The calls to the Kubernetes API, from inside a pod: each on a thread, bounded in time, with a typed error.
+"""What each service asks of the Kubernetes API, as data: the chart's Roles grant exactly this, and a refusal names it.
+
+It checks nothing: the API server does.
+
+The one error of the Kubernetes boundary: what was asked, what came back, what to do about it.
+
+Runs a blocking call on a thread of its own that nobody has to wait for.
+
+The event loop's own executor is joined when the loop ends, and any executor's threads when the interpreter does: a request
+to an API server that does not answer would hold up the end of a service. These threads are daemons.
+
+What is read of a pod, and what its changes say about whether it is still there. Pure.
+
+It does not ask the API; `pod_watch.py` does.
+
+The calls to the Kubernetes API, from inside a pod: each on a thread, bounded in time, with a typed error.
 
 Address, token and CA come from where the kubelet puts them. The official client reads the token again every minute; one that
 the API no longer accepts is read again at once, so that a pod outlives its tokens. It does not retry: callers know how
@@ -7,18 +22,203 @@ urgent a call is.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pipelinerl.config.settings import PolicySettings
-from pipelinerl.kube.errors import KubeError
-from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, PATCH_PODS, WATCH_PODS, Permission
-from pipelinerl.kube.pods import PodChange, PodList, read_pod
-from pipelinerl.kube.threads import in_thread
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.service.settings import PolicySettings
+
+
+@dataclass(frozen=True, order=True)
+class Permission:
+    """One verb on one resource of the pod's own namespace. `api_group` "" is the core group, v1."""
+
+    resource: str
+    verb: str
+    api_group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}"
+
+
+PATCH_PODS = Permission("pods", "patch")
+LIST_PODS = Permission("pods", "list")
+WATCH_PODS = Permission("pods", "watch")
+CREATE_EVENTS = Permission("events", "create")
+
+ACTOR = frozenset({PATCH_PODS})
+TRAINER = frozenset({LIST_PODS, WATCH_PODS, CREATE_EVENTS})
+
+
+class KubeError(PipelineRLError):
+    """The API refused, or gave no answer.
+
+    Attributes: `permission` (what was asked for), `status` (of HTTP; 0 = no answer), `detail` (the server's words or the
+    connection's error).
+    """
+
+    def __init__(self, permission: Permission, status: int, detail: str) -> None:
+        self.permission, self.status, self.detail = permission, status, detail
+        answer = f"status {status}" if status else "no answer"
+        super().__init__(f"cannot {permission}: {answer}: {detail}{self._fix}")
+
+    @property
+    def denied(self) -> bool:
+        """It will be refused again, until somebody changes a Role or a token."""
+        return self.status in (401, 403)
+
+    @property
+    def expired(self) -> bool:
+        """The place in the watch that was asked for is no longer kept: list again."""
+        return self.status == 410
+
+    @property
+    def _fix(self) -> str:
+        group = self.permission.api_group or '""'
+        if self.status == 403:
+            return (
+                f". Bind the pod's ServiceAccount to a Role with apiGroups [{group}], resources "
+                f"[{self.permission.resource}], verbs [{self.permission.verb}]"
+            )
+        return ". The API does not accept the ServiceAccount's token" if self.status == 401 else ""
+
+
+_Result = TypeVar("_Result")
+
+
+async def in_thread(call: Callable[[], _Result]) -> _Result:
+    """What `call` returns or raises. Cancelled, it leaves the call to end by itself, and its result unused."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - the end of a thread: the caller gets it
+            args: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
+        else:
+            args = (future.set_result, result)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, *args)
+
+    threading.Thread(target=run, name="kubernetes", daemon=True).start()
+    return await future
+
+
+ENDED_PHASES = ("Succeeded", "Failed")
+Kind = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """`terminating`: its deletion was asked for. `cause`: why its phase is what it is, where the API says so."""
+
+    name: str
+    uid: str
+    phase: str = "Running"
+    terminating: bool = False
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class PodList:
+    pods: tuple[Pod, ...]
+    resource_version: str
+    """Where a watch goes on from."""
+
+
+@dataclass(frozen=True)
+class PodChange:
+    """One event of a watch. `pod` None: a bookmark, which only says how far the watch has come."""
+
+    kind: Kind
+    pod: Pod | None
+    resource_version: str
+
+
+@dataclass(frozen=True)
+class PodEnd:
+    """`still_running`: it was told to end and may take its grace period. Otherwise its processes are gone; `final` False: it
+    may be, instead, that the pod has lost the labels it is watched by."""
+
+    name: str
+    uid: str
+    reason: str
+    still_running: bool
+    final: bool = True
+
+
+def read_pod(raw: Mapping[str, Any]) -> Pod:
+    """Of a pod as the API's JSON has it."""
+    metadata, status = raw.get("metadata") or {}, raw.get("status") or {}
+    return Pod(
+        name=metadata.get("name", ""),
+        uid=metadata.get("uid", ""),
+        phase=status.get("phase", ""),
+        terminating=bool(metadata.get("deletionTimestamp")),
+        cause=status.get("reason", ""),
+    )
+
+
+class KnownPods:
+    """Turns what is listed and watched into ends, each told once: that a pod is told to end, and that it has ended."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, Pod] = {}  # by uid
+        self._told: dict[str, bool] = {}  # by uid: whether it was still running when that was told
+
+    def listed(self, pods: Iterable[Pod]) -> list[PodEnd]:
+        """All there are: a pod that was known and is not among them was deleted while nobody watched."""
+        now = {pod.uid: pod for pod in pods}
+        gone = [pod for uid, pod in self._pods.items() if uid not in now]
+        return [*self._each(self._deleted(pod) for pod in gone), *self._each(map(self._present, now.values()))]
+
+    def changed(self, change: PodChange) -> list[PodEnd]:
+        if change.pod is None:
+            return []
+        deleted = change.kind == "DELETED"
+        return self._each([self._deleted(change.pod) if deleted else self._present(change.pod)])
+
+    def _each(self, ends: Iterable[PodEnd | None]) -> list[PodEnd]:
+        return [end for end in ends if end is not None]
+
+    def _present(self, pod: Pod) -> PodEnd | None:
+        self._pods[pod.uid] = pod
+        end = end_of(pod)
+        if end is None or self._told.get(pod.uid) in (False, end.still_running):
+            return None
+        self._told[pod.uid] = end.still_running
+        return end
+
+    def _deleted(self, pod: Pod) -> PodEnd | None:
+        self._pods.pop(pod.uid, None)
+        told = self._told.pop(pod.uid, None)
+        if told is False:
+            return None
+        final = pod.terminating or told is not None
+        reason = "its pod was deleted" if final else "its pod was deleted, or relabelled"
+        return PodEnd(pod.name, pod.uid, reason, still_running=False, final=final)
+
+
+def end_of(pod: Pod) -> PodEnd | None:
+    """None: it is there, and nobody has asked for its end."""
+    if pod.phase in ENDED_PHASES:
+        why = f" ({pod.cause})" if pod.cause else ""
+        return PodEnd(pod.name, pod.uid, f"its pod is in phase {pod.phase}{why}", still_running=False)
+    if pod.terminating:
+        return PodEnd(pod.name, pod.uid, "its pod is being deleted", still_running=True)
+    return None
+
 
 REQUEST_S = 5.0
 """For a call and its answer."""
@@ -27,8 +227,6 @@ WATCH_S = 300
 SILENCE_S = 120.0
 """A watch that says nothing for so long is taken for broken: bookmarks come every minute."""
 DETAIL_CHARACTERS = 300
-
-_Result = TypeVar("_Result")
 
 
 class KubeClient:

@@ -1,4 +1,6 @@
-"""Kubernetes Events about pods: made as data, bounded, sent in the background, never waited for.
+"""Which Events are worth sending, so that something that flaps cannot flood the API. Pure: no clock, no socket.
+
+Kubernetes Events about pods: made as data, bounded, sent in the background, never waited for.
 
 Consumes `emit` calls, produces core v1 Events. It waits for the API server; while that is away the queue holds what is left,
 and what does not fit is dropped: Events are for people, the logs have everything. How often the same happened is left to the
@@ -11,15 +13,61 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.errors import KubeError
-from pipelinerl.kube.event_bound import EventBound
+from pipelinerl.kube.client import KubeClient, KubeError
 from pipelinerl.kube.pod_watch import Pauses
+
+MOST_KEYS = 1024
+
+
+@dataclass
+class _Told:
+    at_s: float
+    left_out: int = 0
+
+
+class EventRateLimiter:
+    """At most one Event of a kind about an object every `every_s`, and of all kinds `burst`, refilled one by one every
+    `refill_s`. The next one that passes says how many were left out."""
+
+    def __init__(self, *, every_s: float = 60.0, burst: int = 100, refill_s: float = 1.0) -> None:
+        self._every_s, self._burst, self._refill_s = every_s, burst, refill_s
+        self._tokens, self._filled_at_s = float(burst), 0.0
+        self._told: OrderedDict[tuple[str, str], _Told] = OrderedDict()
+
+    def passes(self, reason: str, about: str, now_s: float) -> int | None:
+        """Number of Events of this kind about this object that were left out since the last one; None: this one is too.
+        `now_s`: of a clock that never goes back."""
+        told = self._told.get((reason, about))
+        if (told is not None and now_s - told.at_s < self._every_s) or not self._take(now_s):
+            if told is None:
+                told = self._remember(reason, about, now_s - self._every_s)
+            told.left_out += 1
+            return None
+        left_out = told.left_out if told else 0
+        self._remember(reason, about, now_s)
+        return left_out
+
+    def _remember(self, reason: str, about: str, at_s: float) -> _Told:
+        told = self._told[reason, about] = _Told(at_s)
+        self._told.move_to_end((reason, about))
+        while len(self._told) > MOST_KEYS:
+            self._told.popitem(last=False)
+        return told
+
+    def _take(self, now_s: float) -> bool:
+        self._tokens = min(self._burst, self._tokens + (now_s - self._filled_at_s) / self._refill_s)
+        self._filled_at_s = now_s
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +119,12 @@ class EventRecorder:
         *,
         component: str,
         instance: str,
-        bound: EventBound | None = None,
+        bound: EventRateLimiter | None = None,
         pauses: Pauses | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._component, self._instance = client, component, instance
-        self._bound, self._pauses, self._clock = bound or EventBound(), pauses or Pauses(), clock
+        self._bound, self._pauses, self._clock = bound or EventRateLimiter(), pauses or Pauses(), clock
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_SIZE)
         self._denied_until_s = 0.0
         self._told: tuple[object, ...] = ()
@@ -86,7 +134,7 @@ class EventRecorder:
     def emit(
         self, about: PodRef, reason: str, message: str, type_: EventType = "Normal", *, always: bool = False
     ) -> None:
-        """Takes it and returns. One that `EventBound` leaves out is counted in the next message of its kind; one that
+        """Takes it and returns. One that `EventRateLimiter` leaves out is counted in the next message of its kind; one that
         happens but once is to be sent `always`."""
         left_out = 0 if always else self._bound.passes(reason, about.name, self._clock())
         if left_out is None:

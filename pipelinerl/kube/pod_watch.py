@@ -12,9 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.errors import KubeError
-from pipelinerl.kube.pods import KnownPods, PodEnd
+from pipelinerl.kube.client import KnownPods, KubeClient, KubeError, PodEnd
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,11 @@
-"""A run's progress on the terminal: a live display on a terminal, plain lines anywhere else.
+"""Numbers as people read them. Pure; missing values are `-`.
+
+What a person sees of a run while it trains: from step metrics and service states to rows of text. Pure.
+
+No terminal, no clock, no sockets: `progress.py` renders these rows, the caller says how much time has passed. Any
+metric may be missing or null; it is shown as `-`.
+
+A run's progress on the terminal: a live display on a terminal, plain lines anywhere else.
 
 Draws what `progress_view.py` says; decides nothing. Model output never passes here.
 """
@@ -7,13 +14,271 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TextIO
-
-from pipelinerl.local.progress_view import RunState, fraction_done, plain_line, rows
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """`12 345` or `0.123`; `-` for None."""
+    return "-" if value is None else f"{value:,.{digits}f}".replace(",", " ")
+
+
+def percent(fraction: float | None) -> str:
+    """`41.4%` of 0.414; `-` for None."""
+    return "-" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3m 05s`, `2h 07m`; `-` for None."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The values as at most `width` bars, each the mean of its share; empty for fewer than two values."""
+    points = list(values)
+    if len(points) < 2:
+        return ""
+    bins = min(width, len(points))
+    edges = [i * len(points) // bins for i in range(bins + 1)]
+    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+Metrics = Mapping[str, Any]
+"""One object of metrics.jsonl."""
+
+_RATE_STEPS = 20
+_HISTORY_STEPS = 400
+
+
+@dataclass(frozen=True)
+class ActorView:
+    """One actor as it describes itself, or why it cannot."""
+
+    name: str
+    phase: str
+    policy_version: int = 0
+    sequences_in_progress: int = 0
+
+
+@dataclass
+class RunState:
+    """What has been heard of a run so far. Stepped by its `on_...` methods."""
+
+    run: str
+    total_steps: int
+    phase: str = "starting"
+    last: Metrics = field(default_factory=dict)
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    """(policy version, accuracy) of each evaluation."""
+    stall: tuple[float, int | None] | None = None
+    """Seconds and version of the newest weight update."""
+    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    """The newest steps, the last one included."""
+    furthest: int = 0
+    """The highest step so far, those that a restart undid included."""
+    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
+    """(step, seconds since the runner's start when it was heard of) of the newest steps."""
+    actors: tuple[ActorView, ...] = ()
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+    page: str = ""
+    """Address of the live page; empty where there is none (yet)."""
+    ended: bool = False
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step") or 0)
+
+    def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
+        """One more optimizer step, heard of `elapsed_s` after the start; None = taken before, which says nothing of the
+        pace. One that is not after the newest known takes the place of those from it on: a restart undid them."""
+        step = int(metrics.get("step") or 0)
+        if 0 < step <= self.step:
+            self.rewind(step - 1)
+        self.last = metrics
+        self.furthest = max(self.furthest, step)
+        self.history.append(metrics)
+        if elapsed_s is not None:
+            self.heard_s.append((self.step, elapsed_s))
+        self.stall = _stall(metrics) or self.stall
+        if metrics.get("sequences"):
+            self.sequences = metrics["sequences"]
+        if metrics.get("heldout_accuracy") is not None:
+            version = int(metrics.get("heldout_version", metrics.get("policy_version")) or 0)
+            self._forget_heldout(lambda known: known < version)
+            self.heldout.append((version, metrics["heldout_accuracy"]))
+
+    def rewind(self, version: int) -> None:
+        """The trainer goes on from `version`: what came after it never was. The pace is measured anew."""
+        self.heard_s.clear()
+        if version >= self.step:
+            return
+        while self.history and int(self.history[-1].get("step") or 0) > version:
+            self.history.pop()
+        known = {"step": version, "policy_version": version} if version else {}
+        self.last = self.history[-1] if self.history else known
+        self._forget_heldout(lambda measured: measured <= version)
+
+    def _forget_heldout(self, keep: Callable[[int], bool]) -> None:
+        self.heldout = [one for one in self.heldout if keep(one[0])]
+
+    def on_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def on_end(self, how: str) -> None:
+        """The run is over: `done`, `interrupted`, `failed`."""
+        self.phase, self.ended = how, True
+
+    def on_actors(self, actors: Sequence[ActorView]) -> None:
+        self.actors = tuple(actors)
+
+    def on_sequences(self, sequences: Mapping[str, int]) -> None:
+        self.sequences = sequences
+
+    def on_restart(self, service: str) -> None:
+        self.restarts[service] = self.restarts.get(service, 0) + 1
+
+
+def seconds_left(state: RunState, elapsed_s: float) -> float | None:
+    """Time to the last step at the pace of the newest steps, less what has passed since the newest; None = unknown."""
+    if state.ended or len(state.heard_s) < 2:
+        return None  # the first step's time is mostly start-up
+    (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
+    pace_s = (last_s - first_s) / max(1, last_step - first_step)
+    return max(0.0, (state.total_steps - last_step) * pace_s - (elapsed_s - last_s))
+
+
+def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
+    """(label, text) rows of the live display, always the same labels in the same order."""
+    last = state.last
+    return [
+        ("step", _step_text(state, elapsed_s)),
+        ("policy version", number(last.get("policy_version"))),
+        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(_rewards(state), width=32)}".rstrip()),
+        ("held-out accuracy", _heldout_text(state)),
+        ("token lag", _lag_text(last)),
+        ("ESS", number(last.get("ess"), 3)),
+        ("tokens/s", _rates_text(last)),
+        ("actor stall", _stall_text(state)),
+        ("sequences", _sequences_text(state.sequences)),
+        ("actors", _actors_text(state)),
+        ("now", state.phase + _restarts_text(state)),
+        ("live page", "-" if state.ended else state.page or "-"),
+    ]
+
+
+def plain_line(state: RunState, elapsed_s: float) -> str:
+    """The newest step as one line, for logs and pipes."""
+    last = state.last
+    left = seconds_left(state, elapsed_s)
+    parts = [
+        f"step {state.step}/{state.total_steps}",
+        f"version {number(last.get('policy_version'))}",
+        f"reward {number(last.get('reward_mean'), 3)}",
+        f"heldout {percent(state.heldout[-1][1]) if state.heldout else '-'}",
+        f"lag {_lag_text(last)}",
+        f"ess {number(last.get('ess'), 3)}",
+        f"tokens/s {_rates_text(last)}",
+        f"stall {_stall_text(state)}",
+        f"sequences {_sequences_text(state.sequences)}",
+        f"{duration(elapsed_s)} passed" + (f", {duration(left)} left" if left is not None else ""),
+    ]
+    return " | ".join(parts)
+
+
+def fraction_done(state: RunState) -> float:
+    return min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
+
+
+def _step_text(state: RunState, elapsed_s: float) -> str:
+    left = seconds_left(state, elapsed_s)
+    tail = f", {duration(left)} left" if left is not None else ""
+    return f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {duration(elapsed_s)} passed{tail}"
+
+
+def _rewards(state: RunState) -> list[float]:
+    return [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
+
+
+def _heldout_text(state: RunState) -> str:
+    if not state.heldout:
+        return "-"
+    (first_version, first), (version, accuracy) = state.heldout[0], state.heldout[-1]
+    if len(state.heldout) == 1:
+        return f"{percent(accuracy)} (version {version})"
+    best = max(value for _, value in state.heldout)
+    return f"{percent(accuracy)} (version {version}), from {percent(first)} (version {first_version}), best {percent(best)}"
+
+
+def _lag_text(last: Metrics) -> str:
+    lag = last.get("lag") or {}
+    return f"mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, max {number(lag.get('max'))}"
+
+
+def _rates_text(last: Metrics) -> str:
+    generated, trained = last.get("tokens_generated_per_s"), last.get("tokens_trained_per_s")
+    return f"{number(generated)} generated, {number(trained)} trained"
+
+
+def _stall(metrics: Metrics) -> tuple[float, int | None] | None:
+    update = metrics.get("weight_update") or {}
+    stall_s = update.get("stall_s", metrics.get("stall_s"))
+    return None if stall_s is None else (stall_s, update.get("version"))
+
+
+def _stall_text(state: RunState) -> str:
+    if state.stall is None:
+        return "-"
+    stall_s, version = state.stall
+    return f"{stall_s * 1000:.0f} ms" + (f" (version {version})" if version is not None else "")
+
+
+def _sequences_text(sequences: Mapping[str, int]) -> str:
+    if not sequences:
+        return "-"
+    shown = [(name, sequences.get(name, 0)) for name in ("issued", "trained", "in_flight")]
+    lost = [(name, sequences.get(name, 0)) for name in ("dropped_stale", "dropped_filtered", "failed")]
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in [*shown, *(row for row in lost if row[1])])
+
+
+def _actors_text(state: RunState) -> str:
+    described = [_actor_text(actor, state.restarts.get(actor.name, 0)) for actor in state.actors]
+    return "; ".join(described) or "-"
+
+
+def _restarts_text(state: RunState) -> str:
+    """Of those that have no row of their own."""
+    shown = {actor.name for actor in state.actors}
+    others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in shown]
+    return f" (restarted: {', '.join(others)})" if others else ""
+
+
+def _actor_text(actor: ActorView, restarts: int) -> str:
+    text = f"{actor.name} {actor.phase}"
+    if actor.phase in ("serving", "draining"):
+        text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
+    return text + (f", restarted {restarts}x" if restarts else "")
+
 
 PLAIN_EVERY_S = 5.0
 """Plain lines of steps come at most this often, the last step's always."""

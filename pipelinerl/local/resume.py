@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.bus.subjects import check_run_name
-from pipelinerl.config.changes import Change, check_resumable
-from pipelinerl.config.load import load_recipe, read_recipe, recipe_from_data
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.local.living import living
+from pipelinerl.local.processes import living
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.summary import is_finished, read_summary
+from pipelinerl.recipe.changes import Change, check_resumable
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe, read_recipe, recipe_from_data
 from pipelinerl.run_folder import missing_from, newest_state, resumable
 
 OPTION = "--resume"

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.bus.subjects import check_run_name
+from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 
 _RUN_NAME_LENGTH = 40

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.bus.jetstream import JetStreamBus, connect
-from pipelinerl.bus.subjects import check_run_name
+from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.actors import running_pids
+from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.scaling import running_pids
 
 _STORE = "jetstream"
 """What nats-server calls the folder of its streams."""

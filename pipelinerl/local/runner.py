@@ -16,31 +16,24 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from pipelinerl.config.load import recipe_yaml
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import PipelineRLError, ServiceError
-from pipelinerl.local.actors import ActorPool
+from pipelinerl.local.actors import ActorPool, read_wish
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.initial_model import initial_model
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.local.process import Launch, ServiceProcess
-from pipelinerl.local.progress import Display
-from pipelinerl.local.progress_view import RunState
+from pipelinerl.local.following import background, follow_trainer, watch_actors
+from pipelinerl.local.metrics import RunnerMetrics, living_names, runner_http
+from pipelinerl.local.nats import NAME as NATS
+from pipelinerl.local.nats import NatsServer, SupervisedNats
+from pipelinerl.local.processes import Launch, ServiceProcess
+from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.resume import newest_checkpoint
 from pipelinerl.local.run_dir import RunDir, write_json, write_whole
-from pipelinerl.local.runner_metrics import RunnerMetrics
-from pipelinerl.local.scaling import read_wish
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches
-from pipelinerl.local.stop_budget import StopBudget
+from pipelinerl.local.services import ServiceCommands, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.local.summary import is_finished, kept_records, read_jsonl, read_summary
-from pipelinerl.local.supervised_nats import NAME as NATS
-from pipelinerl.local.supervised_nats import SupervisedNats
-from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, SupervisedService
-from pipelinerl.local.targets import living_names, runner_http
-from pipelinerl.local.threads import available_cores, plan_threads
-from pipelinerl.local.watch import background, follow_trainer, watch_actors
+from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget, SupervisedService
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.service.address import ServiceAddress
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.telemetry.exposition import RunRegistry
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5

@@ -1,20 +1,106 @@
-"""How each service of a local run is started: its command and its environment, the same settings a pod gets.
+"""How the processes of a local run share the cores.
+
+Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a
+parallel region waits for its slowest thread. Pure but for what asks the machine. Says nothing about GPUs, where these
+threads only feed kernels.
+
+How each service of a local run is started: its command and its environment, the same settings a pod gets.
 
 Builds `Launch` objects and starts nothing; of this machine it asks only whether the page's port is free.
+
+The folder of the initial policy: the user's, or one built once and kept in a cache for the next run.
+
+The building itself is `python -m services.trainer.warmstart`, a process of its own: it needs torch, this does not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.local.ports import why_taken
-from pipelinerl.local.process import Launch
+from pipelinerl.initial_model import THREADS, build_config, built_folder, filling, is_built, is_complete
+from pipelinerl.local.following import background
+from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, why_taken
 from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.threads import ThreadPlan
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.address import ServiceAddress, split_host_port
+
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Compute threads of the trainer and of each actor's engine (of each rank of it)."""
+
+    trainer: int
+    engine: int
+
+    def trainer_env(self, num_ranks: int = 1) -> dict[str, str]:
+        """Of each of the trainer's ranks."""
+        return _thread_env(max(1, self.trainer // num_ranks))
+
+    def actor_env(self) -> dict[str, str]:
+        """`nobind`: vLLM would otherwise pin every actor to the same first cores, under the trainer's feet."""
+        return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+    def light_env(self) -> dict[str, str]:
+        """For processes that compute next to nothing (the verifier)."""
+        return _thread_env(1)
+
+
+def plan_threads(cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0) -> ThreadPlan:
+    """Half of the cores (rounded down) to the trainer, the rest shared by the actors, nobody below 1.
+
+    `trainer_threads` and `engine_threads` above 0 are the recipe's own numbers and are taken as they are; what the
+    recipe leaves open is filled from the cores that remain.
+    """
+    actors = max(1, num_actors)
+    trainer = trainer_threads or max(1, _left_by_actors(cores, actors, engine_threads))
+    engine = engine_threads or max(1, (cores - trainer) // actors)
+    return ThreadPlan(trainer, engine)
+
+
+def _left_by_actors(cores: int, actors: int, engine_threads: int) -> int:
+    return cores - actors * engine_threads if engine_threads else cores // 2
+
+
+def _thread_env(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def available_cores() -> int:
+    """Cores this process may use: its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
+    allowed, quota = _allowed_cores(), _quota_cores()
+    return max(1, min(allowed, quota)) if quota else allowed
+
+
+def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
+    """Sets OMP_NUM_THREADS for so many processes in a container whose CPU quota is below the cores that they see: torch would
+    start a thread for each of those. What is set already stays."""
+    if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
+        environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quota_cores() -> int:
+    """0 = no limit, and where there is no cgroup v2."""
+    return _cgroup_cores(_CGROUP_QUOTA.read_text() if _CGROUP_QUOTA.is_file() else "max 100000")
+
+
+def _cgroup_cores(cpu_max: str) -> int:
+    """Cores of a cgroup v2 `cpu.max` line (`quota period`, microseconds); 0 = no limit."""
+    quota, _, period = cpu_max.strip().partition(" ")
+    return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
 
 
 def _module(name: str) -> tuple[str, ...]:
@@ -103,3 +189,68 @@ class ServiceLaunches:
 
 def _port(address: str) -> str:
     return str(split_host_port(address)[1])
+
+
+_POLL_S = 0.2
+PROGRESS = "initial model: "
+"""How the builder begins a line that a person should see as it goes. Its errors are told once, at its end."""
+
+RunProcess = Callable[[str, Launch], AbstractAsyncContextManager[ServiceProcess]]
+"""Starts a process of the given kind and stops it at the block's end."""
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """`PIPELINERL_CACHE`, else pipelinerl/ in the user's cache folder."""
+    given = environment.get("PIPELINERL_CACHE")
+    return Path(given) if given else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
+
+
+async def initial_model(
+    recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, say: Callable[[str], None]
+) -> str:
+    """Folder of the initial policy; "" for a hub model, which the services fetch. Builds it where the recipe says so.
+
+    `say` hears what is going on. Raises `ServiceDied` when the building fails.
+    """
+    if not is_built(recipe.model):
+        return _absolute(recipe.model.name) if recipe.model.source == "path" else ""
+    folder = built_folder(recipe, cache_folder(launches.environment) / "models")
+    if is_complete(folder):
+        say(f"initial model from the cache: {folder}")
+    else:
+        await _build(recipe, folder, launches, run_process, say)
+    return str(folder)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve())
+
+
+async def _build(
+    recipe: Recipe,
+    folder: Path,
+    launches: ServiceLaunches,
+    run_process: RunProcess,
+    say: Callable[[str], None],
+) -> None:
+    say("building the initial model (kept for the next run)")
+    config_file = launches.run_dir.path.resolve() / "warmstart.json"
+    config_file.write_text(json.dumps(build_config(recipe), indent=2) + "\n", encoding="utf-8")
+    with filling(folder) as beside:
+        arguments = ("--config", str(config_file), "--out", str(beside))
+        launch = launches.initial_model(arguments, min(THREADS, available_cores()))
+        async with run_process("warmstart", launch) as process, background(_repeat_log(launch.log, say)):
+            code = await process.wait()
+        if code != 0:
+            raise process.died()
+
+
+async def _repeat_log(log: Path, say: Callable[[str], None]) -> None:
+    """Says the log's last line whenever there is a new one that tells of progress."""
+    said = ""
+    while True:
+        await asyncio.sleep(_POLL_S)
+        line = log_tail(log, lines=1).strip()
+        if line.startswith(PROGRESS) and line != said:
+            said = line
+            say(line)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.run_summary import RunSummary
-from pipelinerl.throughput_totals import ThroughputTotals
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_folder import RunSummary
+from pipelinerl.telemetry.throughput import ThroughputTotals
 
 Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")

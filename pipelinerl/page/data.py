@@ -1,7 +1,7 @@
 """What the pages show of a run, as one plain object. Pure: records in, data out.
 
-`pipelinerl.local.report` reads a finished run's files; of a run that goes on, the trainer keeps the same object up to date
-(`services.trainer.page.history`).
+`pipelinerl.local.ending` reads a finished run's files; of a run that goes on, the trainer keeps the same object up to date
+(`services.trainer.reporting.board`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Serves an ASGI application with uvicorn inside a process that has other things to do: no signal handlers, no logs.
+"""Answers a request only where its Host header names this service: no site can read it under a name of its own.
+
+A browser lets a site read what comes from the site's own name, and that name may be made to lead to this machine (DNS
+rebinding). A name that such a site cannot have is proof enough. This is no login: whoever reaches the port may say any Host.
+
+The HTTP application that every service answers with: /healthz, /readyz, /metrics.
+
+A service adds its own routes to the returned application (the trainer's run page). It holds no state of its own.
+
+Serves an ASGI application with uvicorn inside a process that has other things to do: no signal handlers, no logs.
 
 In the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is blocked. On a
 loopback interface, requests that name another host are refused (`host_guard.py`).
@@ -8,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import threading
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -15,10 +25,100 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.address import host_port
-from pipelinerl.service.host_guard import HEALTH, LOCAL_NAMES, HostGuard, bracketed, is_loopback
+from pipelinerl.service.lifecycle import LoopWatch, Readiness
+from pipelinerl.telemetry.exposition import CONTENT_TYPE, Exposition
+
+LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+HEALTH = "/healthz"
+PROBED = (HEALTH, "/readyz", "/metrics")
+"""What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
+
+
+class HostGuard:
+    """`names`: hosts that are answered, with any port; an IPv6 address in brackets. Paths in `open_paths` take any Host."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> None:
+        self._app, self._names = app, frozenset(name.lower() for name in names)
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._is_known(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        names = ", ".join(sorted(self._names))
+        text = f"refused: the Host of this request names another server; ask for this one as one of: {names}\n"
+        await PlainTextResponse(text, 403)(scope, receive, send)
+
+    def _is_known(self, headers: Headers) -> bool:
+        hosts = headers.getlist("host")
+        return len(hosts) == 1 and host_name(hosts[0]) in self._names
+
+
+def host_name(host: str) -> str:
+    """A Host header without its port, in small letters. Pure."""
+    name, colon, port = host.strip().lower().rpartition(":")
+    return name if colon and port.isdecimal() else host.strip().lower()
+
+
+def bracketed(host: str) -> str:
+    """A name or address as a Host header has it. Pure."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an interface, by name or address, is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+BLOCKED_AFTER_S = 30.0
+
+
+def health_app(
+    readiness: Readiness,
+    registry: CollectorRegistry,
+    *,
+    loop_watch: LoopWatch | None = None,
+    blocked_after_s: float = BLOCKED_AFTER_S,
+) -> FastAPI:
+    """`/healthz`: 503 when the watched loop has not run for `blocked_after_s`, else 200. `/readyz`: 503 with the reason
+    until ready. `/metrics`: the registry, in the text format that every scraper takes.
+
+    `loop_watch` makes sense only where the application is served from a thread of its own.
+    """
+    exposition = Exposition(registry)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        silent_s = loop_watch.silent_s() if loop_watch else 0.0
+        if silent_s > blocked_after_s:
+            return Response(f"event loop blocked for {silent_s:.1f} s\n", 503, media_type="text/plain")
+        return Response("ok\n", media_type="text/plain")
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        reason = readiness.reason
+        return Response(f"{reason or 'ready'}\n", 503 if reason else 200, media_type="text/plain")
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(exposition.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    return app
+
 
 _GRACEFUL_S = 2
 ABORT = "pipelinerl.abort"

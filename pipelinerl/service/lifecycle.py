@@ -1,4 +1,14 @@
-"""From start to exit code: signals become one event, errors become exit codes, a dead parent takes its child along.
+"""Whether a process can do its work now, and if not, why: what /readyz answers.
+
+Makes a blocked event loop visible from outside it: the loop beats, another thread reads how long ago.
+
+It reports; it neither interrupts what blocks nor restarts anything. The cluster's liveness probe does.
+
+Something that may take long while a process starts, given up when the process is told to stop.
+
+It does not try again: `pipelinerl.service.retry` does.
+
+From start to exit code: signals become one event, errors become exit codes, a dead parent takes its child along.
 
 It knows nothing of what the process serves, and installs no handler outside `run_service`.
 """
@@ -11,15 +21,92 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NoReturn, TypeVar
 
-from pipelinerl.config.settings import ServiceSettings
-from pipelinerl.errors import ServiceError, UserError
-from pipelinerl.service.environment import read_settings
+from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.service.logs import LogContext, configure_logging
-from pipelinerl.service.tracing import tracing
+from pipelinerl.service.settings import ServiceSettings, read_settings
+from pipelinerl.telemetry.tracing import tracing
+
+
+class Readiness:
+    """Starts not ready. Read and written from any thread: one attribute, replaced whole."""
+
+    def __init__(self, reason: str = "starting") -> None:
+        assert reason, "a process that is not ready says why"
+        self._reason = reason
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is."""
+        return self._reason
+
+    def set_ready(self) -> None:
+        self._reason = ""
+
+    def set_not_ready(self, reason: str) -> None:
+        assert reason, "a process that is not ready says why"
+        self._reason = reason
+
+
+BEAT_S = 0.25
+
+
+class LoopWatch:
+    """The age of the last beat of one event loop, seconds. Read from any thread."""
+
+    def __init__(self) -> None:
+        self._last_beat = time.monotonic()
+
+    def beat(self) -> None:
+        self._last_beat = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Seconds since the loop last ran; up to `BEAT_S` in a healthy one."""
+        return time.monotonic() - self._last_beat
+
+
+@asynccontextmanager
+async def watch_loop() -> AsyncIterator[LoopWatch]:
+    """A watch on the running loop, for as long as the block lasts."""
+    watch, loop = LoopWatch(), asyncio.get_running_loop()
+    handle: asyncio.TimerHandle
+
+    def beat() -> None:
+        nonlocal handle
+        watch.beat()
+        handle = loop.call_later(BEAT_S, beat)
+
+    beat()
+    try:
+        yield watch
+    finally:
+        handle.cancel()
+
+
+_Result = TypeVar("_Result")
+
+
+class StartStopped(PipelineRLError):
+    """The process was told to stop before it was up."""
+
+
+async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result:
+    """The result of `work`, or what it raises. Raises `StartStopped`, with `work` cancelled, where `stop` is set before."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait((working, stopping))
+    raise StartStopped("stopped before it was up")
+
 
 log = logging.getLogger(__name__)
 

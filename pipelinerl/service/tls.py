@@ -1,15 +1,162 @@
-"""What a gRPC server of a run shows, and asks of its callers: certificates of one CA on both sides.
+"""A folder with a certificate, its key and its CA, in cert-manager's shape: read, checked before use, read again when renewed.
+
+It opens no connection and writes nothing; who trusts whom is for gRPC (`pipelinerl.service.tls`) and NATS
+(`pipelinerl.bus.link`) to say.
+
+What a gRPC server of a run shows, and asks of its callers: certificates of one CA on both sides.
 
 Who may call whom beyond that is not decided here: every certificate of the CA is let in.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import grpc
 
-from pipelinerl.certificates import Certificates, RenewedCertificates
+from pipelinerl.errors import FieldError
+
+log = logging.getLogger(__name__)
+
+CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+_MOST_TURNS = 10
+"""Of a handshake with oneself, which takes three."""
+Role = Literal["client", "server"]
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Contents of the three files, PEM."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes
+
+    def __repr__(self) -> str:
+        return "Certificates(...)"
+
+
+def read_certificates(folder: Path, role: Role, field: str = "tls_dir") -> Certificates:
+    """Reads and checks the files in `folder`, as a process uses them in `role`.
+
+    Raises `FieldError` on `field`, naming the file, when one cannot be read, the key is not the certificate's, or the
+    certificate is expired or not of that CA.
+    """
+    found = Certificates(*(read_file(folder / name, field) for name in (CERTIFICATE, KEY, CA)))
+    check_pair(folder, field)
+    check_issued(folder, role, field)
+    return found
+
+
+def read_file(file: Path, field: str) -> bytes:
+    """Raises `FieldError` on `field` when it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise FieldError(field, str(file), f"cannot be read: {error.strerror}") from error
+
+
+def check_ca(folder: Path, field: str) -> None:
+    """Raises `FieldError` unless ca.crt holds certificates."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(folder / CA)
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error
+        raise FieldError(field, str(folder / CA), f"holds no certificate in PEM: {reason}") from error
+
+
+def check_pair(folder: Path, field: str) -> None:
+    """Raises `FieldError` unless tls.key is the key of tls.crt."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
+            folder / CERTIFICATE, folder / KEY, password=_no_password
+        )
+    except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
+        reason = getattr(error, "reason", None) or error
+        raise FieldError(
+            field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}"
+        ) from error
+
+
+def check_issued(folder: Path, role: Role, field: str) -> None:
+    """Raises `FieldError` unless tls.crt is valid today, for `role`, under ca.crt: what the other side will look at."""
+    check_ca(folder, field)
+    try:
+        _shake_hands(folder, role)
+    except ssl.SSLCertVerificationError as error:
+        raise FieldError(field, str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+    except OSError as error:
+        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used: {error}") from error
+
+
+class RenewedCertificates:
+    """The newest usable certificates of a folder."""
+
+    def __init__(self, folder: Path, role: Role) -> None:
+        """Raises `FieldError` as `read_certificates` does."""
+        self.folder, self._role = folder, role
+        self._seen = _stamps(folder)
+        self.certificates = read_certificates(folder, role)
+
+    def renew(self) -> bool:
+        """Looks at the files again; whether `certificates` changed. Any thread may call it."""
+        stamps = _stamps(self.folder)
+        if stamps == self._seen:
+            return False
+        try:
+            found = read_certificates(self.folder, self._role)
+        except FieldError as error:
+            log.warning("the certificates in %s changed and cannot be used: %s", self.folder, error)
+            self._seen = stamps
+            return False
+        self._seen, changed = stamps, found != self.certificates
+        self.certificates = found
+        return changed
+
+
+def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
+    """Changes with every renewal: a Secret's files are replaced, not rewritten."""
+    stamps = []
+    for name in (CERTIFICATE, KEY, CA):
+        with contextlib.suppress(OSError):
+            status = (folder / name).stat()
+            stamps.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(stamps)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _shake_hands(folder: Path, role: Role) -> None:
+    """A TLS handshake with oneself, in memory. Raises `ssl.SSLCertVerificationError` as a peer would refuse."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE
+    server.verify_mode = ssl.CERT_NONE if role == "server" else ssl.CERT_REQUIRED
+    for context in (server, client):
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
+        context.load_verify_locations(folder / CA)
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
+    for _ in range(_MOST_TURNS):
+        done = [_step(side.do_handshake) for side in sides]
+        if all(done):
+            return
+
+
+def _step(handshake: Callable[[], None]) -> bool:
+    try:
+        handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:

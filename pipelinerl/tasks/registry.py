@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelinerl.config.recipe import TaskConfig
+from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.source import TaskSource
 
 
 def make_source(config: TaskConfig, seed: int) -> TaskSource:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
     if config.source == "jsonl":
-        from pipelinerl.tasks.file_source import FileSource
+        from pipelinerl.tasks.files import FileSource
 
         return FileSource(
             Path(config.path),
@@ -21,7 +21,7 @@ def make_source(config: TaskConfig, seed: int) -> TaskSource:
             seed=seed,
             num_heldout=config.heldout_problems,
         )
-    from pipelinerl.tasks.reasoning_gym_source import ReasoningGymSource
+    from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
 
     return ReasoningGymSource(
         config.name,

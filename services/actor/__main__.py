@@ -1,4 +1,4 @@
-"""`python -m services.actor`: one actor, configured by environment variables (pipelinerl/config/settings.py)."""
+"""`python -m services.actor`: one actor, configured by environment variables (pipelinerl/service/settings.py)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import os
 import sys
 
-from pipelinerl.config.settings import ActorSettings
-from pipelinerl.local.threads import keep_to_quota
+from pipelinerl.local.services import keep_to_quota
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext, take_over
+from pipelinerl.service.settings import ActorSettings
 
 VLLM_TRACES_TO = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 

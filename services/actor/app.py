@@ -17,37 +17,31 @@ from contextlib import AsyncExitStack, suppress
 
 from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import ActorSettings
-from pipelinerl.control import RunEnd
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
-from pipelinerl.retry import until_taken
+from pipelinerl.messages.control import RunEnd
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
-from pipelinerl.service.grpc_server import serve_grpc
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
+from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.loop_watch import watch_loop
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.service.until_stopped import StartStopped, unless_stopped
+from pipelinerl.telemetry.exposition import RunRegistry
 from pipelinerl.v1 import actor_pb2_grpc
-from pipelinerl.verify import VerifierClient
-from services.actor.deletion_cost import DeletionCost
 from services.actor.finishing import Finisher
-from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop
-from services.actor.hand_over import HandOver
-from services.actor.held_groups import HeldGroups
-from services.actor.membership import Heartbeat
+from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.hand_over import HandOver, HeldGroups
+from services.actor.membership import DeletionCost, Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.server import ActorParts, ActorService
-from services.actor.updates import UpdateListener
 from services.actor.vllm_engine import VllmEngine, start_engine
-from services.actor.weights.update import WeightUpdateClient
+from services.actor.weight_sync.update import WeightUpdateClient
+from services.actor.weight_sync.updates import UpdateListener
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +88,7 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
                 )
             )
 
-        bus = await unless_stopped(until_taken(connected, "connect"), stop)
+        bus = await unless_stopped(retry_forever(connected, "connect"), stop)
         verifier = await stack.enter_async_context(
             VerifierClient(settings.verifier, tls_dir=settings.tls_dir, on_failed_try=metrics.verify_try_failed)
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.types import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
 
 
 class EngineError(PipelineRLError):

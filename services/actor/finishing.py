@@ -1,4 +1,6 @@
-"""From a finished completion to a stored sequence: reward from the verifier, then publish, one record each.
+"""Keeps a message of PROMPTS that is given up where people find it (`pipelinerl dead-letters`). It gives nothing up itself.
+
+From a finished completion to a stored sequence: reward from the verifier, then publish, one record each.
 
 Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream.
 When either is away the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (reading) and the
@@ -15,19 +17,60 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelinerl.bus.protocol import Bus, Headers
-from pipelinerl.codec import encode_sequence
-from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.reasons import FirstReasons
-from pipelinerl.retry import until_taken
-from pipelinerl.tracing.spans import Trace, headers_of, trace_of, traceparent_of
-from pipelinerl.types import PromptGroup, Sequence
-from pipelinerl.verify import VerifierClient, VerifyItem, VerifyOutcome
-from services.actor.completions import without_arrays
+from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery
+from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
+from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_dead_letter, encode_sequence
+from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry.metrics import BoundedLabels
+from pipelinerl.telemetry.spans import (
+    Trace,
+    headers_of,
+    trace_of,
+    traceparent_of,
+)
+from services.actor.completions import publishing, verifying, without_arrays
 from services.actor.metrics import ActorMetrics
-from services.actor.sequence_spans import publishing, verifying
 
 log = logging.getLogger(__name__)
+
+REASON_CHARACTERS = 1000
+
+
+class DeadLetters:
+    """`actor`: name of the one that gives up."""
+
+    def __init__(self, bus: Bus, metrics: ActorMetrics, *, actor: str) -> None:
+        self._bus, self._metrics, self._actor = bus, metrics, actor
+
+    async def keep(self, delivery: PromptDelivery, reason: str) -> bool:
+        """False when the stream did not take it: then the message must not be given up yet. It is delivered again."""
+        letter = DeadLetter(
+            run=self._bus.run,
+            msg_id=delivery.msg_id,
+            prompt_group=delivery.payload,
+            reason=reason[:REASON_CHARACTERS],
+            deliveries=delivery.num_deliveries,
+            actor=self._actor,
+            at_s=time.time(),
+        )
+        try:
+            await self._store(letter, f"position-{delivery.position}")
+        except BusError as error:
+            log.warning("a prompt group to be given up comes again, its dead letter is not stored: %s", error)
+            return False
+        self._metrics.dead_letters.inc()
+        return True
+
+    async def _store(self, letter: DeadLetter, msg_id: str) -> None:
+        """One that is too large is stored without the message. Raises `BusError`."""
+        try:
+            await self._bus.publish_dead_letter(encode_dead_letter(letter), msg_id)
+        except PayloadTooLarge:
+            reason = f"{letter.reason} (its {len(letter.prompt_group)} bytes are too many to be kept)"
+            bare = encode_dead_letter(replace(letter, prompt_group=b"", reason=reason))
+            await self._bus.publish_dead_letter(bare, msg_id)
+
 
 WORKERS = 4
 """Batches in verification or publication at once, so that one slow reward does not hold up the others."""
@@ -59,7 +102,7 @@ class Finisher:
         self._bus, self._verifier, self._metrics = bus, verifier, metrics
         self._on_published = on_published
         self._batch_size = batch_size
-        self._reasons = FirstReasons()
+        self._reasons = BoundedLabels()
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
@@ -152,7 +195,7 @@ class Finisher:
         return failure
 
     async def _publish_until_stored(self, payload: bytes, sequence_id: str, headers: Headers) -> None:
-        await until_taken(lambda: self._bus.publish_sequence(payload, sequence_id, headers), f"publish {sequence_id}")
+        await retry_forever(lambda: self._bus.publish_sequence(payload, sequence_id, headers), f"publish {sequence_id}")
 
 
 def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:

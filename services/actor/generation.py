@@ -1,4 +1,6 @@
-"""The generation loop: keeps H sequences in progress, sample by sample.
+"""When an actor may take prompt groups: it serves a recorded version, near enough to the trainer's, and is not draining.
+
+The generation loop: keeps H sequences in progress, sample by sample.
 
 Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
 commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
@@ -14,29 +16,99 @@ import time
 from collections.abc import Awaitable
 
 from pipelinerl.bus.protocol import Bus, PromptDelivery
-from pipelinerl.codec import decode_group, remains_of_group
 from pipelinerl.errors import BusError, MessageError
-from pipelinerl.retry import until_taken
-from pipelinerl.tracing.spans import Trace, trace_in, trace_of
-from pipelinerl.types import PartialSequence, PromptGroup, Sequence
+from pipelinerl.messages.sequences import (
+    PartialSequence,
+    PolicyVersion,
+    PromptGroup,
+    Sequence,
+    decode_group,
+    remains_of_group,
+)
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry.spans import Trace, trace_in, trace_of
 from services.actor.completions import (
     continued,
     defect_of,
     failed_sequence,
     finish_of,
+    generating,
     partial_of,
     request_of,
     sequence_of,
+    show_generated,
     start_of,
     state_of,
 )
-from services.actor.dead_letters import DeadLetters
 from services.actor.engine import EngineError, Generation, InferenceEngine
-from services.actor.finishing import FinishedSample, Finisher
-from services.actor.gate import ServingGate
-from services.actor.held_groups import HeldGroups
+from services.actor.finishing import DeadLetters, FinishedSample, Finisher
+from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
-from services.actor.sequence_spans import generating, show_generated
+
+
+class ServingGate:
+    """Open while the served version is within `max_lag` of the trainer's last announced one.
+
+    Before the first commit the actor serves weights that no trainer recorded: closed.
+    `max_lag` None: any served version will do.
+    """
+
+    def __init__(self, max_lag: int | None) -> None:
+        self._max_lag = max_lag
+        self._opened = asyncio.Event()
+        self.served: PolicyVersion | None = None
+        self.announced: PolicyVersion | None = None
+        self.draining = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    @property
+    def reason(self) -> str:
+        """Why it is closed, for /readyz and logs; empty when open."""
+        if self.draining:
+            return "draining"
+        if self.served is None:
+            return "no policy version served yet"
+        if not self._near():
+            return f"serves {self.served}, more than max_lag = {self._max_lag} behind {self.announced}"
+        return ""
+
+    def serve(self, version: PolicyVersion) -> None:
+        self.served = version
+        self._update()
+
+    def announce(self, version: PolicyVersion) -> None:
+        """An older one changes nothing: a joiner's side group is brought to a version that others have served for a while."""
+        if self.announced is None or newer(version, self.announced):
+            self.announced = version
+        self._update()
+
+    def drain(self) -> None:
+        self.draining = True
+        self._update()
+
+    async def wait_open(self) -> None:
+        await self._opened.wait()
+
+    def _near(self) -> bool:
+        if self.served is None or self.announced is None or self._max_lag is None:
+            return self.served is not None
+        same = self.served.incarnation == self.announced.incarnation
+        return same and self.announced.number - self.served.number <= self._max_lag + 1
+
+    def _update(self) -> None:
+        if self.reason:
+            self._opened.clear()
+        else:
+            self._opened.set()
+
+
+def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
+    """Made by a later trainer, or by the same after more optimizer steps. Pure."""
+    return (one.incarnation, one.number) > (other.incarnation, other.number)
+
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +192,7 @@ class GenerationLoop:
             return
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
-        delivery = await until_taken(
+        delivery = await retry_forever(
             lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", first_s=FETCH_RETRY_S
         )
         if delivery is None:

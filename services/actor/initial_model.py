@@ -18,9 +18,6 @@ from pathlib import Path
 
 import grpc
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import ActorSettings
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import (
     COMPLETE,
@@ -31,10 +28,12 @@ from pipelinerl.initial_model import (
     is_built,
     is_complete,
 )
-from pipelinerl.service.grpc_channel import explained, open_channel
-from pipelinerl.service.lifecycle import run_service
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.service.grpc import explained, open_channel
+from pipelinerl.service.lifecycle import StartStopped, run_service, unless_stopped
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.until_stopped import StartStopped, unless_stopped
+from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger("services.actor.initial_model")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.service.metric_set import MetricSet
-from pipelinerl.types import FinishReason
-from pipelinerl.verify import FAILURE_CODES
+from pipelinerl.messages.sequences import FinishReason
+from pipelinerl.messages.verification import FAILURE_CODES
+from pipelinerl.telemetry.metrics import MetricSet
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """A message to another process: from the same machine to a reward at its deadline, or a stream that is away."""

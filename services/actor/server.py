@@ -17,19 +17,25 @@ import grpc
 import numpy as np
 from opentelemetry.trace import SpanKind
 
-from pipelinerl.arrays import array_to_bytes, token_ids_from_bytes
-from pipelinerl.codec import finish_reason_to_proto, sampling_from_proto, spans_to_proto
 from pipelinerl.errors import MessageError
-from pipelinerl.tracing import attributes as a
-from pipelinerl.tracing.spans import child, trace_in
-from pipelinerl.types import FinishReason, SamplingParams, TokenIds
+from pipelinerl.messages.sequences import (
+    FinishReason,
+    SamplingParams,
+    TokenIds,
+    array_to_bytes,
+    finish_reason_to_proto,
+    sampling_from_proto,
+    spans_to_proto,
+    token_ids_from_bytes,
+)
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import child, trace_in
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.completions import defect_of
 from services.actor.engine import EngineError, GenerationRequest, InferenceEngine
-from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop
+from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener
+from services.actor.weight_sync.updates import UpdateListener
 
 MAX_PROMPTS = 100_000
 

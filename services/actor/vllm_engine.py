@@ -1,4 +1,9 @@
-"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. The only file of the actor, beside `weights/`, that knows vLLM.
+"""Something slow is built on a thread while the event loop goes on: probes answer, and a stop is heard at once.
+
+A stop during the building ends the processes that it has started, which makes it fail, and waits for the thread: nothing is
+left that nobody owns. It knows nothing of what is built.
+
+vLLM's AsyncLLM behind the `InferenceEngine` protocol. The only file of the actor, beside `weights/`, that knows vLLM.
 
 Tokens in, tokens out: the engine neither tokenises prompts nor detokenises completions while it decodes. Text is made
 once per finished sequence, for rewards and people. The log-probabilities it reports are those of the distribution that
@@ -8,25 +13,72 @@ was sampled (`processed_logprobs`), and token versions come from vLLM itself (`w
 from __future__ import annotations
 
 import asyncio
+import logging
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.lifecycle import StartStopped
 from services.actor.engine import EngineError, Generation, GenerationRequest, parse_version
-from services.actor.engine_start import build_off_loop
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerFactory
+
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+
+_Built = TypeVar("_Built")
+
+
+async def build_off_loop(
+    build: Callable[[], _Built],
+    stop: asyncio.Event,
+    children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
+) -> _Built:
+    """`build()`, called on a thread. `children()`: the processes that a stop may end.
+
+    Raises what `build` raises, or, where `stop` is set, `StartStopped`. What was built nevertheless is returned: it is the
+    caller's to end.
+    """
+    building = asyncio.ensure_future(asyncio.to_thread(build))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():
+            log.info("stopped before the engine was up")
+            await _end_building(building, children)
+        if stop.is_set() and building.exception() is not None:
+            raise StartStopped("stopped before the engine was up") from building.exception()
+        return building.result()
+    except asyncio.CancelledError:
+        for child in children():
+            child.terminate()
+        raise
+    finally:
+        stopping.cancel()
+
+
+async def _end_building(building: asyncio.Future[_Built], children: Callable[[], Sequence[BaseProcess]]) -> None:
+    """Returns when the thread has ended. It may start a process after one was ended: hence again and again."""
+    while not building.done():
+        for child in children():
+            child.terminate()
+        await asyncio.wait((building,), timeout=_LOOK_S)
+
 
 _ABORTED = "abort"
 OnStep = Callable[[float | None, float], None]

@@ -1,4 +1,4 @@
-"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/config/settings.py).
+"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/service/settings.py).
 
 Where the trainer has several ranks, this starts torchrun's agent, which starts each rank with the same command.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.logs import LogContext, take_over
+from pipelinerl.service.settings import RankSettings, TrainerSettings
 
 
 async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContext) -> None:
@@ -20,7 +20,7 @@ async def run(settings: TrainerSettings, stop: asyncio.Event, context: LogContex
         take_over("torch", "transformers")
         await serve(settings, ranks, stop, context)
     else:
-        from services.trainer.rank import serve_rank
+        from services.trainer.worker import serve_rank
 
         take_over("torch", "transformers")
         await serve_rank(settings, ranks, context)

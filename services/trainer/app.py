@@ -11,34 +11,30 @@ import os
 from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 
+from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus, StreamLimits
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.settings import RankSettings, TrainerSettings
-from pipelinerl.journal import JOURNAL, Journal
-from pipelinerl.retry import until_taken
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
-from pipelinerl.service.grpc_server import serve_grpc
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
+from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.loop_watch import watch_loop
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.service.until_stopped import StartStopped, unless_stopped
-from pipelinerl.verify import VerifierClient
-from services.trainer.events import run_events
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.observers import Outlets, RunObservers
-from services.trainer.page.board import PageBoard
-from services.trainer.page.routes import add_page, guarded, page_hosts
+from pipelinerl.telemetry.exposition import RunRegistry
+from services.trainer.checkpoint.run_state import find_start, write_lineage
 from services.trainer.policy_trainer import load_policy_trainer
-from services.trainer.report.records import RunFiles
-from services.trainer.resume.lineage_file import write_lineage
-from services.trainer.resume.start import find_start
+from services.trainer.records import RunFiles
+from services.trainer.reporting.board import PageBoard
+from services.trainer.reporting.events import run_events
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.observers import RunObservers, Sinks
+from services.trainer.reporting.page import add_page, guarded, page_hosts
+from services.trainer.reporting.trackers.run_trackers import run_trackers
 from services.trainer.run import TrainingRun
-from services.trainer.trackers.run_trackers import run_trackers
 
 SERVICE = "pipelinerl.v1.TrainerService"
 
@@ -73,15 +69,15 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         def connected() -> Awaitable[Bus]:
             return stack.enter_async_context(connection(settings))
 
-        bus = await unless_stopped(until_taken(connected, "connect"), stop)
-        made = until_taken(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
+        bus = await unless_stopped(retry_forever(connected, "connect"), stop)
+        made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
-        outlets = Outlets(metrics, files, events, trackers, context, board)
+        outlets = Sinks(metrics, files, events, trackers, context, board)
         observers = RunObservers(settings, recipe, start, policy.tokenizer, outlets)
         run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, observers)
         credentials = server_credentials(settings.tls_dir)

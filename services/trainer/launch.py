@@ -13,15 +13,14 @@ import signal
 import sys
 from typing import Any
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.local.threads import keep_to_quota
-from pipelinerl.service.environment import read_settings
+from pipelinerl.local.services import keep_to_quota
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
 from pipelinerl.service.logs import LogContext, configure_logging, take_over
+from pipelinerl.service.settings import TrainerSettings, read_settings
 
 log = logging.getLogger(__name__)
 

@@ -13,19 +13,23 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
-from services.trainer.checkpoint import load_value_head
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.files import load_value_head
+from services.trainer.checkpoint.state_files import restore
+from services.trainer.distributed.world import (
+    Message,
+    World,
+    alone,
+    join_ranks,
+    world_of_ranks,
+)
 from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.model import DTYPES, blank_policy, frozen_copy, load_policy
-from services.trainer.learn.policy import Policy
-from services.trainer.learn.scorer import add_value_head
+from services.trainer.learn.policy import Policy, add_value_head
+from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner
-from services.trainer.ranks.message import Message
-from services.trainer.ranks.saving import restore
-from services.trainer.ranks.sharding import shard_policy
-from services.trainer.ranks.world import World, alone, join_ranks, world_of_ranks
 
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None) -> Learner:

@@ -14,30 +14,27 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipelinerl.algorithms.feeder_bound import FeederBound
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
-from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
-from services.trainer.actor_client import ActorClient, ActorClients
-from services.trainer.evaluation import HeldoutEvaluator, HeldoutResult
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.rl.ledger import Outcome
+from services.trainer.checkpoint.checkpointer import Checkpointer, Due
+from services.trainer.checkpoint.run_state import RunState
+from services.trainer.checkpoint.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
+from services.trainer.data.actor_client import ActorClient, ActorClients
+from services.trainer.data.evaluation import HeldoutEvaluator, HeldoutResult
+from services.trainer.data.feeder import Feeder
+from services.trainer.data.intake import Intake
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.probe import Parity, measure_parity
-from services.trainer.report.records import StepRecord
-from services.trainer.report.throughput import update_idle_s
-from services.trainer.resume.checkpointer import Checkpointer, Due
-from services.trainer.resume.run_state import RunState
-from services.trainer.resume.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.feeder import Feeder
-from services.trainer.sequences.intake import Intake
-from services.trainer.sequences.traces import SequenceTraces
-from services.trainer.updates.updater import WeightUpdater
+from services.trainer.records import StepRecord, update_idle_s
+from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class PolicyTrainer(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def prepare(self, groups: Many[TrainingGroup], version: int) -> Any:
+    def prepare(self, groups: list[TrainingGroup], version: int) -> Any:
         """Plans one optimizer step on the batch at policy `version`. The one method that any thread may call."""
         ...
 
@@ -109,7 +106,7 @@ class OptimizerLoop:
         trainer: PolicyTrainer,
         intake: Intake,
         feeder: Feeder,
-        books: Books,
+        books: SequenceTracker,
         bound: FeederBound,
         updater: WeightUpdater,
         evaluator: HeldoutEvaluator,

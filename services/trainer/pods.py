@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 
-from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.pod_watch import PodWatch
-from services.trainer.updates.updater import WeightUpdater
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 

@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import RankSettings, TrainerSettings
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
-from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
-from pipelinerl.weights.manifest import aligned
-from pipelinerl_torch.group import Backend, GroupStore
-from pipelinerl_torch.placement import HOST, on_device
-from services.trainer.export import PolicyExport, StagedExport
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.settings import RankSettings, TrainerSettings
+from pipelinerl.transfer.group import HOST, Backend, GroupStore, on_device
+from pipelinerl.transfer.manifest import aligned
+from services.trainer.checkpoint.export import PolicyExport, StagedExport
+from services.trainer.checkpoint.run_state import Start
+from services.trainer.checkpoint.state_files import PendingState
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.metrics import SAMPLED_WEIGHTS
 from services.trainer.learn.model import DTYPES
-from services.trainer.learn.sampled import SAMPLED_WEIGHTS
-from services.trainer.learn.share import PreparedStep
-from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
 from services.trainer.loading import load_learner
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.saver import PendingState
-from services.trainer.report.throughput import StepWork, throughput_figures
-from services.trainer.resume.start import Start
-from services.trainer.weights.described import adapter_factors, whole_weights
-from services.trainer.weights.port import CollectivePort
-from services.trainer.weights.sender import Snapshot, WeightSender
+from services.trainer.rank_zero import RankZero
+from services.trainer.records import StepWork, throughput_figures
+from services.trainer.weight_sync.sender import CollectivePort, Snapshot, WeightSender, adapter_factors, whole_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +70,7 @@ class TorchPolicyTrainer:
 
     def __init__(
         self,
-        lead: Lead,
+        lead: RankZero,
         tokenizer: PreTrainedTokenizerBase,
         sender: WeightSender,
         port: CollectivePort,
@@ -93,7 +89,7 @@ class TorchPolicyTrainer:
     def num_ranks(self) -> int:
         return self._lead.num_ranks
 
-    def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
+    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
         return self._lead.prepare(groups, version)
 
     def train_step(self, prepared: PreparedStep) -> Mapping[str, Any]:
@@ -162,7 +158,7 @@ def load_policy_trainer(
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
-    lead = Lead(load_learner(recipe, source, ranks, resume=start.tensors))
+    lead = RankZero(load_learner(recipe, source, ranks, resume=start.tensors))
     log.info("policy ready", extra=policy_facts(lead.learner))
     sender = weight_sender(lead.learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)

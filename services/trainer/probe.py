@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.types import Logprobs, PolicyVersion, TokenIds
-from services.trainer.actor_client import ActorClient, ActorClients
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
+from services.trainer.data.actor_client import ActorClient, ActorClients
 
 log = logging.getLogger(__name__)
 

@@ -16,45 +16,40 @@ from collections.abc import Mapping
 
 from grpc import aio
 
+from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.protocol import Bus
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import TrainerSettings
-from pipelinerl.control import RunEnd
-from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
-from pipelinerl.journal import Journal
-from pipelinerl.run_summary import RunSummary
-from pipelinerl.service.until_stopped import StartStopped, unless_stopped
-from pipelinerl.types import SamplingParams
+from pipelinerl.messages.control import RunEnd, encode_control
+from pipelinerl.messages.sequences import SamplingParams
+from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_folder import RunSummary
+from pipelinerl.service.lifecycle import StartStopped, unless_stopped
+from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
-from pipelinerl.verify import VerifierClient
-from services.trainer.actor_client import ActorClient, ActorLoad
-from services.trainer.evaluation import HeldoutEvaluator
-from services.trainer.initial_files import initial_files
+from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
+from services.trainer.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, link_export
+from services.trainer.data.actor_client import ActorClient, ActorLoad
+from services.trainer.data.evaluation import HeldoutEvaluator
+from services.trainer.data.feeder import Feeder, feeder_bound, heldout_problems, training_problems
+from services.trainer.data.intake import Intake
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from services.trainer.data.upkeep import StreamUpkeep
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
-from services.trainer.observers import RunObservers
 from services.trainer.pods import watch_actor_pods
 from services.trainer.policy_trainer import TorchPolicyTrainer
 from services.trainer.probe import probe_tokens
-from services.trainer.report.records import StepRecord
-from services.trainer.resume.continuation import Continuation, reserve
-from services.trainer.resume.lineage_file import note_training_began
-from services.trainer.resume.start import Start, evaluates_first
-from services.trainer.resume.writer import CheckpointWriter, WrittenCheckpoint, link_export
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.feeder import Feeder, feeder_bound
-from services.trainer.sequences.intake import Intake
-from services.trainer.sequences.prompts import heldout_problems, training_problems
-from services.trainer.sequences.traces import SequenceTraces
-from services.trainer.sequences.upkeep import StreamUpkeep
-from services.trainer.server import TrainerService
-from services.trainer.status import RunStatus
-from services.trainer.updates.attendance import MemberChange
-from services.trainer.updates.coordinator import Member
-from services.trainer.updates.lane import UpdateRecord
-from services.trainer.updates.updater import WeightUpdater
+from services.trainer.records import StepRecord
+from services.trainer.reporting.observers import RunObservers
+from services.trainer.reporting.status import RunStatus
+from services.trainer.resume import Resume, reserve
+from services.trainer.server import TrainerService, initial_files
+from services.trainer.weight_sync.coordinator import Member
+from services.trainer.weight_sync.membership import MemberChange
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +78,10 @@ class TrainingRun:
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
         traces = SequenceTraces()
-        self._books = Books(traces.recording(journal.write))
+        self._books = SequenceTracker(traces.recording(journal.write))
         self._updater = self._make_updater(policy)
         self._feeder, self._intake = self._make_sequence_ends(policy, traces)
-        self._continuation = Continuation(
+        self._continuation = Resume(
             settings.run_dir,
             recipe,
             bus,

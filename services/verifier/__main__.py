@@ -9,8 +9,8 @@ import sys
 def main() -> int:
     argparse.ArgumentParser(prog="python -m services.verifier", description=__doc__).parse_args()
 
-    from pipelinerl.config.settings import VerifierSettings
     from pipelinerl.service.lifecycle import run_service
+    from pipelinerl.service.settings import VerifierSettings
     from services.verifier.server import serve
 
     return run_service(VerifierSettings, "verifier", serve, stop_within_s=10.0)

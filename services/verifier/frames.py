@@ -13,7 +13,7 @@ import os
 import struct
 from dataclasses import asdict, dataclass
 
-from pipelinerl.config.recipe import RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 
 _LENGTH = struct.Struct(">I")
 

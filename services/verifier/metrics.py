@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.service.metric_set import MetricSet
+from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
 UNKNOWN_TASK = "(unknown)"

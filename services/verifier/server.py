@@ -1,32 +1,144 @@
-"""The verifier's process: the gRPC service, its workers, its health. Scores nothing itself and imports no reward."""
+"""The verifier's spans of one call: one for each item that has a trace, and in it one for its reward.
+
+One item, one result, whatever the reward does short of ending the process.
+
+The verifier's process: the gRPC service, its workers, its health. Scores nothing itself and imports no reward.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc
 from grpc import aio
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.settings import VerifierSettings
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
-from pipelinerl.service.grpc_server import serve_grpc
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
+from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.spans import before_ns, child, trace_of, traces_in
+from pipelinerl.v1 import sequence_pb2, verifier_pb2, verifier_pb2_grpc
 from services.verifier.frames import WorkerSetup
-from services.verifier.jobs import QueueFull
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
-from services.verifier.pool import RewardPool, run_pool
-from services.verifier.spans import CallSpans
+from services.verifier.pool import QueueFull, RewardPool, run_pool
+from services.verifier.rewards.compose import ComposedReward, Reward
+from services.verifier.rewards.item import BadReference, BadReward, RewardInput
+
+METHOD = "pipelinerl.v1.VerifierService/Verify"
+
+
+class CallSpans:
+    """From the call's arrival to `end`. `metadata`: the call's; `items`: its items, in order."""
+
+    def __init__(
+        self, metadata: Iterable[tuple[str, str | bytes]] | None, items: Sequence[verifier_pb2.VerifyItem]
+    ) -> None:
+        self._spans: dict[str, Span] = {}
+        for position, trace in traces_in(metadata).items():
+            if position < len(items):
+                item = items[position]
+                about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(METHOD)}
+                span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
+                self._spans[item.sequence_id] = span
+
+    def scored(self, result: verifier_pb2.VerifyResult) -> None:
+        """As soon as it is: the reward's span ends now. What was before it is the wait for a worker."""
+        span = self._spans.get(result.sequence_id)
+        if span is not None:
+            status = verifier_pb2.VerifyStatus.Name(result.status).removeprefix("VERIFY_STATUS_").lower()
+            about = {a.STATUS: status, a.REWARD: result.reward}
+            reward = child(trace_of(span), "reward.score", attributes=about, began_at=before_ns(result.seconds))
+            if result.status != verifier_pb2.VERIFY_STATUS_OK:
+                reward.set_status(Status(StatusCode.ERROR, status))
+            reward.end()
+
+    def end(self, code: str) -> None:
+        """The call is answered with this status, by name."""
+        for span in self._spans.values():
+            span.set_attribute(a.RPC_STATUS, code)
+            if code != "OK":
+                span.set_status(Status(StatusCode.ERROR, code))
+            span.end()
+
+
+_SHORT = 500
+_FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    """Never raises: what the reward raises is the result's status."""
+    started_s = time.perf_counter()
+    result = _outcome(reward, item)
+    result.sequence_id = item.sequence_id
+    result.seconds = time.perf_counter() - started_s
+    return result
+
+
+def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    try:
+        return _ok(reward(_input(reward, item)))
+    except BadReference as error:
+        return _failed(verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error))
+    except BadReward as error:
+        return _failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
+    except MemoryError:
+        pass  # the traceback holds what filled the memory; it is let go before anything else is done
+    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
+        traceback.print_exc()
+        return _failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the reward raised {type(error).__name__}: {error}")
+    return _failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib")
+
+
+def _input(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> RewardInput:
+    return RewardInput(
+        prompt=item.prompt_text,
+        completion=item.completion_text,
+        answer=reward.find_answer(item.completion_text),
+        reference=_reference(item.reference_json),
+        completion_tokens=item.completion_tokens,
+        max_tokens=item.max_tokens,
+        finish_reason=_FINISH_REASONS.get(item.finish_reason, ""),
+        task=item.task,
+        sequence_id=item.sequence_id,
+    )
+
+
+def _reference(text: str) -> dict[str, Any]:
+    try:
+        reference = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadReference("reference_json", f"not JSON: {error}") from error
+    if not isinstance(reference, dict):
+        raise BadReference("reference_json", f"a JSON object is needed, not {type(reference).__name__}")
+    return reference
+
+
+def _ok(reward: Reward) -> verifier_pb2.VerifyResult:
+    return verifier_pb2.VerifyResult(
+        status=verifier_pb2.VERIFY_STATUS_OK,
+        reward=reward.value,
+        components=reward.terms,
+        message=reward.reason[:_SHORT],
+    )
+
+
+def _failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
+    return verifier_pb2.VerifyResult(status=status, message=message[:_SHORT])
+
 
 log = logging.getLogger(__name__)
 

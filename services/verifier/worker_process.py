@@ -1,4 +1,6 @@
-"""One reward process as the verifier sees it: started, given items, heard from, ended with everything it started.
+"""Ends a process and everything it started, also what moved to another process group. Linux's /proc.
+
+One reward process as the verifier sees it: started, given items, heard from, ended with everything it started.
 
 It decides nothing about items: what a lost worker means for them is the pool's business.
 """
@@ -12,14 +14,62 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.frames import RETIRED, FrameReader, WorkerHello, WorkerSetup, frame
-from services.verifier.process_tree import kill_group, kill_tree
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of all of a process's threads; none when it is gone."""
+    found: list[int] = []
+    for listing in _child_lists(pid):
+        with contextlib.suppress(OSError):  # the thread ended
+            found += map(int, listing.read_text().split())
+    return found
+
+
+def _child_lists(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            yield Path(f"/proc/{pid}/task/{thread}/children")
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to the process, its descendants and its process group; reaps nothing.
+
+    Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
+    """
+    stopped: set[int] = set()
+    while found := {pid, *_descendants(pid)} - stopped:
+        for process in found:
+            _signal(process, signal.SIGSTOP)
+        stopped |= found
+    for process in stopped:
+        _signal(process, signal.SIGKILL)
+    kill_group(pid)
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to what is left of the process group that `leader` led, if it led one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.telemetry.exposition import RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.scaling import ReplicaAdvice
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.scaling import ReplicaAdvice
 from services.verifier.metrics import VerifierMetrics
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import Rendered

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, environment, render
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.bus.permissions import Permissions, permissions
-from pipelinerl.kube import permissions as kube
-from pipelinerl.local.nats_server import find_nats_server
+from pipelinerl.kube import client as kube
+from pipelinerl.local.nats import find_nats_server
 from tests.certificates import Authority
 from tests.chart.cases import CASES
 from tests.chart.conftest import rendered_case

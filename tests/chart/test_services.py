@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from pydantic_settings import BaseSettings
 
-from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from pipelinerl.service.settings import (
+    ActorSettings,
+    ServiceSettings,
+    TrainerSettings,
+    VerifierSettings,
+)
 from tests.chart.cases import CASES
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import SERVICES, Object, Pod, Rendered, environment, render

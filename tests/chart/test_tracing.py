@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.tracing import TracingSettings, TracingSwitch
-from pipelinerl.service.environment import read_settings
+from pipelinerl.service.settings import read_settings
+from pipelinerl.telemetry.tracing import TracingSettings, TracingSwitch
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import NAMESPACE, SERVICES, HelmError, Rendered, render
 

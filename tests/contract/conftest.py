@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.bus import jetstream
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import Bus, StreamLimits
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 from tests.contract.roles import connected_in_roles, guarded
+from tests.support.memory_bus import MemoryBus, MemoryServer
 
 LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=0.5, member_ttl_s=1.0)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import (
+    FROM_ACTOR,
     NO_HEADERS,
     Bus,
     ControlMessage,
@@ -19,8 +20,7 @@ from pipelinerl.bus.protocol import (
     StreamInfo,
     StreamLimits,
 )
-from pipelinerl.bus.subjects import FROM_ACTOR
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 
 PASSWORDS = {TRAINER: "trainer-secret", ACTOR: "actor-secret", ADMIN: "admin-secret"}
 

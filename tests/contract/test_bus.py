@@ -10,8 +10,15 @@ from typing import TypeVar
 
 import pytest
 
-from pipelinerl.bus.protocol import Bus, MemberEvent, PendingPrompt, PromptDelivery, StreamLimits
-from pipelinerl.bus.subjects import EVERY_ACTOR, group_id_of
+from pipelinerl.bus.protocol import (
+    EVERY_ACTOR,
+    Bus,
+    MemberEvent,
+    PendingPrompt,
+    PromptDelivery,
+    StreamLimits,
+    group_id_of,
+)
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from tests.contract.conftest import LIMITS, Connect, run_streams
 
@@ -681,7 +688,7 @@ async def test_a_member_name_that_is_no_key_is_refused(bus: Bus) -> None:
 
 async def test_a_run_name_that_is_no_subject_is_refused_before_anything_is_opened(nats_url: str) -> None:
     from pipelinerl.bus import jetstream
-    from pipelinerl.bus.memory import MemoryBus
+    from tests.support.memory_bus import MemoryBus
 
     with pytest.raises(FieldError):
         async with jetstream.connect(nats_url, "a.b"):

@@ -18,10 +18,10 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
-from pipelinerl.bus.nats_reader import OrderedReader
 from pipelinerl.bus.protocol import MemberEvent, StreamLimits
+from pipelinerl.bus.reader import OrderedReader
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 from tests.contract.conftest import LIMITS
 from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
 
@@ -148,7 +148,7 @@ async def test_login_by_file_and_its_refusal(tmp_path: Path) -> None:
 
 
 def _binary() -> str:
-    from pipelinerl.local.nats_server import find_nats_server
+    from pipelinerl.local.nats import find_nats_server
 
     return find_nats_server()
 

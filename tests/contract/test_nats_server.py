@@ -14,8 +14,8 @@ import nats
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local import nats_server
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local import nats as nats_server
+from pipelinerl.local.nats import NatsServer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -128,7 +128,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from pipelinerl.local.nats_server import NatsServer;"
+        "import sys, pathlib; from pipelinerl.local.nats import NatsServer;"
         "server = NatsServer(pathlib.Path(sys.argv[1])); server.start();"
         "print(server.pid, flush=True); sys.stdin.read()"
     )

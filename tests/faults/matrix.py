@@ -24,14 +24,13 @@ from typing import Any
 
 import yaml
 
-from pipelinerl.config.load import load_recipe
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.living import read_pids
+from pipelinerl.local.processes import read_pids, session_pids
 from pipelinerl.local.progress import open_display
 from pipelinerl.local.run_dir import RunDir, create_run_dir
 from pipelinerl.local.runner import LocalRun
-from pipelinerl.local.session import session_pids
 from pipelinerl.local.supervisor import RestartPolicy
+from pipelinerl.recipe.loading import load_recipe
 from tests.faults.points import POINTS, Watcher
 
 SERVICES = ("trainer", "actor-0", "verifier", "nats")

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import TransferError
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl_torch.placement import on_device
-from services.actor.weights.staging import Receiver
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup, on_device
+from services.actor.weight_sync.staging import Receiver
+from services.trainer.weight_sync.sender import WeightSender
 
 VERSION = PolicyVersion(1, 3)
 MEET_WITHIN_S = 60.0

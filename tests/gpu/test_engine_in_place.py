@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.group import Backend
-from pipelinerl_torch.placement import HOST, on_device
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.group import HOST, Backend, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 GPU_TOLERANCE = 2e-3

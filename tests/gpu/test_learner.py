@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.config.settings import RankSettings
+from pipelinerl.service.settings import RankSettings
+from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
-from services.trainer.learn.normalization import BatchTotals
+from services.trainer.learn.loss import BatchTotals
 from services.trainer.loading import load_learner, rank_device, sharded_learner
-from services.trainer.ranks.world import join_ranks, leave_ranks
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import model_of, sequences_of
 from tests.unit.test_ranks import Job, Result, same, train

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.trainer.learn.meter import StepMeter
-from services.trainer.learn.phases import PhaseTimer, mark_for
+from services.trainer.learn.meter import PhaseTimer, StepMeter, mark_for
 
 pytestmark = pytest.mark.gpu
 LONG = 2_000_000_000

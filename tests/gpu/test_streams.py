@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.checksum import checksum
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.placement import HOST, beside_model, on_device
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import checksum, describe
+from pipelinerl.transfer.group import HOST, beside_model, on_device
+from services.trainer.weight_sync.sender import WeightSender
 
 pytestmark = pytest.mark.gpu
 LONG = 2_000_000_000

@@ -119,7 +119,7 @@ def test_labels_are_complete_and_filled_from_arguments(service: str, dockerfile:
 
 
 def test_variables_of_the_service_are_fields_of_its_settings(service: str, dockerfile: Dockerfile) -> None:
-    from pipelinerl.config import settings
+    from pipelinerl.service import settings
 
     fields = getattr(settings, f"{service.capitalize()}Settings").model_fields
     ours = [key for key in dockerfile.final.pairs("ENV") if key.startswith("PIPELINERL_")]
@@ -141,7 +141,7 @@ def test_a_service_holds_no_other_service(service: str, dockerfile: Dockerfile) 
         "services/__init__.py",
         f"services/{service}",
     ]
-    assert ("pipelinerl_torch" in copied) == (service != "verifier")
+    assert "pipelinerl" in copied
 
 
 @pytest.mark.parametrize(

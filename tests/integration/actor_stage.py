@@ -21,13 +21,12 @@ import numpy as np
 
 from pipelinerl.bus.jetstream import JetStreamBus, connect
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.codec import decode_sequence, encode_group
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.local.session import kill_session
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.processes import kill_session
+from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence, decode_sequence, encode_group
 from pipelinerl.service.address import read_address
-from pipelinerl.service.grpc_server import serve_grpc
-from pipelinerl.types import PromptGroup, SamplingParams, Sequence
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from tests.exposition import without_run
 

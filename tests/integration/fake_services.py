@@ -18,10 +18,15 @@ from typing import Any
 
 import grpc.aio
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, write_address
+from pipelinerl.service.settings import (
+    ActorSettings,
+    ServiceSettings,
+    TrainerSettings,
+    VerifierSettings,
+)
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 

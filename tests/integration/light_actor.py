@@ -21,17 +21,14 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.settings import ActorSettings
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
+from pipelinerl.messages.verification import Backoff, VerifierClient
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, write_address
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
-from pipelinerl.service.lifecycle import run_service
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import Readiness, run_service, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.loop_watch import watch_loop
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.types import FinishReason, PolicyVersion, VersionSpan
-from pipelinerl.verify import Backoff, VerifierClient
+from pipelinerl.service.settings import ActorSettings
 from services.actor.app import Actor
 from services.actor.engine import Generation, GenerationRequest
 from services.actor.metrics import ActorMetrics

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.bus.subjects import group_id_of
-from pipelinerl.codec import decode_sequence
-from pipelinerl.types import Sequence, VersionSpan
+from pipelinerl.bus.protocol import StreamLimits, group_id_of
+from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence
 from tests.integration.actor_stage import PROMPT, RUN, ActorStage, LightActor, actor_stage
 
 pytestmark = pytest.mark.timeout(180)

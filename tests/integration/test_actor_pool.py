@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.local.actors import ActorPool
-from pipelinerl.local.process import Launch, ServiceProcess
+from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.supervisor import RestartPolicy, SupervisedService
 
 LIVES = (sys.executable, "-S", "-c", "import time; time.sleep(600)")

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.bus.jetstream import JetStreamBus, connect
-from pipelinerl.codec import decode_group
-from pipelinerl.journal import JOURNAL
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.run_dir import RunDir, write_json
-from pipelinerl.types import VersionSpan
+from pipelinerl.messages.sequences import VersionSpan, decode_group
 from tests.certificates import Authority
 from tests.contract.roles import guarded
 from tests.unit.builders import RUN, make_group

@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from grpc import aio
 
-from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
+from pipelinerl.messages.verification import Backoff, VerifierClient, VerifyItem
+from pipelinerl.service.grpc import GrpcServer, serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
 
 SOON = Backoff(0.01, 0.05)
 ITEM = VerifyItem("s1", "t", "", "", "{}")

@@ -16,11 +16,11 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from pipelinerl.config.recipe import AlgorithmConfig
-from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import AlgorithmConfig
+from pipelinerl.service.settings import RankSettings
+from services.trainer.learn.attention import decoder_layers
 from services.trainer.learn.compile import compile_layers
-from services.trainer.learn.layers import decoder_layers
 from services.trainer.learn.model import wrap_model
 from services.trainer.loading import load_learner
 from tests.unit.builders import make_recipe

@@ -9,13 +9,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.types import PolicyVersion
-from services.actor.gate import ServingGate
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.sequences import PolicyVersion
+from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener
-from services.trainer.updates.updater import WeightUpdater
+from services.actor.weight_sync.updates import UpdateListener
+from services.trainer.weight_sync.updater import WeightUpdater
 from tests.unit.test_update_protocol import ScriptedPort, ScriptedReceiver
 
 

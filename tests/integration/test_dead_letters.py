@@ -10,9 +10,8 @@ import pytest
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.cli import main
-from pipelinerl.codec import encode_dead_letter, encode_group
-from pipelinerl.local.nats_server import NatsServer
-from pipelinerl.types import DeadLetter
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.sequences import DeadLetter, encode_dead_letter, encode_group
 from tests.unit.builders import make_group
 
 LETTERS = (

@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.service.until_stopped import StartStopped
-from pipelinerl.types import SamplingParams
+from pipelinerl.messages.sequences import SamplingParams
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.lifecycle import StartStopped
 from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
-from services.trainer.warmstart.tokenizer import character_tokenizer
+from services.trainer.warmstart.supervised import character_tokenizer
 from tests.integration.test_weight_parity import random_model
 
 

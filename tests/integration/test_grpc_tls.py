@@ -12,14 +12,12 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pipelinerl.certificates import read_certificates
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.service.grpc_channel import RenewedChannel, explained, open_channel
-from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
-from pipelinerl.service.tls import server_credentials
+from pipelinerl.messages.verification import Backoff, VerifierClient, VerifyItem
+from pipelinerl.service.grpc import GrpcServer, RenewedChannel, explained, open_channel, serve_grpc
+from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from pipelinerl.verify import Backoff, VerifierClient, VerifyItem
-from services.trainer.actor_client import ActorClient
+from services.trainer.data.actor_client import ActorClient
 from tests.certificates import Authority, serial_of
 from tests.integration.test_balancing import name_server
 
@@ -233,7 +231,7 @@ async def test_a_verifier_client_waits_for_certificates_that_fit(
     files: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is wrong is in the log; once the files are right, the call goes through."""
-    monkeypatch.setattr("pipelinerl.service.grpc_channel.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("pipelinerl.service.grpc.LOOK_EVERY_S", 0.0)
     client_files = files("client", "caller", by=Authority("another"))
     async with (
         serving(files("server", HOST), Answering()) as server,

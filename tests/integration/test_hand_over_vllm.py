@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 
 from transformers import PreTrainedModel
 
-from pipelinerl.bus.subjects import group_id_of
-from pipelinerl.types import Sequence
-from services.trainer.warmstart.tokenizer import character_tokenizer
+from pipelinerl.bus.protocol import group_id_of
+from pipelinerl.messages.sequences import Sequence
+from services.trainer.warmstart.supervised import character_tokenizer
 from tests.integration.actor_stage import PROMPT, actor_stage
 from tests.integration.test_weight_parity import TOLERANCE, change_strongly, largest_difference, random_model, reference
 

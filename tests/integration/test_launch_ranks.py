@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import FieldError
+from pipelinerl.service.settings import TrainerSettings
 from services.trainer.launch import num_ranks
 from tests.unit.builders import make_recipe
 
 AGENT = """
 import json, sys
 from pathlib import Path
-from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.service.settings import TrainerSettings
 from services.trainer.launch import run_ranks
 if __name__ == "__main__":
     settings, num_here, worker = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

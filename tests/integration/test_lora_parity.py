@@ -10,14 +10,18 @@ import torch
 
 pytest.importorskip("vllm")
 
-from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.errors import ManifestMismatch
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import build_manifest
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import (
+    AlgorithmConfig,
+    LoraConfig,
+    ModelConfig,
+    TrainerConfig,
+)
+from pipelinerl.transfer.manifest import build_manifest
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
-from services.trainer.weights.described import adapter_factors, whole_weights
-from services.trainer.weights.sender import WeightSender
+from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
 from tests.integration.test_weight_parity import TOLERANCE, Running, replaced, running
 from tests.unit.test_learner import LENGTHS, group_of, sequences_of
 

@@ -17,11 +17,10 @@ import pytest
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
-from pipelinerl.bus.protocol import LogEntry
-from pipelinerl.bus.subjects import Subjects
-from pipelinerl.config.settings import TrainerSettings
+from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.errors import BusError
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.service.settings import TrainerSettings
 from services.trainer.app import stream_limits
 from tests.contract.conftest import LIMITS
 

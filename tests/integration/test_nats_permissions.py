@@ -17,9 +17,9 @@ from nats.js.api import StreamConfig
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
-from pipelinerl.bus.subjects import FROM_TRAINER, Subjects
+from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, NotPermitted
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 from tests.contract.roles import PASSWORDS, guarded
 
 RUN = "demo"

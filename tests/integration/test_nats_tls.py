@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
 from pipelinerl.errors import BusError, FieldError
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
 from tests.certificates import Authority
 from tests.contract.conftest import LIMITS
 

@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.process import Launch, ServiceDied, ServiceNotReady, ServiceProcess, log_tail
-from pipelinerl.local.session import session_ended, session_pids
+from pipelinerl.local.processes import (
+    Launch,
+    ServiceDied,
+    ServiceNotReady,
+    ServiceProcess,
+    log_tail,
+    session_ended,
+    session_pids,
+)
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 
@@ -164,7 +171,7 @@ async def test_the_log_is_appended_to_across_restarts(start: Start) -> None:
 PARENT = """
 import asyncio, os, sys
 from pathlib import Path
-from pipelinerl.local.process import Launch, ServiceProcess
+from pipelinerl.local.processes import Launch, ServiceProcess
 
 async def main() -> None:
     folder = Path(sys.argv[1])
@@ -211,7 +218,7 @@ async def test_a_kernel_that_takes_its_time_with_the_dead_does_not_fail_a_stop(
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr("pipelinerl.local.process.session_ended", not_yet)
+        patched.setattr("pipelinerl.local.processes.session_ended", not_yet)
         assert await process.terminate(grace_s=5) == -signal.SIGTERM
         with pytest.raises(ServiceError, match="survive SIGKILL"):
             await process.kill_and_wait()

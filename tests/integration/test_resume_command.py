@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.local.living import living
+from pipelinerl.local.processes import kill_session, living
 from pipelinerl.local.resume import find_run
-from pipelinerl.local.session import kill_session
 from tests.integration.fake_run import FAKES
 
 STAND_IN = "import runpy, sys; sys.argv = [{path!r}, {kind!r}]; runpy.run_path({path!r}, run_name='__main__')"

@@ -17,12 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.load import load_recipe
 from pipelinerl.local.ending import finish
-from pipelinerl.local.process import ServiceDied
-from pipelinerl.local.progress import PlainDisplay
-from pipelinerl.local.progress_view import RunState, rows
-from pipelinerl.local.session import session_pids
+from pipelinerl.local.processes import ServiceDied, session_pids
+from pipelinerl.local.progress import PlainDisplay, RunState, rows
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import read_address
 from tests.integration.fake_run import FAKES, SERVICES, Run, recipe, running, until_pid_changes
 

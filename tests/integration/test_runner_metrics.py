@@ -13,7 +13,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl.errors import FieldError
-from pipelinerl.local.targets import targets_of
+from pipelinerl.local.metrics import targets_of
 from pipelinerl.service.address import ServiceAddress, read_address, write_address
 from tests.integration.fake_run import Run, recipe, running, until_pid_changes
 

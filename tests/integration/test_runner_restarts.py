@@ -15,9 +15,8 @@ import nats
 import pytest
 
 from pipelinerl.local.ending import finish
-from pipelinerl.local.process import ServiceDied
-from pipelinerl.local.progress import PlainDisplay
-from pipelinerl.local.progress_view import RunState
+from pipelinerl.local.processes import ServiceDied
+from pipelinerl.local.progress import PlainDisplay, RunState
 from pipelinerl.service.address import ServiceAddress, read_address
 from tests.integration.fake_run import Run, recipe, running, until_pid_changes
 

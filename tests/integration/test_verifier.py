@@ -26,11 +26,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.messages.verification import (
+    Backoff,
+    VerifierClient,
+    VerifyItem,
+    VerifyOutcome,
+    VerifyStatus,
+)
 from pipelinerl.service.address import ServiceAddress, read_address
-from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from pipelinerl.verify import Backoff, VerifierClient, VerifyItem, VerifyOutcome, VerifyStatus
-from services.verifier.process_tree import children
+from services.verifier.worker_process import children
 from tests.certificates import Authority
 from tests.exposition import without_run
 
@@ -423,10 +429,10 @@ for module in pkgutil.walk_packages(services.verifier.__path__, "services.verifi
     if not module.name.endswith("__main__"):
         __import__(module.name)
 
-from pipelinerl.config.recipe import SCORERS, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
-from services.verifier.rewards.registry import make_reward
-from services.verifier.scoring import score_item
+from services.verifier.rewards.compose import make_reward
+from services.verifier.server import score_item
 
 answers = {"json_schema": '{"const": 12}'}
 entry = {"question": "", "answer": "12", "metadata": {}}

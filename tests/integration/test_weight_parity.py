@@ -19,14 +19,20 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from pipelinerl.errors import ManifestMismatch, TransferError
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import build_manifest
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import Backend, GroupSpec, GroupStore, WeightGroup
-from pipelinerl_torch.placement import HOST, Placement
-from services.actor.weights.staged import StagedWeights
-from services.actor.weights.update import WeightUpdateClient
-from services.trainer.weights.sender import TransferResult, WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import (
+    HOST,
+    Backend,
+    GroupSpec,
+    GroupStore,
+    Placement,
+    WeightGroup,
+)
+from pipelinerl.transfer.manifest import build_manifest
+from services.actor.weight_sync.link import StagedWeights
+from services.actor.weight_sync.update import WeightUpdateClient
+from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
 TOLERANCE = 1e-4
 """Nats, float32."""

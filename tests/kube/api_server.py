@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipelinerl.kube.permissions import ACTOR, TRAINER, Permission
+from pipelinerl.kube.client import ACTOR, TRAINER, Permission
 
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}

@@ -11,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.kube import client as client_module
-from pipelinerl.kube.client import KubeClient, in_cluster
-from pipelinerl.kube.errors import KubeError
-from pipelinerl.kube.permissions import ACTOR, CREATE_EVENTS, LIST_PODS, PATCH_PODS, TRAINER, WATCH_PODS
-from pipelinerl.kube.pods import PodChange
-from services.trainer.events import REASONS
+from pipelinerl.kube.client import (
+    ACTOR,
+    CREATE_EVENTS,
+    LIST_PODS,
+    PATCH_PODS,
+    TRAINER,
+    WATCH_PODS,
+    KubeClient,
+    KubeError,
+    PodChange,
+    in_cluster,
+)
+from services.trainer.reporting.events import REASONS
 from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer
 from tests.unit.builders import RUN
 
@@ -180,7 +188,7 @@ async def test_leaving_a_silent_watch_ends_its_thread(
 
 
 def test_outside_kubernetes_there_is_no_client() -> None:
-    from pipelinerl.config.settings import ActorSettings
+    from pipelinerl.service.settings import ActorSettings
 
     where = {"run": RUN, "recipe": Path("r.yaml"), "instance": "a", "verifier": "v:1"}
     assert in_cluster(ActorSettings(**where)) is None

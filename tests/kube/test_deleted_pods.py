@@ -17,10 +17,10 @@ import yaml
 
 from benchmarks.light_members import Break, LightMember
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.config.settings import TrainerSettings
-from pipelinerl.control import Commit, EpochStart
-from pipelinerl.kube.permissions import ACTOR, PATCH_PODS, TRAINER
-from services.actor.deletion_cost import ANNOTATION
+from pipelinerl.kube.client import ACTOR, PATCH_PODS, TRAINER
+from pipelinerl.messages.control import Commit, EpochStart
+from pipelinerl.service.settings import TrainerSettings
+from services.actor.membership import ANNOTATION
 from services.trainer.pods import watch_actor_pods
 from tests.faults.stage import FaultStage, fault_stage
 from tests.integration.actor_stage import RUN, actor_stage

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.permissions import ACTOR, PATCH_PODS
+from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeClient
 from pipelinerl.kube.pod_watch import Pauses
-from pipelinerl.types import PartialSequence, VersionSpan
-from services.actor.deletion_cost import ANNOTATION, MOST, DeletionCost, work_in_hand, worth_telling
-from services.actor.held_groups import HeldGroups
+from pipelinerl.messages.sequences import PartialSequence, VersionSpan
+from services.actor.hand_over import HeldGroups
+from services.actor.membership import (
+    ANNOTATION,
+    MOST,
+    DeletionCost,
+    work_in_hand,
+    worth_telling,
+)
 from services.actor.metrics import ActorMetrics
 from tests.kube.api_server import SOON_S, ApiServer
 from tests.unit.builders import make_group

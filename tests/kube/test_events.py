@@ -13,19 +13,17 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.errors import ServiceError
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.event_bound import MOST_KEYS, EventBound
-from pipelinerl.kube.events import QUEUE_SIZE, EventRecorder, PodRef, event_body
-from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, TRAINER
+from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeClient
+from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, PodRef, event_body
 from pipelinerl.kube.pod_watch import Pauses
-from pipelinerl.service.until_stopped import StartStopped
-from services.trainer import events as run_events_module
-from services.trainer.events import REASONS, RunEvents, run_events
-from services.trainer.resume.writer import WrittenCheckpoint
-from services.trainer.updates.attendance import MemberChange
-from services.trainer.updates.coordinator import Member
+from pipelinerl.service.lifecycle import StartStopped
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.reporting import events as run_events_module
+from services.trainer.reporting.events import REASONS, RunEvents, run_events
+from services.trainer.weight_sync.coordinator import Member
+from services.trainer.weight_sync.membership import MemberChange
 from tests.kube.api_server import NAMESPACE, SOON_S, ApiServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +129,7 @@ def test_every_reason_is_documented_with_its_type() -> None:
 
 
 def test_one_of_a_kind_about_an_object_passes_in_a_minute_and_the_next_says_how_many_did_not() -> None:
-    bound = EventBound(every_s=60.0, burst=100)
+    bound = EventRateLimiter(every_s=60.0, burst=100)
     assert bound.passes("ActorEvicted", "a", 0.0) == 0
     assert bound.passes("ActorEvicted", "b", 1.0) == 0, "another object"
     assert bound.passes("ActorJoined", "a", 1.0) == 0, "another kind"
@@ -141,7 +139,7 @@ def test_one_of_a_kind_about_an_object_passes_in_a_minute_and_the_next_says_how_
 
 
 def test_all_kinds_together_are_bounded_and_refilled() -> None:
-    bound = EventBound(every_s=60.0, burst=3, refill_s=10.0)
+    bound = EventRateLimiter(every_s=60.0, burst=3, refill_s=10.0)
     passed = [bound.passes("ActorJoined", f"a{number}", 100.0) for number in range(5)]
     assert passed == [0, 0, 0, None, None]
     assert bound.passes("ActorJoined", "a3", 109.0) is None
@@ -150,7 +148,7 @@ def test_all_kinds_together_are_bounded_and_refilled() -> None:
 
 
 def test_what_the_bound_remembers_is_bounded() -> None:
-    bound = EventBound(every_s=1e9, burst=10 * MOST_KEYS)
+    bound = EventRateLimiter(every_s=1e9, burst=10 * MOST_KEYS)
     for number in range(2 * MOST_KEYS):
         bound.passes("ActorJoined", f"a{number}", 0.0)
     assert len(bound._told) == MOST_KEYS
@@ -160,7 +158,7 @@ async def test_an_actor_that_flaps_does_not_flood_and_the_runs_own_events_pass(
     api: ApiServer, trainer: KubeClient
 ) -> None:
     now_s = [0.0]
-    async with recording(trainer, bound=EventBound(burst=4), clock=lambda: now_s[0]) as recorder:
+    async with recording(trainer, bound=EventRateLimiter(burst=4), clock=lambda: now_s[0]) as recorder:
         events = RunEvents("demo", TRAINER_POD, recorder)
         for _ in range(500):
             events.member(MemberChange("joined", ACTOR, 1, 0), 1)

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.errors import KubeError
-from pipelinerl.kube.permissions import CREATE_EVENTS, LIST_PODS, TRAINER, WATCH_PODS
+from pipelinerl.kube.client import (
+    CREATE_EVENTS,
+    LIST_PODS,
+    TRAINER,
+    WATCH_PODS,
+    KubeClient,
+    KubeError,
+    PodEnd,
+)
 from pipelinerl.kube.pod_watch import Pauses, PodWatch
-from pipelinerl.kube.pods import PodEnd
 from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer
 
 SHORT = Pauses(first_s=0.01, most_s=0.05, denied_s=0.02)

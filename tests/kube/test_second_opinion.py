@@ -14,8 +14,7 @@ import aiohttp.test_utils
 import kmock
 import pytest
 
-from pipelinerl.kube.client import KubeClient
-from pipelinerl.kube.errors import KubeError
+from pipelinerl.kube.client import KubeClient, KubeError
 from pipelinerl.kube.events import PodRef, event_body
 from tests.kube.api_server import NAMESPACE, SELECTOR
 from tests.kube.test_events import AT

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl.config.fields import dotted_paths
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.recipe.fields import Recipe, dotted_paths
 from tests.chart.rendering import ROOT, HelmError, render
 from tests.chart.test_schema import LEAVES
 from tests.monitoring.catalogue import problems_of, samples

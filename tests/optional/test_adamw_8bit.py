@@ -15,14 +15,13 @@ import torch
 import torch._inductor.config as inductor
 from torch import Tensor, nn
 
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
 from pipelinerl.errors import FieldError
-from services.trainer.learn.adamw import build_adamw
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from services.trainer.checkpoint.state_files import restore, stage
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw
 from services.trainer.learn.state import learner_state, plain_part, trained_parameters
 from services.trainer.learn.step import Learner
-from services.trainer.ranks.saving import restore, stage
 from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
 
 subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="no torchao: make test-adamw8bit has it")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.preflight import examine
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import TrainerSettings
-from services.trainer.evaluation import HeldoutResult
-from services.trainer.resume.start import Start
-from services.trainer.trackers import process, run_trackers
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.preflight import examine
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer.checkpoint.run_state import Start
+from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.reporting.trackers import process, run_trackers
 from tests.unit.builders import make_recipe
 
 for package in ("tensorboard", "mlflow", "wandb"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.types import PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence, VersionSpan
+from pipelinerl.recipe.fields import Recipe
 
 RUN = "unit"
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.trainer.trackers.__main__ import serve
-from services.trainer.trackers.tracker import TrackedRun
+from services.trainer.reporting.trackers.__main__ import serve
+from services.trainer.reporting.trackers.tracker import TrackedRun
 
 
 class FakeTracker:

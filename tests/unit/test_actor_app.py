@@ -13,18 +13,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.codec import decode_group, encode_group
-from pipelinerl.config.settings import ActorSettings
-from pipelinerl.local.nats_server import NatsServer
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, decode_group, encode_group
+from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.readiness import Readiness
-from pipelinerl.service.until_stopped import StartStopped
-from pipelinerl.types import PolicyVersion, SamplingParams
+from pipelinerl.service.settings import ActorSettings
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe
 from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
 

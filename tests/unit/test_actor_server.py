@@ -14,14 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.service.grpc_server import serve_grpc
-from pipelinerl.types import FinishReason, PolicyVersion, SamplingParams, VersionSpan
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, SamplingParams, VersionSpan
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import EngineError, Generation, GenerationRequest
-from services.actor.gate import ServingGate
+from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.server import MAX_PROMPTS, ActorParts, ActorService, phase_of, read_prompts, read_tokens
-from services.trainer.actor_client import ActorClient
+from services.trainer.data.actor_client import ActorClient
 
 NAME = "pipelinerl.v1.ActorService"
 VOCABULARY = 10

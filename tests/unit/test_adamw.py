@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pipelinerl.config.recipe import TrainerConfig
 from pipelinerl.errors import FieldError
-from services.trainer.learn.adamw import build_adamw
+from pipelinerl.recipe.fields import TrainerConfig
+from services.trainer.learn.optimizer import build_adamw
 
 
 def groups() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.http_get import http_status
+from pipelinerl.local.processes import http_status
 from pipelinerl.service.address import host_port, split_host_port
 from pipelinerl.service.http import serve_http
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.algorithms.admission import untrainable_reason
-from pipelinerl.types import Sequence, VersionSpan
+from pipelinerl.messages.sequences import Sequence, VersionSpan
+from pipelinerl.rl.grouping import untrainable_reason
 
 GOOD = Sequence(
     run="r",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.advantages import all_equal, group_advantages, smallest_group
 from pipelinerl.errors import FieldError
+from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from pipelinerl_torch.ahead import Ahead
+from pipelinerl.transfer.buffers import Prefetcher
 
 
 class Item:
@@ -12,7 +12,7 @@ class Item:
 
 
 def test_items_come_in_order_and_end() -> None:
-    with Ahead(range(100), 3, "test") as ahead:
+    with Prefetcher(range(100), 3, "test") as ahead:
         assert list(ahead) == list(range(100))
         assert list(ahead) == []
 
@@ -29,7 +29,7 @@ def test_no_more_than_the_buffers_exist_at_a_time() -> None:
             yield item
             del item
 
-    with Ahead(make(), 3, "test") as ahead:
+    with Prefetcher(make(), 3, "test") as ahead:
         for _ in ahead:
             gc.collect()
     assert max(most) <= 3
@@ -43,7 +43,7 @@ def test_the_next_item_is_made_while_one_is_in_hand() -> None:
         made.set()
         yield 2
 
-    with Ahead(make(), 2, "test") as ahead:
+    with Prefetcher(make(), 2, "test") as ahead:
         assert next(ahead) == 1
         assert made.wait(10)
 
@@ -53,7 +53,7 @@ def test_an_error_comes_where_the_item_would_have_come() -> None:
         yield 1
         raise ValueError("broken")
 
-    with Ahead(make(), 2, "test") as ahead:
+    with Prefetcher(make(), 2, "test") as ahead:
         assert next(ahead) == 1
         for _ in range(2):
             with pytest.raises(ValueError, match="broken"):
@@ -61,7 +61,7 @@ def test_an_error_comes_where_the_item_would_have_come() -> None:
 
 
 def test_closing_early_ends_the_thread() -> None:
-    ahead = Ahead(iter(range(1000)), 2, "ends-early")
+    ahead = Prefetcher(iter(range(1000)), 2, "ends-early")
     assert next(ahead) == 0
     ahead.close()
     ahead.close()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from pipelinerl.kube.pods import KnownPods, Pod, PodChange, PodEnd
-from services.trainer.updates.attendance import MOST_REMEMBERED, Attendance, Departures, MemberChange
-from services.trainer.updates.coordinator import Member, MembersLeaving
+from pipelinerl.kube.client import (
+    KnownPods,
+    Pod,
+    PodChange,
+    PodEnd,
+)
+from services.trainer.weight_sync.coordinator import Member, MembersLeaving
+from services.trainer.weight_sync.membership import (
+    MOST_REMEMBERED,
+    Departures,
+    MemberChange,
+    MembershipLog,
+)
 
 A = Member("a", "a-1", pod_uid="u1")
 NAMELESS = Member("a", "a-1")
@@ -87,7 +97,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_an_arrival_is_told_once_and_again_after_an_eviction() -> None:
-    attendance = Attendance()
+    attendance = MembershipLog()
     attendance.registers(A)
     assert attendance.serves(A, 1, 0) == [MemberChange("joined", A, 1, 0)]
     assert attendance.serves(A, 1, 1) == []
@@ -99,7 +109,7 @@ def test_an_arrival_is_told_once_and_again_after_an_eviction() -> None:
 
 
 def test_a_departure_is_told_once_by_the_epoch_or_by_the_registration() -> None:
-    attendance = Attendance()
+    attendance = MembershipLog()
     attendance.registers(A)
     attendance.serves(A, 1, 0)
     assert attendance.put_out("a", 1, 0, "its pod", left=True) == [MemberChange("left", A, 1, 0, "its pod")]
@@ -111,7 +121,7 @@ def test_a_departure_is_told_once_by_the_epoch_or_by_the_registration() -> None:
 
 
 def test_one_that_never_served_is_told_of_when_an_epoch_puts_it_out_and_not_when_it_goes() -> None:
-    attendance = Attendance()
+    attendance = MembershipLog()
     attendance.registers(A)
     assert attendance.put_out("a", 1, -1, "did not come", left=False) == [
         MemberChange("evicted", A, 1, -1, "did not come")

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.algorithms.ledger import LedgerCounts
-from pipelinerl.audit.audit import Audit, as_json, audit_run, trained_per_version
+from pipelinerl.audit.audit import Audit, as_json, audit_run, lines, trained_per_version
 from pipelinerl.audit.files import FilesAudit, audit_files
-from pipelinerl.audit.findings import Check
-from pipelinerl.audit.replay import split_id
-from pipelinerl.audit.text import lines
-from pipelinerl.journal import JOURNAL
-from services.trainer.sequences.books import Books
+from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.replay import Check, split_id
+from pipelinerl.rl.ledger import LedgerCounts
+from services.trainer.data.tracker import SequenceTracker
 from tests.unit.builders import make_group
 from tests.unit.trainer_fakes import make_run_state
 
@@ -274,11 +272,11 @@ def test_positions_do_not_go_back_but_for_an_older_checkpoint(tmp_path: Path) ->
 
 
 class Trainer:
-    """Books that write a journal, and checkpoints of them."""
+    """SequenceTracker that write a journal, and checkpoints of them."""
 
     def __init__(self, folder: Path) -> None:
         self.written, self.folder, self.version = Journalist(folder, start(), reserve(100)), folder, 0
-        self.books, self.issued = Books(self.record), 0
+        self.books, self.issued = SequenceTracker(self.record), 0
 
     def record(self, event: Mapping[str, Any]) -> None:
         self.written.write(dict(event))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.audit import keep_ledger, measure
-from pipelinerl.algorithms.ledger import LedgerCounts
+from pipelinerl.rl.ledger import LedgerCounts
 
 
 def test_every_sequence_of_the_made_up_run_ends() -> None:

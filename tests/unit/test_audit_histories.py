@@ -15,14 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.audit.audit import Audit, as_json, audit_run
-from pipelinerl.audit.findings import Check
-from pipelinerl.audit.text import lines
-from pipelinerl.bus.memory import MemoryBus
-from pipelinerl.codec import decode_group, encode_sequence
+from pipelinerl.audit.audit import Audit, as_json, audit_run, lines
+from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.replay import Check
 from pipelinerl.errors import BusError
-from pipelinerl.journal import JOURNAL
-from pipelinerl.types import VersionSpan
+from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequence
+from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_trainer_resume import Life, answer_next, life, publish, streams
 

@@ -10,17 +10,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.bus.protocol import ControlMessage
-from pipelinerl.bus.subjects import FROM_TRAINER
-from pipelinerl.codec import decode_dead_letter, decode_group, encode_control, encode_group
-from pipelinerl.control import Abort, Announce, Commit, EpochMember, EpochStart, RunEnd
+from pipelinerl.bus.protocol import FROM_TRAINER, ControlMessage
 from pipelinerl.errors import MessageError
-from pipelinerl.types import PartialSequence, PolicyVersion, VersionSpan
-from pipelinerl.weights.manifest_codec import manifest_from_bytes, manifest_to_bytes
-from services.actor.gate import ServingGate
+from pipelinerl.messages.control import (
+    Abort,
+    Announce,
+    Commit,
+    EpochMember,
+    EpochStart,
+    RunEnd,
+    encode_control,
+)
+from pipelinerl.messages.sequences import (
+    PartialSequence,
+    PolicyVersion,
+    VersionSpan,
+    decode_dead_letter,
+    decode_group,
+    encode_group,
+)
+from pipelinerl.transfer.manifest import manifest_from_bytes, manifest_to_bytes
+from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener, decode_order
+from services.actor.weight_sync.updates import UpdateListener, decode_order
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
 from tests.unit.test_generation_loop import stage
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver

@@ -9,12 +9,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.codec import encode_control, encode_sequence
-from pipelinerl.control import Abort, EpochJoined, Registration, Serving, Staged
-from pipelinerl.types import Sequence, VersionSpan
-from services.trainer.updates.updater import ANSWER_TYPES, WeightUpdater
+from pipelinerl.messages.control import (
+    Abort,
+    EpochJoined,
+    Registration,
+    Serving,
+    Staged,
+    encode_control,
+)
+from pipelinerl.messages.sequences import Sequence, VersionSpan, encode_sequence
+from pipelinerl.rl.ledger import Outcome
+from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_bad_messages import damaged
 from tests.unit.test_feeder_and_intake import Desk, desk

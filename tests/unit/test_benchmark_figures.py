@@ -18,9 +18,9 @@ from benchmarks.recovery import Recovery, row
 from benchmarks.samples import milliseconds, paired_ratio, percentile
 from benchmarks.simulated_members import actors_of
 from benchmarks.weight_update import merged
-from pipelinerl.control import EpochMember, EpochStart
-from services.trainer.updates.coordinator import Member
-from services.trainer.updates.lane import epoch_members
+from pipelinerl.messages.control import EpochMember, EpochStart
+from services.trainer.weight_sync.coordinator import Member
+from services.trainer.weight_sync.session import epoch_members
 
 STEPS = [Step(1.0, 10, "1:0"), Step(2.0, 10, "1:0"), Step(3.0, 10, "1:0"), Step(5.5, 10, "1:1"), Step(6.5, 20, "1:1")]
 """One step a second, and 1.5 s in which a swap let nothing run."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import certificates
-from pipelinerl.certificates import RenewedCertificates
+from pipelinerl.service import tls as certificates
+from pipelinerl.service.tls import RenewedCertificates
 from tests.certificates import Authority
 
 

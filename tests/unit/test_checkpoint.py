@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoint import partial_folder, prune, put_in_place, tidy
+from services.trainer.checkpoint.files import (
+    partial_folder,
+    prune,
+    put_in_place,
+    tidy,
+)
 from services.trainer.policy_trainer import load_tokenizer
 from tests.unit.builders import make_recipe
 

@@ -14,8 +14,21 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from pipelinerl.errors import TransferError
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.errors import (
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import (
+    ROW_BYTES,
+    ChunkHeader,
+    Unpacker,
+    checksum,
+    chunk_of,
+    describe,
+    host_sums,
+    pack,
+    tensor_sums,
+    version_checksum,
+)
+from pipelinerl.transfer.group import HOST, GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import (
     ChunkCorrupt,
     DeadlineExceeded,
     GroupFailed,
@@ -24,13 +37,8 @@ from pipelinerl.weights.errors import (
     RanksMissing,
     TransferAborted,
 )
-from pipelinerl_torch.checksum import ROW_BYTES, checksum, host_sums, tensor_sums
-from pipelinerl_torch.chunks import Unpacker, chunk_of, describe, pack, version_checksum
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl_torch.header import ChunkHeader
-from pipelinerl_torch.placement import HOST
-from services.actor.weights.staging import Receiver
-from services.trainer.weights.sender import WeightSender
+from services.actor.weight_sync.staging import Receiver
+from services.trainer.weight_sync.sender import WeightSender
 
 VERSION = PolicyVersion(1, 8)
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)

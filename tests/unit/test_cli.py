@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.commands.run import chosen_ports, free_port
-from pipelinerl.config.preflight import has_gpu
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.preflight import has_gpu
 
 HEAVY = (
     "torch",

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.codec import (
+from pipelinerl.errors import MessageError
+from pipelinerl.messages.sequences import (
+    DeadLetter,
+    FinishReason,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    VersionSpan,
     decode_dead_letter,
     decode_group,
     decode_sequence,
@@ -22,16 +30,6 @@ from pipelinerl.codec import (
     remains_of_group,
     sampling_from_proto,
     sampling_to_proto,
-)
-from pipelinerl.errors import MessageError
-from pipelinerl.types import (
-    DeadLetter,
-    FinishReason,
-    PartialSequence,
-    PromptGroup,
-    SamplingParams,
-    Sequence,
-    VersionSpan,
 )
 from pipelinerl.v1 import sequence_pb2 as pb
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipelinerl.types import FinishReason, PartialSequence, SamplingParams, VersionSpan
+from pipelinerl.messages.sequences import FinishReason, PartialSequence, SamplingParams, VersionSpan
 from services.actor.completions import continued, finish_of, request_of, start_of
 from services.actor.engine import Generation
 from tests.unit.builders import make_group

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl import control
-from pipelinerl.codec import decode_control, decode_manifest, encode_control, encode_manifest
-from pipelinerl.control_codec import LowRankFields
 from pipelinerl.errors import MessageError
+from pipelinerl.messages import control
+from pipelinerl.messages.control import LowRankFields, decode_control, decode_manifest, encode_control, encode_manifest
 from pipelinerl.v1 import control_pb2
 
 START = control.EpochStart(
@@ -51,7 +50,7 @@ def test_a_control_message_comes_back_unchanged(message: control.Control) -> Non
 
 
 def test_every_message_of_the_channel_has_a_dataclass_with_the_same_fields() -> None:
-    elsewhere = {"WeightManifest", "ParameterSpec", "LowRank"}  # pipelinerl.weights.manifest
+    elsewhere = {"WeightManifest", "ParameterSpec", "LowRank"}  # pipelinerl.transfer.manifest
     for name, message in control_pb2.DESCRIPTOR.message_types_by_name.items():
         if name not in elsewhere:
             fields = {field.name for field in dataclasses.fields(getattr(control, name))}

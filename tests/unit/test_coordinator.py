@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.updates import coordinator as c
+from services.trainer.weight_sync import coordinator as c
 
 A, B = c.Member("a", "a-1"), c.Member("b", "b-1")
 CHECKSUM = 77

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
-from pipelinerl.algorithms.staleness import StaleReason
-from pipelinerl.config import reference
-from pipelinerl.config.fields import section_of
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.local.run_dir import RunDir
-from pipelinerl.run_summary import KEYS, RUNNER_KEYS
-from pipelinerl.verify import VerifyStatus
+from pipelinerl.messages.verification import VerifyStatus
+from pipelinerl.recipe import reference
+from pipelinerl.recipe.fields import Recipe, section_of
+from pipelinerl.rl.lag import StaleReason
+from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.run_folder import KEYS, RUNNER_KEYS
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +72,7 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 
 def test_the_recipe_reference_is_what_the_models_say() -> None:
     text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    assert reference.replaced(text) == text, "run: python -m pipelinerl.config.reference docs/recipes.md"
+    assert reference.replaced(text) == text, "run: python -m pipelinerl.recipe.reference docs/recipes.md"
 
 
 def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
@@ -135,7 +134,7 @@ def figures_of_a_step() -> dict[str, Any]:
     from services.trainer.learn.optimizer import OptimizerReport
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import step_figures
-    from services.trainer.report.throughput import StepWork, throughput_figures
+    from services.trainer.records import StepWork, throughput_figures
 
     numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
     buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
@@ -157,10 +156,10 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     from prometheus_client import CollectorRegistry
 
     from services.trainer.learn.batch import TrainingGroup
-    from services.trainer.metrics import TrainerMetrics
-    from services.trainer.report.records import RunFiles
-    from services.trainer.report.run_report import RunReport
-    from services.trainer.updates.lane import UpdateRecord
+    from services.trainer.records import RunFiles
+    from services.trainer.reporting.metrics import TrainerMetrics
+    from services.trainer.reporting.report import RunReport
+    from services.trainer.weight_sync.session import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
@@ -203,7 +202,7 @@ def test_every_outcome_and_reason_is_described() -> None:
     bad_rewards = [f"reward_{status}" for status in VerifyStatus if status is not VerifyStatus.OK]
     fixed = [*bad_rewards, *StaleReason, *(outcome for outcome in Outcome if outcome is not Outcome.TRAINED)]
     assert [name for name in fixed if f"`{name}`" not in text] == []
-    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/algorithms/admission.py").read_text())
+    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/grouping.py").read_text())
     assert len(given) >= 6
     assert [reason for reason in given if f"`{reason}`" not in text] == []
 
@@ -211,7 +210,7 @@ def test_every_outcome_and_reason_is_described() -> None:
 def span_names() -> set[str]:
     """Written out in files that make spans; the names of an update's orders are put together there."""
     files = [file for folder in ("pipelinerl", "services") for file in (ROOT / folder).rglob("*.py")]
-    texts = [text for file in files if "tracing.spans import" in (text := file.read_text(encoding="utf-8"))]
+    texts = [text for file in files if "telemetry.spans import" in (text := file.read_text(encoding="utf-8"))]
     name = re.compile(r'"((?:group|sequence|step|reward|weight_update|evaluation)\.[a-z]+|weight_update|evaluation)"')
     return {found for text in texts for found in name.findall(text)} | {"weight_update.announce"}
 

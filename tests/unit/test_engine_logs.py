@@ -12,7 +12,7 @@ import pytest
 PROCESS = """
 import logging, sys
 import torch, transformers
-from services.actor.weights.plugin import log_as_the_actor
+from services.actor.weight_sync.plugin import log_as_the_actor
 log_as_the_actor()
 logging.getLogger(sys.argv[1]).warning("the engine is up")
 """

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from pipelinerl.service.until_stopped import StartStopped
-from services.actor.engine_start import build_off_loop
+from pipelinerl.service.lifecycle import StartStopped
+from services.actor.vllm_engine import build_off_loop
 
 
 class Child:

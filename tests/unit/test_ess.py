@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.ess import EssSums, ess_by_lag, ess_ratio
+from pipelinerl.rl.ess import EssSums, ess_by_lag, ess_ratio
 
 LOG_WEIGHTS = st.lists(st.floats(-50, 50), min_size=1, max_size=50).map(np.array)
 

@@ -9,11 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl.service.exposition import CONTENT_TYPE, Exposition
-from pipelinerl.service.metric_set import MetricSet
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.telemetry.exposition import CONTENT_TYPE, Exposition, RunRegistry
+from pipelinerl.telemetry.metrics import MetricSet
 from services.actor.metrics import ActorMetrics
-from services.trainer.metrics import TrainerMetrics
+from services.trainer.reporting.metrics import TrainerMetrics
 
 VALUES = [0, -0.0, 1, -1, 0.1, 1e-9, 1e-4, 999_999.5, 1e6, 123_456_789.25, -2.5e7, 1e21, math.inf, -math.inf, math.nan]
 

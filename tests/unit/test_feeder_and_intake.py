@@ -10,18 +10,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelinerl.algorithms.feeder_bound import FeederBound
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.codec import decode_group, encode_sequence
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import UserError
-from pipelinerl.types import PromptGroup, Sequence, VersionSpan
+from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, decode_group, encode_sequence
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.feeder import EncodedProblem, Feeder, feeder_bound, group_seed
-from services.trainer.sequences.intake import Intake
-from services.trainer.sequences.traces import SequenceTraces
+from services.trainer.data.feeder import (
+    EncodedProblem,
+    Feeder,
+    feeder_bound,
+    group_seed,
+)
+from services.trainer.data.intake import Intake
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_recipe, make_sequence
 
 
@@ -31,7 +34,7 @@ class Desk:
     def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
         self.bus, self.recipe, self.version = bus, recipe, 0
         self.traces = SequenceTraces()
-        self.books = Books(self.traces.recording(lambda event: None))
+        self.books = SequenceTracker(self.traces.recording(lambda event: None))
         self.num_actors = 1
         self.prompt_length = prompt_length
         self.odd_problems: dict[int, EncodedProblem] = {}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.feeder_bound import FeederBound, default_backlog, largest_lag
 from pipelinerl.errors import FieldError
+from pipelinerl.rl.feeding import FeederBound, default_backlog, largest_lag
 
 
 def test_bounded_by_hand() -> None:

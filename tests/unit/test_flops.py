@@ -10,7 +10,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, Lla
 
 from benchmarks.random_models import smollm2_config
 from services.trainer.learn.devices import peak_flops
-from services.trainer.learn.flops import GATED_MODELS, mfu, model_flops, training_flops
+from services.trainer.learn.meter import (
+    GATED_MODELS,
+    mfu,
+    model_flops,
+    training_flops,
+)
 
 QWEN_1_5B = Qwen2Config(
     vocab_size=151936,

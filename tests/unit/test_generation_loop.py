@@ -11,23 +11,27 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.codec import decode_sequence, encode_group
 from pipelinerl.errors import BusError, ServiceError
-from pipelinerl.reasons import MOST_REASONS
-from pipelinerl.types import FinishReason, PolicyVersion, PromptGroup, VersionSpan
-from pipelinerl.types import Sequence as TrainedSequence
+from pipelinerl.messages.sequences import (
+    FinishReason,
+    PolicyVersion,
+    PromptGroup,
+    VersionSpan,
+    decode_sequence,
+    encode_group,
+)
+from pipelinerl.messages.sequences import Sequence as TrainedSequence
+from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2
-from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
 from services.actor.completions import defect_of, without_arrays
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.gate import ServingGate
-from services.actor.generation import GenerationLoop
-from services.actor.hand_over import HandOver
-from services.actor.held_groups import HeldGroups
+from services.actor.generation import GenerationLoop, ServingGate
+from services.actor.hand_over import HandOver, HeldGroups
 from services.actor.metrics import ActorMetrics
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_sequence
 
 GOOD = Generation(

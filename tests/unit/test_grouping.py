@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.grouping import GroupAssembler
 from pipelinerl.errors import MessageError
-from pipelinerl.types import Sequence, VersionSpan
+from pipelinerl.messages.sequences import Sequence, VersionSpan
+from pipelinerl.rl.grouping import GroupAssembler
 
 
 def sample(group_id: str, index: int, size: int = 3, failure: str = "", reward: float = 0.0) -> Sequence:

@@ -11,15 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.bus.memory import MemoryServer
-from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.bus.subjects import group_id_of
-from pipelinerl.codec import decode_dead_letter, decode_group, decode_sequence, encode_group
+from pipelinerl.bus.protocol import StreamLimits, group_id_of
 from pipelinerl.errors import BusError
-from pipelinerl.types import FinishReason, PartialSequence, PolicyVersion, PromptGroup, VersionSpan
+from pipelinerl.messages.sequences import (
+    FinishReason,
+    PartialSequence,
+    PolicyVersion,
+    PromptGroup,
+    VersionSpan,
+    decode_dead_letter,
+    decode_group,
+    decode_sequence,
+    encode_group,
+)
 from pipelinerl.v1 import sequence_pb2
 from services.actor.engine import EngineError, Generation
 from services.actor.hand_over import messages_of
+from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group
 from tests.unit.test_generation_loop import Stage, stage
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipelinerl.errors import BusError
-from pipelinerl.types import PartialSequence, VersionSpan
-from services.actor.held_groups import HeldGroups
+from pipelinerl.messages.sequences import PartialSequence, VersionSpan
+from services.actor.hand_over import HeldGroups
 from tests.unit.builders import make_group
 
 

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.types import SamplingParams
-from pipelinerl.verify import VerifyStatus
-from services.trainer.evaluation import HeldoutEvaluator, HeldoutProblem, HeldoutResult
-from services.trainer.judge import JUDGE_BATCH, is_right, judge
+from pipelinerl.messages.sequences import SamplingParams
+from pipelinerl.messages.verification import VerifyStatus
+from services.trainer.data.evaluation import (
+    JUDGE_BATCH,
+    HeldoutEvaluator,
+    HeldoutProblem,
+    HeldoutResult,
+    is_right,
+    judge,
+)
 from tests.unit.trainer_fakes import FakeActor, FakeVerifier, serving, verdict
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipelinerl.errors import TransferError
-from services.actor.weights.in_place import InPlaceLoader
+from services.actor.weight_sync.loaders import InPlaceLoader
 
 
 class Toy(nn.Module):

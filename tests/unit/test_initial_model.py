@@ -19,18 +19,17 @@ from typing import Any
 import grpc
 import pytest
 
-from pipelinerl.config.load import recipe_from_data, recipe_yaml
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import ActorSettings
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
-from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
-from services.trainer.initial_files import InitialFiles, initial_files
-from services.trainer.server import StepFeed, TrainerService
+from services.trainer.server import InitialFiles, StepFeed, TrainerService, initial_files
 from tests.certificates import Authority
 
 TINY = {

@@ -5,9 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.updates.coordinator import Member
-from services.trainer.updates.joining import MOST_RESTED, Action, BeginSide, EndSide, Joining
-from services.trainer.updates.lane import actors_of
+from services.trainer.weight_sync.coordinator import Member
+from services.trainer.weight_sync.membership import (
+    MOST_RESTED,
+    Action,
+    BeginSide,
+    EndSide,
+    Joining,
+)
+from services.trainer.weight_sync.session import actors_of
 
 A, B, C = Member("a", "a-1"), Member("b", "b-1"), Member("c", "c-1")
 

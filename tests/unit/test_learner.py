@@ -30,20 +30,18 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from pipelinerl.algorithms.advantages import group_advantages
-from pipelinerl.config.recipe import AlgorithmConfig, ModelConfig, TrainerConfig
-from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError
-from pipelinerl.types import Sequence, VersionSpan
-from services.trainer.checkpoint import VALUE_HEAD, save_value_head
+from pipelinerl.messages.sequences import Sequence, VersionSpan
+from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
+from pipelinerl.rl.advantages import group_advantages
+from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.files import VALUE_HEAD, save_value_head
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, build_microbatch, token_row
-from services.trainer.learn.loss import LossInputs, compute_loss
+from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
 from services.trainer.learn.model import load_policy, wrap_model
-from services.trainer.learn.normalization import BatchTotals
-from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.optimizer import PolicyOptimizer, learning_rate
 from services.trainer.learn.policy import Policy, checked_policy
-from services.trainer.learn.schedule import learning_rate
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.ledger import Ledger, LedgerCounts, LedgerViolation, Outcome
+from pipelinerl.rl.ledger import (
+    Ledger,
+    LedgerCounts,
+    LedgerViolation,
+    Outcome,
+)
 
 
 def issued(*sequence_ids: str) -> Ledger:

@@ -13,18 +13,30 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
 from pipelinerl.errors import FieldError
-from pipelinerl_torch.low_rank import add_low_rank
-from services.trainer.export import PolicyExport
-from services.trainer.learn.flops import frozen_flops, model_flops
-from services.trainer.learn.lora import adapters_off, add_adapters, layer_adapters
+from pipelinerl.recipe.fields import (
+    AlgorithmConfig,
+    LoraConfig,
+    ModelConfig,
+    Recipe,
+    TrainerConfig,
+)
+from pipelinerl.transfer.chunks import add_low_rank
+from services.trainer.checkpoint.export import PolicyExport
+from services.trainer.learn.lora import (
+    adapter_weights,
+    adapters_off,
+    add_adapters,
+    layer_adapters,
+    served_parameters,
+    served_weights,
+)
+from services.trainer.learn.meter import frozen_flops, model_flops
 from services.trainer.learn.model import blank_policy, frozen_copy, initial_policy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy, UnadaptedPolicy
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
-from services.trainer.learn.weights import adapter_weights, served_parameters, served_weights
-from services.trainer.ranks.lead import Lead
+from services.trainer.rank_zero import RankZero
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
 from tests.unit.test_learner import (  # one_thread: its fixture
@@ -216,7 +228,7 @@ def exported(policy: Policy, folder: Path) -> Path:
     tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
     export = PolicyExport(policy.model, tokenizer, policy.model.dtype)
     folder.mkdir()
-    export.write(export.stage(Lead(learner(policy))), folder, {})
+    export.write(export.stage(RankZero(learner(policy))), folder, {})
     return folder
 
 

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.logprobs import chunked_scores, token_scores
-from services.trainer.learn.loss import LossInputs, LossOutput, compute_loss, k3
-from services.trainer.learn.normalization import BatchTotals, token_weights
+from services.trainer.learn.loss import BatchTotals, LossInputs, LossOutput, compute_loss, k3, token_weights
 
 LOSSES = get_args(AlgorithmConfig.model_fields["loss"].annotation)
 MASKS = get_args(AlgorithmConfig.model_fields["mask"].annotation)

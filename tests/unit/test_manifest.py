@@ -5,9 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError, ManifestMismatch
-from pipelinerl.weights.errors import ManifestDiffers
-from pipelinerl.weights.manifest import LowRank, Manifest, build_manifest
-from pipelinerl.weights.manifest_codec import manifest_from_bytes, manifest_to_bytes
+from pipelinerl.transfer.manifest import (
+    LowRank,
+    Manifest,
+    ManifestDiffers,
+    build_manifest,
+    manifest_from_bytes,
+    manifest_to_bytes,
+)
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
 FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]

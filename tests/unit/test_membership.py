@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.control import Registration
-from pipelinerl.control_codec import decode_control
-from pipelinerl.types import PolicyVersion
-from services.actor.gate import ServingGate
+from pipelinerl.messages.control import Registration, decode_control
+from pipelinerl.messages.sequences import PolicyVersion
+from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 
 

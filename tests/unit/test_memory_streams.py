@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.bus.memory_streams import Members, RecentIds, WorkQueue
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError
+from tests.support.memory_bus import Members, MemoryBus, MemoryServer, RecentIds, WorkQueue
 
 LIMITS = StreamLimits(ack_wait_s=30.0, prompts_max_messages=10)
 

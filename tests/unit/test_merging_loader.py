@@ -10,17 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipelinerl.config.recipe import LoraConfig, ModelConfig, Recipe
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.errors import ManifestDiffers
-from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.chunks import Unpacker, chunk_of
-from services.actor.weights.merging import MergingLoader
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import LoraConfig, ModelConfig, Recipe
+from pipelinerl.transfer.chunks import Unpacker, chunk_of
+from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
+from services.actor.weight_sync.loaders import MergingLoader
 from services.trainer.learn.lora import layer_adapters
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import weight_sender
-from services.trainer.weights.described import adapter_factors
+from services.trainer.weight_sync.sender import adapter_factors
 from tests.unit.builders import make_recipe
 from tests.unit.test_lora import FAMILIES, model
 from tests.unit.test_transfer_worker import KeepingLoader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.bus.nats_link import redacted
+from pipelinerl.bus.link import redacted
 
 
 @pytest.mark.parametrize(

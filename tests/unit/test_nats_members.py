@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from nats.aio.msg import Msg
 
-from pipelinerl.bus.nats_link import AckSubject
-from pipelinerl.bus.nats_members import MemberWatch
-from pipelinerl.bus.nats_reader import Received, SnapshotStart
+from pipelinerl.bus.link import AckSubject
+from pipelinerl.bus.members import MemberWatch
 from pipelinerl.bus.protocol import MemberEvent
+from pipelinerl.bus.reader import Received, SnapshotStart
 from pipelinerl.errors import BusError
 
 TTL_S = 0.05

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.algorithms.feeder_bound import FeederBound
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
-from services.trainer.evaluation import HeldoutResult
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.rl.ledger import Outcome
+from services.trainer.checkpoint.run_state import load_run_state, newest_checkpoint
+from services.trainer.checkpoint.writer import CheckpointWriter
+from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.probe import Parity
-from services.trainer.resume.run_state import load_run_state
-from services.trainer.resume.start import newest_checkpoint
-from services.trainer.resume.writer import CheckpointWriter
-from services.trainer.sequences.books import Books
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, make_run_state, serving
 
@@ -35,7 +34,7 @@ BRIEF = {"batch_size": 4, "tokens_per_microbatch": 64}
 class FakeIntake:
     """One good group at a time, while `may_give`."""
 
-    books: Books
+    books: SequenceTracker
     may_give: asyncio.Event = field(default_factory=asyncio.Event)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     given: int = 0
@@ -73,7 +72,7 @@ class Bench:
     loop: OptimizerLoop
     policy: FakePolicy
     intake: FakeIntake
-    books: Books
+    books: SequenceTracker
     updater: FakeUpdater
     evaluator: FakeEvaluator
     records: list[dict[str, Any]]
@@ -93,7 +92,7 @@ async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool =
 
 @asynccontextmanager
 async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> AsyncIterator[Bench]:
-    policy, books, updater, evaluator = FakePolicy(skipped=skipped), Books(), FakeUpdater(), FakeEvaluator()
+    policy, books, updater, evaluator = FakePolicy(skipped=skipped), SequenceTracker(), FakeUpdater(), FakeEvaluator()
     intake = FakeIntake(books)
     if give:
         intake.may_give.set()

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.packing import balance, fill, pack, plan_microbatches
 from pipelinerl.errors import FieldError
+from pipelinerl.rl.packing import (
+    balance,
+    fill,
+    pack,
+    plan_microbatches,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 

@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from pipelinerl.page.data import NEWEST
-from services.trainer.actor_client import ActorLoad
-from services.trainer.page import board as board_module
-from services.trainer.page.board import MOST_READERS, STEPS_KEPT, PageBoard, PageReader, parsed
-from services.trainer.page.history import RunHistory
-from services.trainer.page.run_page import RunPage, ends_of
-from services.trainer.page.state import member_rows, natural
-from services.trainer.page.thinning import ThinnedSeries
-from services.trainer.updates.member_states import member_states
+from services.trainer.data.actor_client import ActorLoad
+from services.trainer.reporting import board as board_module
+from services.trainer.reporting.board import (
+    MOST_READERS,
+    STEPS_KEPT,
+    PageBoard,
+    PageReader,
+    RunHistory,
+    ThinnedSeries,
+    member_rows,
+    natural,
+    parsed,
+)
+from services.trainer.reporting.page import RunPage, ends_of
+from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe
 
 ABOUT = {"run": "r"}

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import RankSettings
-from services.trainer.checkpoint import VALUE_HEAD
-from services.trainer.export import PolicyExport, StagedExport
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.export import PolicyExport, StagedExport
+from services.trainer.checkpoint.files import VALUE_HEAD
+from services.trainer.checkpoint.state_files import restore
+from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import TorchPolicyTrainer
-from services.trainer.ranks.follower import follow
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.saving import restore
-from services.trainer.ranks.world import join_ranks, leave_ranks
+from services.trainer.rank_zero import RankZero
+from services.trainer.worker import follow
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
 from tests.unit.test_lora import NoTokenizer
@@ -39,7 +39,7 @@ def trainer_of(learner: Learner, recipe: Recipe) -> TorchPolicyTrainer:
     """Nothing is sent."""
     nothing: Any = None
     tokenizer: Any = NoTokenizer()
-    return TorchPolicyTrainer(Lead(learner), tokenizer, nothing, nothing, recipe, version=6)
+    return TorchPolicyTrainer(RankZero(learner), tokenizer, nothing, nothing, recipe, version=6)
 
 
 def checkpoint_beside_training(trainer: TorchPolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:

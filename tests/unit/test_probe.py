@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pipelinerl.types import PolicyVersion
+from pipelinerl.messages.sequences import PolicyVersion
 from services.trainer.probe import Parity, compare, measure_parity, probe_tokens
 from tests.unit.trainer_fakes import FakeActor, serving
 

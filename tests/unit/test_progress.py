@@ -10,9 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipelinerl.local.progress import LiveDisplay, PlainDisplay, open_display
-from pipelinerl.local.progress_view import ActorView, RunState, fraction_done, plain_line, rows, seconds_left
-from pipelinerl.local.text import duration, number, percent, sparkline
+from pipelinerl.local.progress import (
+    ActorView,
+    LiveDisplay,
+    PlainDisplay,
+    RunState,
+    duration,
+    fraction_done,
+    number,
+    open_display,
+    percent,
+    plain_line,
+    rows,
+    seconds_left,
+    sparkline,
+)
 
 
 def metrics(step: int, **more: Any) -> dict[str, Any]:

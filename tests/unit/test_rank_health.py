@@ -14,14 +14,14 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from pipelinerl.config.load import load_recipe, recipe_yaml
-from pipelinerl.config.settings import RankSettings, TrainerSettings
+from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.service.logs import LogContext
-from services.trainer import rank
+from pipelinerl.service.settings import RankSettings, TrainerSettings
+from services.trainer import worker as rank
+from services.trainer.distributed.world import leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.world import leave_ranks
+from services.trainer.rank_zero import RankZero
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import free_port, on_ranks
 from tests.unit.test_learner import model_of
@@ -66,7 +66,9 @@ def play(folder: str, port: int) -> Any:
 
 def rank_0(folder: str, port: int) -> tuple[int, str]:
     """What the other node's pod answers to /healthz once it is ready and has heard two orders; makes version 6 then."""
-    lead = Lead(load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2)))
+    lead = RankZero(
+        load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
+    )
     until(lambda: get(port, "/readyz") == (200, "ready\n"))
     lead.beat()
     lead.beat()

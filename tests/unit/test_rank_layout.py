@@ -5,8 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.updates.coordinator import Coordinator, FormGroup, Member, MembersDown, MemberUp, VersionReady
-from services.trainer.updates.lane import epoch_members
+from services.trainer.weight_sync.coordinator import (
+    Coordinator,
+    FormGroup,
+    Member,
+    MembersDown,
+    MemberUp,
+    VersionReady,
+)
+from services.trainer.weight_sync.session import epoch_members
 
 tensor_parallel_sizes = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=20)
 

@@ -15,23 +15,21 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.settings import RankSettings
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.chunks import Unpacker, chunk_of
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.settings import RankSettings
+from pipelinerl.transfer.chunks import Unpacker, chunk_of
+from services.trainer.distributed.world import Message, join_ranks, leave_ranks, rank_layout
+from services.trainer.learn import sharding
+from services.trainer.learn.context_parallel import key_repeats
+from services.trainer.learn.lora import whole
 from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
-from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import weight_sender
-from services.trainer.ranks import sharding
-from services.trainer.ranks.exchange import key_repeats
-from services.trainer.ranks.follower import follow
-from services.trainer.ranks.layout import rank_layout
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.message import Message
-from services.trainer.ranks.world import join_ranks, leave_ranks
+from services.trainer.rank_zero import RankZero
+from services.trainer.worker import follow
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import VOCABULARY, build, group_of, model_of, sequences_of
@@ -91,7 +89,7 @@ def train(learner: Learner, job: Job) -> Result | None:
         follow(learner)
         assert learner._phases.take() == {}, "a rank that nobody asks for its phases keeps none"
         return None
-    lead, outcomes, microbatches = Lead(learner), [], []
+    lead, outcomes, microbatches = RankZero(learner), [], []
     for version in range(2):
         group = group_of(sequences_of(list(job.lengths), seed=version), seed=version)
         if job.broken and version == 0:
@@ -354,7 +352,7 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
     if not learner.world.is_first:
         follow(learner)
         return None
-    lead, sender = Lead(learner), weight_sender(learner, recipe, "gloo")
+    lead, sender = RankZero(learner), weight_sender(learner, recipe, "gloo")
     lead.score(np.arange(9))
     snapshot = sender.snapshot(PolicyVersion(1, 0), lead.weights())
     lead.end()

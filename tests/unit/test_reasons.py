@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.reasons import OTHER, FirstReasons, short_reason
+from pipelinerl.telemetry.metrics import OTHER, BoundedLabels, short_reason
 
 
 def test_a_reason_is_what_stands_before_the_colon() -> None:
@@ -11,5 +11,5 @@ def test_a_reason_is_what_stands_before_the_colon() -> None:
 
 
 def test_a_counter_gets_the_first_reasons_and_one_for_all_others() -> None:
-    reasons = FirstReasons(most=2)
+    reasons = BoundedLabels(most=2)
     assert [reasons.of(one) for one in ("a: 1", "b: 2", "c: 3", "a: 4", "d" * 100)] == ["a", "b", OTHER, "a", OTHER]

@@ -11,15 +11,22 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.config import preflight
-from pipelinerl.config.fields import dotted_paths
-from pipelinerl.config.load import find_recipe, load_recipe, recipe_from_data, recipe_yaml
-from pipelinerl.config.overrides import apply_overrides, parse_override
-from pipelinerl.config.preflight import check_environment, examine, has_gpu
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.recipe_errors import MissingField, RecipeError
-from pipelinerl.config.yaml_text import YamlError, parse_yaml
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe import preflight
+from pipelinerl.recipe.fields import Recipe, dotted_paths
+from pipelinerl.recipe.loading import (
+    MissingField,
+    RecipeError,
+    YamlError,
+    apply_overrides,
+    find_recipe,
+    load_recipe,
+    parse_override,
+    parse_yaml,
+    recipe_from_data,
+    recipe_yaml,
+)
+from pipelinerl.recipe.preflight import check_environment, examine, has_gpu
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.changes import (
+from pipelinerl.recipe.changes import (
     MAY_CHANGE,
     MUST_STAY,
     Absent,
@@ -21,9 +21,8 @@ from pipelinerl.config.changes import (
     recipe_changes,
     recipe_hash,
 )
-from pipelinerl.config.load import recipe_from_data, recipe_yaml
-from pipelinerl.config.recipe import Recipe
-from pipelinerl.config.yaml_text import parse_yaml
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import parse_yaml, recipe_from_data, recipe_yaml
 
 
 def recipe(**sections: Any) -> Recipe:

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pipelinerl.algorithms.replicas_wanted import (
+from pipelinerl.rl.autoscaling import (
     ActorCounts,
     ReplicasWanted,
     full_rate,
     most_useful,
     replicas_wanted,
 )
-from services.trainer.actor_client import ActorLoad
-from services.trainer.scaling import METRIC, ReplicaAdvice, most_in_flight
+from services.trainer.data.actor_client import ActorLoad
+from services.trainer.reporting.scaling import METRIC, ReplicaAdvice, most_in_flight
 from tests.unit.builders import make_recipe
 
 RATES = st.floats(0.01, 1000.0)

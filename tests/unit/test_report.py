@@ -13,12 +13,17 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.errors import FieldError
-from pipelinerl.local.report import read_run, report_html, script_json, write_report
+from pipelinerl.local.ending import (
+    read_run,
+    report_html,
+    script_json,
+    write_report,
+)
 from pipelinerl.local.summary import jsonl_ends
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import NEWEST, early_and_late, heldout_points, mean_by_bucket, report_data, thinned
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.changes import ChangedRecipe
-from pipelinerl.config.load import recipe_from_data, recipe_yaml
 from pipelinerl.errors import FieldError
-from pipelinerl.local.living import lives, living
+from pipelinerl.local.actors import running_pids
+from pipelinerl.local.processes import lives, living
 from pipelinerl.local.resume import Resumption, find_run, held, newest_checkpoint, plan_resume
 from pipelinerl.local.run_dir import RunDir, write_json
-from pipelinerl.local.scaling import running_pids
+from pipelinerl.recipe.changes import ChangedRecipe
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
 """Says a line when it is up: before that the kernel may not know its arguments yet."""

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pipelinerl.errors import BusError, PayloadTooLarge
-from pipelinerl.retry import until_taken
+from pipelinerl.service.retry import retry_forever
 
 
 class Flaky:
@@ -26,7 +26,7 @@ class Flaky:
 async def test_tries_until_it_is_taken_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     attempt = Flaky(*[BusError("away")] * 3)
     with caplog.at_level(logging.INFO):
-        assert await until_taken(attempt, "publish x", first_s=0.001) == 7
+        assert await retry_forever(attempt, "publish x", first_s=0.001) == 7
     assert attempt.calls == 4
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert caplog.messages[0] == "cannot publish x, trying again until it works: away"
@@ -34,7 +34,7 @@ async def test_tries_until_it_is_taken_and_says_so_once(caplog: pytest.LogCaptur
 
 async def test_another_reason_for_waiting_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
     away, full = BusError("away"), BusError("insufficient storage")
-    assert await until_taken(Flaky(away, away, full, full), "make the streams", first_s=0.001) == 7
+    assert await retry_forever(Flaky(away, away, full, full), "make the streams", first_s=0.001) == 7
     assert [message.rpartition(": ")[2] for message in caplog.messages] == ["away", "insufficient storage"]
 
 
@@ -42,5 +42,5 @@ async def test_another_reason_for_waiting_is_told_too(caplog: pytest.LogCaptureF
 async def test_what_no_patience_cures_is_raised_at_once(error: Exception) -> None:
     attempt = Flaky(error)
     with pytest.raises(type(error)):
-        await until_taken(attempt, "publish x")
+        await retry_forever(attempt, "publish x")
     assert attempt.calls == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipelinerl_torch.memory import ReusedMemory
+from pipelinerl.transfer.buffers import ReusedMemory
 
 
 def test_memory_that_nobody_holds_is_used_again() -> None:

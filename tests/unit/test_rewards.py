@@ -11,20 +11,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipelinerl.config.recipe import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
-from services.verifier.rewards.answer import AnswerPattern
-from services.verifier.rewards.compose import ComposedReward, Reward
-from services.verifier.rewards.exact import exact, regex
+from services.verifier.rewards.compose import ComposedReward, Reward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score
 from services.verifier.rewards.json_schema import json_schema_scorer
 from services.verifier.rewards.math import math_scorer
-from services.verifier.rewards.overlong import overlong_penalty
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
-from services.verifier.rewards.registry import make_reward
+from services.verifier.rewards.text import AnswerPattern, exact, overlong_penalty, regex
 from services.verifier.rewards.user import user_scorer
-from services.verifier.scoring import score_item
+from services.verifier.server import score_item
 
 
 def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any) -> RewardInput:

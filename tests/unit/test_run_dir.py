@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.bus.subjects import check_run_name
+from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.local.run_dir import RunDir, create_run_dir, stamped_name, write_json
 

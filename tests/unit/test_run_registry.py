@@ -6,9 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl.service.metric_set import MetricSet, unit_of
-from pipelinerl.service.reading import Reading
-from pipelinerl.service.run_registry import RunRegistry
+from pipelinerl.telemetry.exposition import Reading, RunRegistry
+from pipelinerl.telemetry.metrics import MetricSet, unit_of
 
 
 def series(registry: CollectorRegistry) -> dict[str, float]:

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.types import VersionSpan
+from pipelinerl.messages.sequences import VersionSpan
 from services.trainer import policy_trainer
-from services.trainer.evaluation import HeldoutResult, HeldoutSample
+from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import TokenMetrics
 from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import StepOutcome
-from services.trainer.metrics import TrainerMetrics
 from services.trainer.probe import Parity
-from services.trainer.report.records import RunFiles
-from services.trainer.report.run_report import MOST_WITH_TOKENS, RunReport, has_tokens
-from services.trainer.report.token_pieces import TokenPieces
-from services.trainer.updates.lane import UpdateRecord
+from services.trainer.records import RunFiles
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.report import MOST_WITH_TOKENS, RunReport, has_tokens
+from services.trainer.reporting.token_pieces import TokenPieces
+from services.trainer.weight_sync.session import UpdateRecord
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import step_figures
 

@@ -10,16 +10,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
-from pipelinerl.types import VersionSpan
-from services.trainer.evaluation import HeldoutSample
+from pipelinerl.messages.sequences import VersionSpan
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from services.trainer.data.evaluation import HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.metrics import sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.sampled import sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.step import Learner
-from services.trainer.report.records import to_json
-from services.trainer.report.samples import MOST_TOKENS, heldout_sample, trained_sample
-from services.trainer.report.token_pieces import TokenPieces
+from services.trainer.records import to_json
+from services.trainer.reporting.report import MOST_TOKENS, heldout_sample, trained_sample
+from services.trainer.reporting.token_pieces import TokenPieces
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequences_of
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.config.settings import RankSettings
+from pipelinerl.service.settings import RankSettings
+from services.trainer.distributed.world import join_ranks, leave_ranks
+from services.trainer.learn.lora import whole
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
-from services.trainer.learn.weights import whole
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.ranks.follower import follow
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.world import join_ranks, leave_ranks
+from services.trainer.rank_zero import RankZero
+from services.trainer.worker import follow
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import group_of, model_of, sequences_of
 from tests.unit.test_ranks import UNEVEN, Job
@@ -37,7 +37,7 @@ class Trace:
     """The trained ones after the last step, of float32."""
 
 
-def steps(lead: Lead, job: Job, first: int, end: int) -> list[dict[str, Any]]:
+def steps(lead: RankZero, job: Job, first: int, end: int) -> list[dict[str, Any]]:
     metrics = []
     for version in range(first, end):
         group = group_of(sequences_of(UNEVEN, seed=version), seed=version)
@@ -58,7 +58,7 @@ def traced(learner: Learner, job: Job, saved_in: Path | None) -> Trace:
 
 
 def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, Any]]:
-    ranks = Lead(learner)
+    ranks = RankZero(learner)
     if saved_in is None:
         metrics = steps(ranks, job, SAVED_AT, STEPS)
     else:

@@ -29,17 +29,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
 
-from pipelinerl.config.settings import ServiceSettings
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.service.address import ServiceAddress, read_address, write_address
-from pipelinerl.service.environment import read_settings
-from pipelinerl.service.grpc_server import GrpcServer, serve_grpc
-from pipelinerl.service.health_app import health_app
-from pipelinerl.service.http import serve_http
-from pipelinerl.service.lifecycle import exit_code, stop_event
+from pipelinerl.service.grpc import GrpcServer, serve_grpc
+from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.lifecycle import LoopWatch, Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter, take_over
-from pipelinerl.service.loop_watch import LoopWatch, watch_loop
-from pipelinerl.service.readiness import Readiness
+from pipelinerl.service.settings import ServiceSettings, read_settings
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 HOST = "127.0.0.1"
@@ -263,7 +259,7 @@ async def test_error_in_a_handler_becomes_a_status(
             await verify(server.port, kind)
         assert (raised.value.code(), raised.value.details()) == (code, details)
         assert (await verify(server.port, "fine")).results  # the server goes on
-    logged = [entry for entry in caplog.records if entry.name == "pipelinerl.service.grpc_errors"]
+    logged = [entry for entry in caplog.records if entry.name == "pipelinerl.service.grpc"]
     assert [bool(entry.exc_info) for entry in logged] == ([True] if kind == "bug" else [])
 
 
@@ -397,7 +393,7 @@ async def test_second_signal_cancels() -> None:
 
 SERVICE = """
     import asyncio, sys, time
-    from pipelinerl.config.settings import ServiceSettings
+    from pipelinerl.service.settings import ServiceSettings
     from pipelinerl.errors import UserError
     from pipelinerl.service.lifecycle import run_service
 

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.load import recipe_from_data
-from pipelinerl.config.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
 from pipelinerl.initial_model import build_config, cache_key
-from pipelinerl.local.initial_model import cache_folder
-from pipelinerl.local.process import Launch
+from pipelinerl.local.processes import Launch
 from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches
-from pipelinerl.local.stop_budget import StopBudget
-from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow
-from pipelinerl.local.threads import ThreadPlan
+from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, cache_folder
+from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget
+from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.service.address import ServiceAddress
+from pipelinerl.service.settings import (
+    ActorSettings,
+    ServiceSettings,
+    TrainerSettings,
+    VerifierSettings,
+)
 
 NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.state import trained_parameters

@@ -10,19 +10,28 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, rpc_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.memory import MemoryServer
 from pipelinerl.bus.protocol import NO_HEADERS, Bus, Headers, LogEntry
-from pipelinerl.codec import decode_group, encode_group, encode_sequence
-from pipelinerl.tracing import attributes as a
-from pipelinerl.tracing.batch import KEY, MOST_ITEMS, metadata_of, traces_in
-from pipelinerl.tracing.spans import child, headers_of, root, trace_from, trace_in, trace_of, traceparent_of
-from pipelinerl.types import PolicyVersion
+from pipelinerl.messages.sequences import PolicyVersion, decode_group, encode_group, encode_sequence
+from pipelinerl.rl.ledger import Outcome
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import (
+    KEY,
+    MOST_ITEMS,
+    child,
+    headers_of,
+    metadata_of,
+    root,
+    trace_from,
+    trace_in,
+    trace_of,
+    traceparent_of,
+    traces_in,
+)
 from pipelinerl.v1 import verifier_pb2
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.traces import SequenceTraces
-from services.trainer.updates.coordinator import Phase
-from services.verifier.spans import CallSpans
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from services.trainer.weight_sync.coordinator import Phase
+from services.verifier.server import CallSpans
+from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.spans import recorded
 from tests.unit.test_feeder_and_intake import desk
@@ -112,7 +121,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
     traces, group = SequenceTraces(), make_group(num_samples=3)
     with recorded() as spans:
-        books = Books(traces.recording(lambda event: None))
+        books = SequenceTracker(traces.recording(lambda event: None))
         books.issue(group)
         with traces.issue(group, group.group_id) as issued:
             headers = headers_of(trace_of(issued))

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
-from pipelinerl.algorithms.staleness import Lineage, StaleReason, stale_reason, token_lags, within_max_lag
-from pipelinerl.types import PolicyVersion, VersionSpan
+from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
+from pipelinerl.rl.lag import (
+    LAG_BUCKETS,
+    Lineage,
+    StaleReason,
+    lag_bucket,
+    stale_reason,
+    token_lags,
+    within_max_lag,
+)
 
 
 def spans(*versions: int, incarnation: int = 1) -> tuple[VersionSpan, ...]:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.config.recipe import AlgorithmConfig, LoraConfig, TrainerConfig
 from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, TrainerConfig
+from services.trainer.checkpoint.state_files import restore, stage
+from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.state import learner_state, local_part
 from services.trainer.learn.step import Learner
 from services.trainer.loading import sharded_learner
-from services.trainer.ranks.follower import follow
-from services.trainer.ranks.lead import Lead
-from services.trainer.ranks.saving import restore, stage
-from services.trainer.ranks.world import join_ranks, leave_ranks
+from services.trainer.rank_zero import RankZero
+from services.trainer.worker import follow
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
 from tests.unit.test_ranks import Job
@@ -60,7 +60,7 @@ def test_the_state_is_that_of_its_staging_whatever_is_trained_while_it_is_writte
 ) -> None:
     one = learner(dtype=dtype)
     one.train_step([GROUP], 0)
-    then, pending = copied(learner_state(one)), Lead(one).stage()
+    then, pending = copied(learner_state(one)), RankZero(one).stage()
     one.train_step([GROUP], 1)
     pending.write(tmp_path / "state")
     assert not same(then, learner_state(one))
@@ -92,7 +92,7 @@ def test_what_is_stored_has_its_name_and_is_float32(tmp_path: Path) -> None:
 
 
 def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
-    lead = Lead(learner())
+    lead = RankZero(learner())
     addresses = []
     for version in range(2):
         pending = lead.stage()
@@ -103,7 +103,7 @@ def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> None:
-    lead, folder = Lead(learner()), tmp_path / "state"
+    lead, folder = RankZero(learner()), tmp_path / "state"
     folder.mkdir()
     os.mkfifo(folder / "__0_0.distcp")  # whoever opens it to write waits for a reader
     saving = lead.save(folder)
@@ -199,7 +199,7 @@ def full_disk(folder: Path, rank: int) -> Path:
 
 
 def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
-    lead, folder = Lead(learner()), full_disk(tmp_path / "full", 0)
+    lead, folder = RankZero(learner()), full_disk(tmp_path / "full", 0)
     failure = lead.save(folder).exception()
     assert isinstance(failure, ServiceError)
     assert str(failure) == (
@@ -218,7 +218,7 @@ def save_on_bad_disks(folder: str, states: str) -> list[str]:
         follow(one)
         leave_ranks()
         return []
-    lead, told = Lead(one), []
+    lead, told = RankZero(one), []
     for rank in (1, 0):
         told.append(str(lead.save(full_disk(Path(states) / f"bad-{rank}", rank)).exception()))
         lead.train_step(lead.prepare([GROUP], 0))

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.packing import pack, plan_microbatches
-from pipelinerl.algorithms.step_cost import UNIT_COST, CostModel
-from pipelinerl.algorithms.step_plan import plan_step
 from pipelinerl.errors import FieldError
+from pipelinerl.rl.packing import UNIT_COST, CostModel, pack, plan_microbatches, plan_step
 
 QWEN_1_5B = CostModel(per_token=2.62e9, per_output_token=4.67e8, per_pair=172_032)
 SQUARES = CostModel(per_token=0.0, per_pair=2.0)

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.algorithms.ledger import LedgerCounts
-from pipelinerl.config.load import recipe_from_data, recipe_yaml
-from pipelinerl.config.recipe import Recipe
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
-from pipelinerl.local.process import ServiceDied
-from pipelinerl.local.report import read_run
+from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish, read_run
+from pipelinerl.local.processes import ServiceDied
 from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.summary import (
     is_finished,
@@ -26,10 +22,13 @@ from pipelinerl.local.summary import (
     read_jsonl,
     summary_from_metrics,
 )
-from pipelinerl.run_summary import KEYS
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.report.records import RunFiles
-from services.trainer.report.run_report import RunReport
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.run_folder import KEYS
+from services.trainer.records import RunFiles
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.report import RunReport
 
 REQUIRED = (
     "recipe", "mode", "steps", "policy_version", "wall_s", "heldout_accuracy_first", "heldout_accuracy_last",

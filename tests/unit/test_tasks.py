@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.recipe import TaskConfig
 from pipelinerl.errors import FieldError, UserError
-from pipelinerl.tasks.chain_sum_prompt import compact_question
-from pipelinerl.tasks.reasoning_gym_source import BLOCK, ReasoningGymSource
+from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Problem, Split
 
@@ -35,7 +34,7 @@ def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[
 
 def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
     code = (
-        "import sys, pipelinerl.tasks.registry, pipelinerl.tasks.file_source, pipelinerl.tasks.reasoning_gym_source;"
+        "import sys, pipelinerl.tasks.registry, pipelinerl.tasks.files, pipelinerl.tasks.reasoning_gym;"
         "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

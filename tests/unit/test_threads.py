@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.local.threads import ThreadPlan, _cgroup_cores, available_cores, keep_to_quota, plan_threads
+from pipelinerl.local.services import (
+    ThreadPlan,
+    _cgroup_cores,
+    available_cores,
+    keep_to_quota,
+    plan_threads,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_a_container_keeps_to_its_quota(
 ) -> None:
     """On a machine of 16 cores."""
     (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr("pipelinerl.local.threads._CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("pipelinerl.local.services._CGROUP_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     environment = dict(given)
     keep_to_quota(environment, processes)

@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
-from pipelinerl.throughput_totals import ThroughputTotals
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from pipelinerl.telemetry.throughput import ThroughputTotals
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import StepMeter, process_memory_peak
+from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.phases import HostMark, PhaseTimer, mark_for
 from services.trainer.learn.step import Learner
-from services.trainer.report.throughput import StepWork, throughput_figures, update_idle_s
+from services.trainer.records import StepWork, throughput_figures, update_idle_s
 from tests.unit.builders import make_group, make_sequence
 
 WORK: dict[str, Any] = {

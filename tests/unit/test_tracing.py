@@ -16,12 +16,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from pipelinerl.config.tracing import TracingSettings, TracingSwitch
 from pipelinerl.errors import UserError
-from pipelinerl.service.environment import read_settings
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.tracing import tracing
-from pipelinerl.tracing.spans import is_on, root
+from pipelinerl.service.settings import read_settings
+from pipelinerl.telemetry.spans import is_on, root
+from pipelinerl.telemetry.tracing import TracingSettings, TracingSwitch, tracing
 from tests.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
@@ -106,7 +105,7 @@ def test_a_process_that_does_not_trace_loads_nothing_of_the_sdk() -> None:
     code = """
 import sys
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.tracing import tracing
+from pipelinerl.telemetry.tracing import tracing
 with tracing(LogContext("r", "s", "i")):
     loaded = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
 assert not loaded, loaded
@@ -185,7 +184,7 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
 ) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from pipelinerl.service.tracing import Watched
+    from pipelinerl.telemetry.tracing import Watched
 
     caplog.set_level(logging.INFO)
     results = iter(
@@ -201,7 +200,7 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
         exporter.export([object(), object()])  # type: ignore[list-item]
         losing.append(exporter.is_losing)
     assert losing == [True, True, False, False]
-    ours = [record.getMessage() for record in caplog.records if record.name == "pipelinerl.service.tracing"]
+    ours = [record.getMessage() for record in caplog.records if record.name == "pipelinerl.telemetry.tracing"]
     assert [message.partition(" in ")[0] for message in ours] == [
         "spans cannot be sent, and are lost until that changes; training goes on",
         "spans are sent again; 4 were lost",

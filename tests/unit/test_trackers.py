@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.settings import TrainerSettings
-from services.trainer.resume.start import Start
-from services.trainer.trackers.figures import flat, recipe_params, step_figures, tokens_by_lag
-from services.trainer.trackers.process import TrackerProcess
-from services.trainer.trackers.run_trackers import RunTrackers, run_trackers, tracker_command
-from services.trainer.trackers.scrub import scrubbed
-from services.trainer.trackers.serving import RETRY_START_S, TrackerServer
-from services.trainer.trackers.tracker import RunId, TrackedRun
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer.checkpoint.run_state import Start
+from services.trainer.reporting.trackers.figures import (
+    flat,
+    recipe_params,
+    scrubbed,
+    step_figures,
+    tokens_by_lag,
+)
+from services.trainer.reporting.trackers.process import TrackerProcess
+from services.trainer.reporting.trackers.run_trackers import RunTrackers, run_trackers, tracker_command
+from services.trainer.reporting.trackers.serving import RETRY_START_S, TrackerServer
+from services.trainer.reporting.trackers.tracker import RunId, TrackedRun
 from tests.unit.builders import make_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +269,7 @@ async def test_a_run_without_trackers_starts_nothing(tmp_path: Path) -> None:
     trackers.step({})
     trackers.end({}, finished=True)
     await trackers.close()
-    assert tracker_command("mlflow")[1:] == ("-m", "services.trainer.trackers", "mlflow")
+    assert tracker_command("mlflow")[1:] == ("-m", "services.trainer.reporting.trackers", "mlflow")
 
 
 def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:

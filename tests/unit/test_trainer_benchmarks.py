@@ -22,9 +22,9 @@ from benchmarks.trainer_gpu import cases_of, figures, prepared_step
 from benchmarks.trainer_overhead import kept_cases
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, long_tailed_lengths
-from pipelinerl.config.recipe import AlgorithmConfig
+from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
-from services.trainer.learn.flops import model_flops
+from services.trainer.learn.meter import model_flops
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 

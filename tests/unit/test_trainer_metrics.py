@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.algorithms.ledger import LedgerCounts, Outcome
 from pipelinerl.bus.protocol import StreamInfo
-from pipelinerl.service.metric_set import MetricSet
+from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import trainer_pb2
+from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.metrics.outcomes import bounded, discrepancy
-from services.trainer.metrics.progress import ProgressMetrics
-from services.trainer.metrics.queues import QueueMetrics
-from services.trainer.report.run_report import group_figures
-from services.trainer.resume.writer import WrittenCheckpoint
-from services.trainer.sequences.books import Books
-from services.trainer.updates.coordinator import EvictionCause
-from services.trainer.updates.lane import UpdateRecord
+from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded, discrepancy
+from services.trainer.reporting.report import group_figures
+from services.trainer.weight_sync.coordinator import EvictionCause
+from services.trainer.weight_sync.session import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import step_figures
 
@@ -89,7 +86,7 @@ def test_what_a_step_does_not_have_is_no_series_and_what_is_measured_now_and_the
 
 
 def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
-    exported, books = Exported(), Books()
+    exported, books = Exported(), SequenceTracker()
     exported.metrics.outcomes.watch(books, lambda: 12, lambda: 1)
     groups = [make_group(number) for number in range(4)]
     for group in groups:
@@ -114,7 +111,7 @@ def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
 
 
 def test_books_that_are_taken_over_show_their_numbers() -> None:
-    before, after = Books(), Books()
+    before, after = SequenceTracker(), SequenceTracker()
     before.issue(make_group(0))
     after.restore(before.to_state())
     assert after.counts == LedgerCounts(issued=2, in_flight=2)

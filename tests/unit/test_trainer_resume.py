@@ -25,24 +25,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.algorithms.staleness import Lineage
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
-from pipelinerl.codec import decode_group, encode_group, encode_sequence
-from pipelinerl.config.changes import ChangedRecipe
-from pipelinerl.config.recipe import Recipe
+from pipelinerl.audit.journal import (
+    JOURNAL,
+    Journal,
+    read_events,
+    reserved_groups,
+)
 from pipelinerl.errors import FieldError, ServiceError, UserError
-from pipelinerl.journal import JOURNAL, Journal, read_events, reserved_groups
-from pipelinerl.types import PromptGroup, VersionSpan
+from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
+from pipelinerl.recipe.changes import ChangedRecipe
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.lag import Lineage
+from pipelinerl.rl.ledger import Outcome
+from services.trainer.checkpoint.run_state import (
+    RunState,
+    find_start,
+    load_run_state,
+    note_training_began,
+    read_lineage,
+    write_lineage,
+)
+from services.trainer.checkpoint.writer import CheckpointWriter, link_export
+from services.trainer.data.feeder import (
+    EncodedProblem,
+    Feeder,
+    FeederState,
+    feeder_bound,
+    look_for_left_behind,
+)
+from services.trainer.data.intake import HeldSequences, Intake
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.resume.left_behind import look_for_left_behind
-from services.trainer.resume.lineage_file import note_training_began, read_lineage, write_lineage
-from services.trainer.resume.run_state import RunState, load_run_state
-from services.trainer.resume.start import find_start
-from services.trainer.resume.writer import CheckpointWriter, link_export
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.feeder import EncodedProblem, Feeder, FeederState, feeder_bound
-from services.trainer.sequences.intake import HeldSequences, Intake
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePending, make_run_state
 
@@ -59,7 +73,7 @@ class Life:
         self.version = self.start.version
         self.stack = ExitStack()
         self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
-        self.books = Books(self.journal.write)
+        self.books = SequenceTracker(self.journal.write)
         self.bound = feeder_bound(recipe, 1)
         self.feeder = Feeder(
             bus, recipe, self.problem, self.books, lambda: self.bound, lambda: self.version, self.reserve
@@ -340,11 +354,11 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     mixed = make_sequence(one, 0, spans=(VersionSpan(3, 0, 1, 1), VersionSpan(4, 1, 2, 2)))
     taken = TrainingGroup((mixed,), np.array([0.1 + 0.2]))
     failed = replace(make_sequence(three, 1, completion=(), spans=()), failure="engine: gone", task="")
-    from pipelinerl.algorithms.grouping import CompletedGroup
+    from pipelinerl.rl.grouping import CompletedGroup
 
     ready = CompletedGroup(two.group_id, (make_sequence(two, 0), make_sequence(two, 1)))
     held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
-    make_run_state(5, Books(), held=held, starts=(0, 3)).save(tmp_path)
+    make_run_state(5, SequenceTracker(), held=held, starts=(0, 3)).save(tmp_path)
     state = load_run_state(tmp_path)
     assert (state.policy_version, state.starts) == (5, (0, 3))
     assert state.held.taken[0].advantages.tolist() == [0.1 + 0.2]
@@ -362,7 +376,7 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
     folder.mkdir(parents=True)
     with pytest.raises(ServiceError, match=r"step-5 cannot be read.*Remove that folder"):
         load_run_state(folder)
-    make_run_state(5, Books()).save(folder)
+    make_run_state(5, SequenceTracker()).save(folder)
     (folder / "run.json").write_text('{"format": 99}')
     with pytest.raises(ServiceError, match="another version of pipelinerl"):
         load_run_state(folder)
@@ -371,7 +385,7 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
 def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
     recipe = make_recipe(checkpoint={"every_steps": 1})
-    state = make_run_state(2, Books(), recipe=recipe.model_dump(mode="json"))
+    state = make_run_state(2, SequenceTracker(), recipe=recipe.model_dump(mode="json"))
     with CheckpointWriterIn(tmp_path) as writer:
         writer.write(FakePending(2), state).result()
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
@@ -445,20 +459,20 @@ class FailingPending:
 
 def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
     with CheckpointWriterIn(tmp_path) as writer:
-        writer.write(FakePending(1), make_run_state(1, Books())).result()
+        writer.write(FakePending(1), make_run_state(1, SequenceTracker())).result()
         with pytest.raises(OSError, match="No space"):
-            writer.write(FailingPending(2), make_run_state(2, Books())).result()
+            writer.write(FailingPending(2), make_run_state(2, SequenceTracker())).result()
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
         for version in (3, 4):
-            writer.write(FakePending(version), make_run_state(version, Books())).result()
+            writer.write(FakePending(version), make_run_state(version, SequenceTracker())).result()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from services.trainer.sequences.books import Books
-from services.trainer.resume.writer import CheckpointWriter
+from services.trainer.data.tracker import SequenceTracker
+from services.trainer.checkpoint.writer import CheckpointWriter
 from tests.unit.trainer_fakes import FakePending, make_run_state
 
 class Deadly(FakePending):
@@ -467,8 +481,8 @@ class Deadly(FakePending):
         os.kill(os.getpid(), signal.SIGKILL)
 
 writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
-writer.write(FakePending(1), make_run_state(1, Books())).result()
-writer.write(Deadly(2), make_run_state(2, Books())).result()
+writer.write(FakePending(1), make_run_state(1, SequenceTracker())).result()
+writer.write(Deadly(2), make_run_state(2, SequenceTracker())).result()
 """
 
 
@@ -485,7 +499,7 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_
 
 def test_the_export_of_a_checkpoint_is_linked_without_its_state(tmp_path: Path) -> None:
     with CheckpointWriterIn(tmp_path) as writer:
-        written = writer.write(FakePending(7), make_run_state(7, Books())).result()
+        written = writer.write(FakePending(7), make_run_state(7, SequenceTracker())).result()
     folder = link_export(written.folder, tmp_path / "checkpoint")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert json.loads((folder / "config.json").read_text()) == {"version": 7}

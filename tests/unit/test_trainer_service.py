@@ -11,10 +11,9 @@ import grpc
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.service.grpc_server import serve_grpc
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.initial_files import InitialFiles
-from services.trainer.server import StepFeed, TrainerService
+from services.trainer.server import InitialFiles, StepFeed, TrainerService
 
 
 async def written() -> tuple[str, int]:

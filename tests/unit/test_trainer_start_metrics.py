@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelinerl.algorithms.staleness import FIRST_INCARNATION
-from services.trainer.resume.start import Start
+from pipelinerl.rl.lag import FIRST_INCARNATION
+from services.trainer.checkpoint.run_state import Start
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.test_trainer_stop import training_run
 

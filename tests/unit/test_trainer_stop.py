@@ -15,24 +15,23 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.memory import MemoryBus
-from pipelinerl.config.settings import TrainerSettings
-from pipelinerl.journal import JOURNAL, Journal
+from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.kube.events import PodRef
 from pipelinerl.service.logs import LogContext
-from services.trainer.evaluation import HeldoutResult
-from services.trainer.events import RunEvents
+from pipelinerl.service.settings import TrainerSettings
+from services.trainer.checkpoint.run_state import Start, load_run_state, newest_checkpoint
+from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.observers import Outlets, RunObservers
-from services.trainer.page.board import PageBoard
-from services.trainer.report.records import RunFiles
-from services.trainer.resume.run_state import load_run_state
-from services.trainer.resume.start import Start, newest_checkpoint
+from services.trainer.records import RunFiles
+from services.trainer.reporting.board import PageBoard
+from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.observers import RunObservers, Sinks
+from services.trainer.reporting.trackers.run_trackers import RunTrackers
 from services.trainer.run import TrainingRun
-from services.trainer.trackers.run_trackers import RunTrackers
-from services.trainer.updates.lane import UpdateRecord
-from services.trainer.updates.updater import WeightUpdater
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
+from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, FakeVerifier
 
@@ -84,7 +83,7 @@ async def training_run(
         await bus.create_streams()
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             recipe, start = make_recipe(task=TASK, **sections), start or Start()
-            outlets = Outlets(
+            outlets = Sinks(
                 TrainerMetrics(CollectorRegistry()),
                 files,
                 RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from services.trainer.learn.attention import packed_layout
-from services.trainer.learn.transfer import on_device
+from services.trainer.learn.devices import on_device
 
 
 def test_an_array_keeps_its_values_and_dtype() -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from pipelinerl.errors import TransferError
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from services.actor.weights.staging import Receiver
-from services.trainer.weights.port import CollectiveGroup, CollectivePort
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from services.actor.weight_sync.staging import Receiver
+from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}
 VERSION = PolicyVersion(1, 3)
@@ -121,11 +120,11 @@ def test_the_store_listens_on_the_one_interface_it_was_given() -> None:
 END_IN_THE_MIDDLE = """
 import asyncio, torch
 from pipelinerl.service.lifecycle import leave
-from pipelinerl.types import PolicyVersion
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from services.trainer.weights.port import CollectivePort
-from services.trainer.weights.sender import WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from services.trainer.weight_sync.sender import CollectivePort
+from services.trainer.weight_sync.sender import WeightSender
 
 async def main():
     weights = {"w": torch.zeros(8_000_000)}

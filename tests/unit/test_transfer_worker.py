@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.errors import NothingStaged
-from pipelinerl.weights.manifest import Manifest
-from pipelinerl_torch.chunks import describe
-from pipelinerl_torch.group import GroupSpec, GroupStore, WeightGroup
-from services.actor.weights import wire
-from services.actor.weights.link import Answer, WorkerLink
-from services.actor.weights.worker import TransferWorker
-from services.trainer.weights.sender import TransferResult, WeightSender
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import Manifest, NothingStaged
+from services.actor.weight_sync import link as wire
+from services.actor.weight_sync.link import Answer, WorkerLink
+from services.actor.weight_sync.worker import TransferWorker
+from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
 WEIGHTS = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
 MANIFEST = describe(WEIGHTS.items(), chunk_bytes=8192)

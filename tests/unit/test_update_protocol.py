@@ -10,25 +10,23 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.control import Backend, Registration, RunEnd
-from pipelinerl.control import Phase as RegistrationPhase
-from pipelinerl.control_codec import encode_control
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
-from pipelinerl.kube.pods import PodEnd
-from pipelinerl.types import PolicyVersion
-from pipelinerl.weights.manifest import Manifest, build_manifest
-from pipelinerl.weights.manifest_codec import manifest_to_bytes
-from services.actor.gate import ServingGate
+from pipelinerl.kube.client import PodEnd
+from pipelinerl.messages.control import Backend, Registration, RunEnd, encode_control
+from pipelinerl.messages.control import Phase as RegistrationPhase
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.manifest import Manifest, build_manifest, manifest_to_bytes
+from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.updates import UpdateListener
-from services.actor.weights.staged import StagedWeights
-from services.trainer.updates import coordinator as c
-from services.trainer.updates.attendance import MemberChange
-from services.trainer.updates.coordinator import EvictionCause, Phase
-from services.trainer.updates.lane import SentBytes, UpdateRecord
-from services.trainer.updates.updater import WeightUpdater, together
+from services.actor.weight_sync.link import StagedWeights
+from services.actor.weight_sync.updates import UpdateListener
+from services.trainer.weight_sync import coordinator as c
+from services.trainer.weight_sync.coordinator import EvictionCause, Phase
+from services.trainer.weight_sync.membership import MemberChange
+from services.trainer.weight_sync.session import SentBytes, UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater, together
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 
 MANIFEST = build_manifest([("w", (4,), "float32")])

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from pipelinerl.algorithms.ledger import Outcome
-from pipelinerl.bus.memory import MemoryBus, MemoryServer
 from pipelinerl.bus.protocol import StreamInfo, StreamLimits
-from pipelinerl.codec import decode_group
-from services.trainer.sequences.upkeep import StreamUpkeep
+from pipelinerl.messages.sequences import decode_group
+from pipelinerl.rl.ledger import Outcome
+from services.trainer.data.upkeep import StreamUpkeep
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_recipe, make_sequence
 from tests.unit.test_feeder_and_intake import Desk
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pipelinerl.v1 import verifier_pb2
-from services.verifier.jobs import Job, JobQueue, QueueFull
+from services.verifier.pool import Job, JobQueue, QueueFull
 
 
 def jobs(count: int) -> list[Job]:

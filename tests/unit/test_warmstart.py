@@ -17,17 +17,23 @@ from pydantic import ValidationError
 from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipelinerl.config.recipe import ModelConfig, TaskConfig
-from pipelinerl.config.warmstart import WarmStartConfig
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import COMPLETE
+from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Split
 from services.trainer.warmstart import smollm2
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
-from services.trainer.warmstart.demonstrations import Demonstration, demonstrate, parse_sum
-from services.trainer.warmstart.supervised import IGNORED, careful_at, encode, learning_rate_factor
-from services.trainer.warmstart.tokenizer import character_tokenizer
+from services.trainer.warmstart.supervised import (
+    IGNORED,
+    Demonstration,
+    careful_at,
+    character_tokenizer,
+    demonstrate,
+    encode,
+    learning_rate_factor,
+    parse_sum,
+)
 
 TINY = WarmStartConfig(
     hidden_size=32, num_layers=1, num_heads=1, intermediate_size=32, steps=3, batch_size=4, task_config={"min_terms": 2}

@@ -13,15 +13,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from pipelinerl.arrays import array_to_bytes
-from pipelinerl.codec import spans_to_proto
-from pipelinerl.types import PolicyVersion, VersionSpan
+from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, array_to_bytes, spans_to_proto
+from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from pipelinerl.verify import VerifyItem, VerifyOutcome, VerifyStatus
-from pipelinerl.weights.manifest import build_manifest
-from services.trainer.resume.run_state import RunState
-from services.trainer.sequences.books import Books
-from services.trainer.sequences.intake import HeldSequences
+from services.trainer.checkpoint.run_state import RunState
+from services.trainer.data.intake import HeldSequences
+from services.trainer.data.tracker import SequenceTracker
 from tests.unit.builders import RUN, make_recipe
 
 
@@ -219,7 +217,7 @@ class FakeUpdater:
         yield
 
 
-def make_run_state(version: int, books: Books, **fields: Any) -> RunState:
+def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunState:
     """Of a run that has read nothing."""
     defaults: dict[str, Any] = {
         "run": RUN,

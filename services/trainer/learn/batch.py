@@ -3,7 +3,7 @@
 Built with NumPy without a loop over tokens, as arrays that can travel to another rank, and put on a device there. Padding,
 where asked for, is a sequence of its own at the end of the row that no completion token belongs to, so it cannot change a
 loss; a micro-batch without sequences is padding alone. Not here: which sequences go together
-(`pipelinerl.algorithms.packing`).
+(`pipelinerl.rl.packing`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.algorithms.staleness import token_lags
-from pipelinerl.types import Sequence
+from pipelinerl.messages.sequences import Sequence
+from pipelinerl.rl.lag import token_lags
 from services.trainer.learn.attention import PackedLayout, packed_layout
-from services.trainer.learn.normalization import BatchTotals, Normalization, token_weights
-from services.trainer.learn.transfer import on_device
+from services.trainer.learn.devices import on_device
+from services.trainer.learn.loss import BatchTotals, Normalization, token_weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import VARLEN, varlen_attention
-from services.trainer.learn.layers import decoder_layers
+from services.trainer.learn.attention import VARLEN, decoder_layers, varlen_attention
 
 FIELD = "trainer.compile"
 

@@ -1,4 +1,8 @@
-"""Peak arithmetic of known devices: dense 16-bit matrix products with float32 accumulation, by the name torch gives them.
+"""Arrays of the host as tensors of a device, without the host waiting for what the device still has to do.
+
+Not here: the way back, where somebody has to wait.
+
+Peak arithmetic of known devices: dense 16-bit matrix products with float32 accumulation, by the name torch gives them.
 
 From the vendors' data sheets, half of what these say "with sparsity". A name that is not known exactly has no peak, since
 variants of one name (a laptop's, a power-limited one, a MIG slice) differ: no figure is better than a wrong one.
@@ -9,7 +13,25 @@ Not here: other precisions; asking torch for the name.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
+    """`values` on `device`, in their dtype; on the CPU it is their memory.
+
+    A GPU copies from page-locked memory by itself; from any other the host would feed it, behind all work queued before.
+    torch keeps that memory until the copy is done.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
 
 _TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
 

@@ -1,4 +1,9 @@
-"""Losses as pure functions over the completion tokens of a micro-batch.
+"""How much each completion token counts in a loss, from totals of the whole optimizer step.
+
+Denominators are global, so the losses of micro-batches (and, later, of ranks) add up to the loss of the whole batch,
+and their number never changes a gradient.
+
+Losses as pure functions over the completion tokens of a micro-batch.
 
 Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
 to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
@@ -10,12 +15,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.config.recipe import AlgorithmConfig
-from services.trainer.learn.masks import MASKS, MaskInputs, sequence_means
+from pipelinerl.recipe.fields import AlgorithmConfig
+from services.trainer.learn.attention import MASKS, MaskInputs, sequence_means
+
+Normalization = Literal["token", "sequence", "batch"]
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Of all sequences of one optimizer step, over all micro-batches."""
+
+    num_sequences: int
+    num_completion_tokens: int
+
+
+def token_weights(
+    completion_lengths: NDArray[np.int64], normalization: Normalization, totals: BatchTotals
+) -> NDArray[np.float32]:
+    """float32[sum of completion_lengths]: factor of each token's term.
+
+    `token`: 1 / tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (its length · sequences) (GRPO, arXiv 2402.03300).
+    `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as Dr. GRPO, arXiv 2503.20783).
+    """
+    if normalization == "token":
+        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_completion_tokens)
+    elif normalization == "sequence":
+        per_sequence = 1.0 / (completion_lengths * totals.num_sequences)
+    else:
+        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_sequences)
+    return np.repeat(per_sequence, completion_lengths).astype(np.float32)
+
 
 LARGEST_LOG_RATIO = 20.0
 """Bound of |log ratio| before a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""

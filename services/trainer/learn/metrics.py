@@ -1,4 +1,9 @@
-"""What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
+"""The few sequences of an optimizer step that people get to see, and where their tokens stand in the step's values.
+
+Pure. The values of a step come micro-batch after micro-batch, those of all ranks behind each other (`StepCollector.values`);
+each sequence's completion tokens are one piece of them. What is written of a sample: `services/trainer/reporting/report.py`.
+
+What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
 
 Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, those of
 all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in
@@ -7,6 +12,7 @@ Prometheus.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,10 +22,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.algorithms.ess import EssSums, ess_by_lag
-from pipelinerl.algorithms.lag_buckets import LAG_BUCKETS, lag_bucket
-from services.trainer.learn.batch import HostMicroBatch
+from pipelinerl.messages.sequences import Sequence
+from pipelinerl.rl.ess import EssSums, ess_by_lag
+from pipelinerl.rl.lag import LAG_BUCKETS, lag_bucket
+from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
 from services.trainer.learn.loss import LossOutput
+
+SAMPLED_WEIGHTS = "sampled_weights"
+"""Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
+
+
+def sampled_sequences(groups: Many[TrainingGroup]) -> list[Sequence]:
+    """Two of a step: its first sequence, and of the other groups' the first one that most versions sampled."""
+    first, *rest = groups[0].sequences
+    others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
+    return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
+
+
+def sampled_places(groups: Many[TrainingGroup], batches: Iterable[Many[int]]) -> dict[str, slice]:
+    """By id of the sampled sequences, their completion tokens' places among those of the step.
+
+    `batches`: of each micro-batch, in order of the step's values, its sequences as positions in the step.
+    """
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    wanted = {sequence.sequence_id for sequence in sampled_sequences(groups)}
+    places, begin = {}, 0
+    for members in batches:
+        for index in row_order([sequences[member] for member in members]):
+            sequence = sequences[members[index]]
+            end = begin + sequence.num_completion_tokens
+            if sequence.sequence_id in wanted:
+                places[sequence.sequence_id] = slice(begin, end)
+            begin = end
+    return places
+
+
+def sampled_weights(places: Mapping[str, slice], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
+    """float64[tokens], importance weights w by id, unclamped, out of `log_weights` [C] of the step, nats."""
+    with np.errstate(over="ignore"):
+        return {key: np.exp(log_weights[place].astype(np.float64)) for key, place in places.items()}
+
 
 LARGEST_LOG_WEIGHT = 80.0
 """Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""

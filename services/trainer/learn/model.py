@@ -14,12 +14,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from pipelinerl.config.recipe import LoraConfig, ModelConfig
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import LoraConfig, ModelConfig
 from services.trainer.learn.attention import VARLEN, register
 from services.trainer.learn.lora import add_adapters, has_adapters
-from services.trainer.learn.policy import Policy, UnadaptedPolicy, checked_policy
-from services.trainer.learn.scorer import TokenScorer
+from services.trainer.learn.policy import Policy, TokenScorer, UnadaptedPolicy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

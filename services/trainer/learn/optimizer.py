@@ -1,4 +1,8 @@
-"""AdamW on float32 parameters, with clipping, schedule, and steps that are skipped rather than poisoned.
+"""The learning rate as a pure function of the optimizer step. Not here: which combinations are refused (`rules.py`).
+
+Which AdamW a recipe asks for, and its learning rate. Not here: clipping, skipping and masters (`optimizer.py`).
+
+AdamW on float32 parameters, with clipping, schedule, and steps that are skipped rather than poisoned.
 
 A model in 16 bit gets float32 master copies: gradients of all micro-batches are summed into them in float32, the
 optimizer steps them, and the 16-bit weights, which are what actors serve, are their rounding.
@@ -13,11 +17,98 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
-from pipelinerl.config.recipe import TrainerConfig
-from services.trainer.learn.adamw import MOMENTS, begin_moments, build_adamw, set_learning_rate
-from services.trainer.learn.schedule import learning_rate
-from services.trainer.learn.weights import whole
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import TrainerConfig
+from services.trainer.learn.lora import whole
+
+
+def learning_rate(step: int, config: TrainerConfig) -> float:
+    """Learning rate of the step that turns policy version `step` into `step + 1`.
+
+    Linear warm-up over `warmup_steps` (its first step already learns) to the peak, then by `schedule`:
+    constant; linear or cosine down to `final_learning_rate` of the peak at `steps`; `wsd` (warm-up, stable, decay:
+    MiniCPM, arXiv 2404.06395), constant and then linear down to it over the last `decay_steps`; or `inverse_sqrt`,
+    peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), never below it.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    return config.learning_rate * _share_of_peak(step, config)
+
+
+def _share_of_peak(step: int, config: TrainerConfig) -> float:
+    final = config.final_learning_rate
+    match config.schedule:
+        case "linear":
+            return 1 - (1 - final) * _progress(step, config.warmup_steps, config.steps)
+        case "cosine":
+            angle = math.pi * _progress(step, config.warmup_steps, config.steps)
+            return final + (1 - final) * 0.5 * (1 + math.cos(angle))
+        case "wsd":
+            return 1 - (1 - final) * _progress(step, config.steps - config.decay_steps, config.steps)
+        case "inverse_sqrt":
+            return max(final, math.sqrt(max(1, config.warmup_steps) / max(1, step)))
+        case _:
+            return 1.0
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    """From 0 up to `first` to 1 from `last` on."""
+    return min(1.0, max(0.0, (step - first) / max(1, last - first)))
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""Of each parameter: both moments in its shape, and how many steps it has had, a float32 number."""
+
+
+def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
+    """Over parameter groups of float32 parameters; each may have a `weight_decay` of its own.
+
+    `adamw` keeps both moments in float32, fused where the device can; `adamw_8bit` in 8 bit (`adamw_8bit.py`).
+    Raises `FieldError` where the 8-bit one does not work.
+    """
+    common: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
+    if config.optimizer == "adamw":
+        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
+        return AdamW(groups, fused=fused, **common)
+    try:
+        from services.trainer.learn.adamw_8bit import build_adamw_8bit
+    except ImportError as error:
+        fix = f"needs torchao, which does not import here ({error}): run make adamw8bit, or use adamw"
+        raise FieldError("trainer.optimizer", config.optimizer, fix) from error
+    return build_adamw_8bit(groups, **common)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Of all groups. One that is kept in a tensor stays in it: a compiled step reads it there."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def begin_moments(optimizer: Optimizer) -> None:
+    """Gives parameters that were never stepped the moments of 0 that their first step begins with. Forgets gradients.
+
+    The optimizer makes them as it likes them, in a step without gradient at a learning rate of 0, which changes no weight.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.0)
+    if new:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in new:
+        optimizer.state[parameter]["step"].zero_()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
+"""What each rank computes of an optimizer step: planned and packed once, in NumPy, before any device is touched.
+
+Weights of tokens come from totals of the whole step, so that losses and gradients of all shares add up to those of one
+rank. It sends nothing and knows no model.
+
+The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
 Synchronous: it reads no stream and sends no weights. The caller decides which groups make a step, what version results,
 and what becomes of the sequences of a skipped step. Who tells the other ranks is `ranks/lead.py`'s question.
@@ -6,8 +11,8 @@ and what becomes of the sequences of a skipped step. Who tells the other ranks i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -15,21 +20,120 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelinerl.config.recipe import AlgorithmConfig, TrainerConfig
-from pipelinerl.types import Logprobs, TokenIds
-from services.trainer.learn.batch import MicroBatch, TrainingGroup
-from services.trainer.learn.loss import LossInputs, compute_loss
-from services.trainer.learn.meter import StepMeter
-from services.trainer.learn.metrics import StepCollector, TokenMetrics, token_metrics
+from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
+from services.trainer.distributed.world import Message, World, alone
+from services.trainer.learn.batch import HostMicroBatch, MicroBatch, TrainingGroup, host_microbatch
+from services.trainer.learn.lora import adapter_weights, served_weights, whole_parameters
+from services.trainer.learn.loss import BatchTotals, LossInputs, Normalization, compute_loss
+from services.trainer.learn.meter import PhaseTimer, StepMeter, mark_for, training_flops
+from services.trainer.learn.metrics import StepCollector, TokenMetrics, sampled_places, sampled_weights, token_metrics
 from services.trainer.learn.model import initial_policy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
-from services.trainer.learn.phases import PhaseTimer, mark_for
-from services.trainer.learn.policy import Policy
-from services.trainer.learn.sampled import sampled_weights
-from services.trainer.learn.scorer import add_value_head
-from services.trainer.learn.share import PreparedStep, StepShare, prepare_step
-from services.trainer.learn.weights import adapter_weights, served_weights, whole_parameters
-from services.trainer.ranks.world import World, alone
+from services.trainer.learn.policy import Policy, add_value_head
+
+TRAIN = "train"
+_COUNTS = ("num_sequences", "num_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class StepShare:
+    """Micro-batches of one row of ranks; all shares of a step have equally many."""
+
+    version: int
+    """Policy version that the gradient is taken at."""
+    batches: tuple[HostMicroBatch, ...]
+
+    def to_message(self) -> Message:
+        arrays, counts = {}, []
+        for index, batch in enumerate(self.batches):
+            counts.append({name: getattr(batch, name) for name in _COUNTS})
+            for name in _array_names():
+                arrays[f"{index}/{name}"] = getattr(batch, name)
+        return Message(TRAIN, {"version": self.version, "counts": counts}, arrays)
+
+    @classmethod
+    def from_message(cls, message: Message) -> StepShare:
+        """Inverse of `to_message`."""
+        batches = []
+        for index, counts in enumerate(message.fields["counts"]):
+            arrays: dict[str, Any] = {name: message.arrays[f"{index}/{name}"] for name in _array_names()}
+            batches.append(HostMicroBatch(**arrays, **counts))
+        return cls(message.fields["version"], tuple(batches))
+
+
+def _array_names() -> list[str]:
+    return [field.name for field in fields(HostMicroBatch) if field.name not in _COUNTS]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A step, ready to be computed."""
+
+    version: int
+    shares: tuple[StepShare, ...]
+    """One for each row that is computed at the same time."""
+    sequence_ids: tuple[str, ...]
+    advantage_abs_mean: float
+    """Over sequences; 0 means that no group told anything."""
+    imbalance: float
+    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    flops: float
+    """Model FLOPs of the whole step."""
+    phases_s: Mapping[str, float]
+    """Seconds in `plan` and `build`, beside the step before."""
+    sampled: Mapping[str, slice] = field(default_factory=dict)
+    """Where the completion tokens of sequences that people get to see stand among those of `batches`."""
+
+    @property
+    def batches(self) -> list[HostMicroBatch]:
+        """Of all shares, one share after the other."""
+        return [batch for share in self.shares for batch in share.batches]
+
+
+def prepare_step(
+    groups: list[TrainingGroup],
+    version: int,
+    normalization: Normalization,
+    budget: int,
+    *,
+    data_ranks: int = 1,
+    pad_multiple: int = 1,
+    cost_model: CostModel = UNIT_COST,
+) -> PreparedStep:
+    """Plans and packs one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
+
+    `budget`: tokens of a micro-batch, `pad_multiple`: what its row is rounded up to. Raises `FieldError` when a sequence
+    exceeds the budget.
+    """
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    advantages = np.concatenate([group.advantages for group in groups])
+    totals = BatchTotals(len(sequences), sum(sequence.num_completion_tokens for sequence in sequences))
+
+    def packed(members: list[int]) -> HostMicroBatch:
+        chosen: list[Sequence] = [sequences[index] for index in members]
+        return host_microbatch(chosen, advantages[members], version, normalization, totals, pad_multiple)
+
+    lengths = [sequence.num_tokens for sequence in sequences]
+    outputs = [sequence.num_completion_tokens for sequence in sequences]
+    timer = PhaseTimer()
+    with timer.measure("plan"):
+        plan = plan_step(lengths, budget, data_ranks, cost_model, outputs)
+    with timer.measure("build"):
+        shares = [
+            StepShare(version, tuple(packed(members) for members in plan.of_rank(rank))) for rank in range(data_ranks)
+        ]
+    return PreparedStep(
+        version=version,
+        shares=tuple(shares),
+        sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
+        advantage_abs_mean=float(np.abs(advantages).mean()),
+        imbalance=plan.imbalance,
+        flops=training_flops(cost_model, lengths, outputs),
+        phases_s=timer.take(),
+        sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +226,7 @@ class Learner:
         self.meter = StepMeter(policy.model, compute_dtype)
         self._phases = PhaseTimer(mark_for(policy.device))
 
-    def prepare(self, groups: Sequence[TrainingGroup], version: int) -> PreparedStep:
+    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
         """Plans one optimizer step for all ranks. Any thread may do so while another step is computed.
 
         Raises `FieldError` when a sequence exceeds `tokens_per_microbatch`.
@@ -137,7 +241,7 @@ class Learner:
             cost_model=self.meter.cost_model,
         )
 
-    def train_step(self, groups: Sequence[TrainingGroup], version: int) -> StepOutcome:
+    def train_step(self, groups: list[TrainingGroup], version: int) -> StepOutcome:
         """One optimizer step of a learner that is alone, on `groups` at policy version `version`."""
         prepared = self.prepare(groups, version)
         return self.outcome(prepared, [self.compute(prepared.shares[0])])
@@ -158,7 +262,7 @@ class Learner:
         values = collector.values()  # for which the device has come to the end of the step
         return ShareResult(report, totals.cpu().numpy(), values, self.meter.take_memory_peak(), self._phases.take())
 
-    def outcome(self, prepared: PreparedStep, results: Sequence[ShareResult]) -> StepOutcome:
+    def outcome(self, prepared: PreparedStep, results: list[ShareResult]) -> StepOutcome:
         """What the step did, from `results` of each share of `prepared`, in their order."""
         values = np.concatenate([result.values for result in results], axis=1)
         budget = self.trainer.tokens_per_microbatch

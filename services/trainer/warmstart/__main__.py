@@ -15,15 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelinerl.config.load import load_recipe
-from pipelinerl.config.recipe import ModelConfig, TaskConfig
-from pipelinerl.config.settings import TrainerSettings
 from pipelinerl.initial_model import THREADS, built_folder, filling, is_built, is_complete
-from pipelinerl.local.initial_model import PROGRESS
-from pipelinerl.local.threads import available_cores
-from pipelinerl.service.environment import read_settings
+from pipelinerl.local.services import PROGRESS, available_cores
+from pipelinerl.recipe.fields import ModelConfig, TaskConfig
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.lifecycle import EXIT_FAILURE, exit_code
 from pipelinerl.service.logs import LogContext, configure_logging
+from pipelinerl.service.settings import TrainerSettings, read_settings
 
 log = logging.getLogger("services.trainer.warmstart")
 

@@ -21,15 +21,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pipelinerl.config.recipe import ModelConfig, TaskConfig
-from pipelinerl.config.warmstart import WarmStartConfig
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import COMPLETE, is_complete
+from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Split
 from services.trainer.warmstart.smollm2 import load_smollm2
-from services.trainer.warmstart.supervised import OnStep, train
-from services.trainer.warmstart.tokenizer import character_tokenizer
+from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 
 _UNFINISHED = ".unfinished"
 _READABLE = 0o644

@@ -1,4 +1,20 @@
-"""Supervised training of the small model on demonstrations: first lessons, mostly careful, then the hasty habit.
+"""A character tokenizer as Hugging Face and vLLM load it: one token per character, `<bos>` in front of a prompt.
+
+It knows the characters of written-out sums and nothing else; any other character is `<unk>`.
+
+Worked sums for supervised learning, careful or hasty term by term.
+
+A demonstration goes through the terms from left to right. After each it either writes the partial sum down and goes on from
+there (careful), or hurries on to the next term and adds several at once (hasty):
+
+    12+7-5+8=    12+7=19;19-5=14;14+8=22;#22        careful throughout
+    12+7-5+8=    12+7-5=14;14+8=22;#22              hasty once
+    12+7-5+8=    12+7-5+8=22;#22                    hasty throughout
+
+All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
+wrong although it could do better: what reinforcement learning then finds. Pure; nothing here trains or samples a model.
+
+Supervised training of the small model on demonstrations: first lessons, mostly careful, then the hasty habit.
 
 Matrices of the layers are stepped by Muon, everything else by AdamW: on two cores that takes half the steps AdamW alone
 does. Weights depend on the seed and, through rounding, on the number of threads. Nothing here reads or writes files.
@@ -8,16 +24,95 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.config.warmstart import WarmStartConfig
-from services.trainer.warmstart.demonstrations import Demonstration, demonstrate
+from pipelinerl.recipe.fields import WarmStartConfig
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+SPECIAL = (PAD, BOS, EOS, UNKNOWN)
+CHARACTERS = "0123456789+-=;# "
+
+
+def character_tokenizer(max_context: int) -> PreTrainedTokenizerFast:
+    """Token ids: special tokens first, then `CHARACTERS` in order. `max_context` in tokens."""
+    vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=max_context,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+ANSWER_MARK = "#"
+_SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)=")
+_TERM = re.compile(r"([+-])(-?\d+)")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """`prompt` is a question as the task asks it, `completion` what the model should write."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term after the first: `text` as written (`-5`), `value` with its sign."""
+
+    text: str
+    value: int
+
+
+def demonstrate(question: str, careful: Sequence[float], rng: random.Random) -> Demonstration:
+    """Writes out `question` (`12+7-5=`). `careful[i]`: probability of writing down the partial sum after term i + 1.
+
+    The last probability holds for all further terms; the last sum is always written. Raises `ValueError` for a question
+    that is not a sum of integers.
+    """
+    total, terms = parse_sum(question)
+    steps, pending = [], str(total)
+    for position, term in enumerate(terms):
+        pending, total = pending + term.text, total + term.value
+        is_last = position == len(terms) - 1
+        if is_last or rng.random() < careful[min(position, len(careful) - 1)]:
+            steps.append(f"{pending}={total};")
+            pending = str(total)
+    return Demonstration(question, f"{''.join(steps)}{ANSWER_MARK}{total}")
+
+
+def parse_sum(question: str) -> tuple[int, list[Term]]:
+    """First number and further terms of `12+7-5=`. Raises `ValueError`."""
+    match = _SUM.fullmatch(question)
+    if match is None:
+        raise ValueError(f"{question!r} is not a sum like '12+7-5='")
+    terms = [
+        Term(operator + number, int(number) if operator == "+" else -int(number))
+        for operator, number in _TERM.findall(match[2])
+    ]
+    return int(match[1]), terms
+
 
 IGNORED = -100
 """Target of a position that is not trained on: prompt and padding."""

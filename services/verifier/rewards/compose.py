@@ -1,18 +1,24 @@
 """The whole reward of a completion: weighted terms, kept apart, that add up to it.
 
 reward = correct * score + format_weight * [the form matches] + overlong penalty
+
+From a recipe's words to the reward they mean. Libraries are imported here, by the scorer that needs them.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 
-from pipelinerl.config.recipe import RewardConfig
-from services.verifier.rewards.answer import AnswerPattern
-from services.verifier.rewards.format import FormatPattern
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
-from services.verifier.rewards.overlong import overlong_penalty
+from services.verifier.rewards.json_schema import json_schema_scorer
+from services.verifier.rewards.math import math_scorer
+from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
+from services.verifier.rewards.text import AnswerPattern, FormatPattern, exact, overlong_penalty, regex
+from services.verifier.rewards.user import user_scorer
 
 _ALMOST = 1e-9
 """How far below 1 a score may be and still count as right: room for a scorer's rounding."""
@@ -71,3 +77,27 @@ def _sum(terms: dict[str, float]) -> float:
     if not math.isfinite(total):
         raise BadReward(f"not a finite number: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
     return total
+
+
+def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
+    """Raises `FieldError` for a scorer, a reasoning-gym family or a function that does not exist, with near names."""
+    return ComposedReward(config, make_scorer(config, task), graded=":" in config.scorer)
+
+
+def make_scorer(config: RewardConfig, task: TaskConfig) -> Scorer:
+    """What `reward.scorer` names. Raises `FieldError`."""
+    match config.scorer:
+        case "task" if task.source == "reasoning_gym":
+            return reasoning_gym_scorer(task.name)
+        case "task" | "exact":
+            return exact
+        case "regex":
+            return regex
+        case "math":
+            return math_scorer(config.timeout_s)
+        case "json_schema":
+            return json_schema_scorer(config.json_schema)
+        case path if ":" in path:
+            return user_scorer(path)
+    near = difflib.get_close_matches(config.scorer, SCORERS, n=3) or SCORERS
+    raise FieldError("reward.scorer", config.scorer, f"no such scorer; did you mean {' or '.join(near)}?")

@@ -1,0 +1,456 @@
+"""How a process gets into NATS: user and password, or a .creds file, and certificates, read again for each connection.
+
+What cannot be read is an error at the start; later the last that could be read is used, and a warning logged, so that a
+half-renewed file costs nothing. It opens no connection and shows no password.
+
+nats-py's client, with what it lacks: refusals that reach whoever waits, logins and certificates that are read again.
+
+It also keeps a password from a server without TLS where TLS was asked for, and outlives the end of a connection that the
+server gives a reason for (its users were changed): nats-py would close for ever. It knows nothing of streams.
+
+One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
+
+It knows nothing of runs, streams or sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import re
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from pipelinerl.bus.permissions import inbox_prefix
+from pipelinerl.errors import BusError, FieldError, NotPermitted
+from pipelinerl.service.tls import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    check_ca,
+    check_pair,
+    read_file,
+)
+
+_log = logging.getLogger(__name__)
+
+_CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
+
+
+@dataclass(frozen=True)
+class Login:
+    """`creds_file` is a NATS .creds file; else `user` and `password`, both empty for none."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+    creds_file: str = ""
+
+
+class NatsAccess:
+    """Login and certificates for the servers in `url`, for as long as a connection lives."""
+
+    def __init__(self, url: str, credentials: Path | None = None, tls_dir: Path | None = None) -> None:
+        """Raises `FieldError` when a file cannot be used."""
+        self._credentials, self._tls_dir = credentials, tls_dir
+        self._login = read_login(credentials)
+        self._context = tls_context(tls_dir)
+        self.user = self._login.user or _user_in(url)
+        """Who this is; empty where a .creds file says it, or nobody asks."""
+        self.requires_tls = tls_dir is not None or any(
+            server.strip().lower().startswith("tls://") for server in url.split(",")
+        )
+
+    @property
+    def ca(self) -> str:
+        """Whose signature the server's certificate needs, for messages."""
+        return f"{self._tls_dir / CA}" if self._tls_dir else "the machine's CAs; is nats_tls_dir missing?"
+
+    def options(self) -> dict[str, Any]:
+        """nats-py's arguments of `connect`."""
+        login = {"user_credentials": self._login.creds_file} if self._login.creds_file else {}
+        if self._login.user:
+            login = {"user": self._login.user, "password": self._login.password}
+        return {"inbox_prefix": inbox_prefix(self.user), **login}
+
+    def login(self) -> Login:
+        """The newest."""
+        try:
+            self._login = read_login(self._credentials)
+        except FieldError as error:
+            _log.warning("logging in to NATS as before: %s", error)
+        return self._login
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Made from the newest files."""
+        try:
+            self._context = tls_context(self._tls_dir)
+        except FieldError as error:
+            _log.warning("connecting to NATS with the certificates of before: %s", error)
+        return self._context
+
+
+def read_login(credentials: Path | None) -> Login:
+    """From a file with `user:password` or a NATS .creds file. Raises `FieldError` on `nats_credentials`."""
+    if credentials is None:
+        return Login()
+    text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
+    if "BEGIN NATS USER JWT" in text:
+        if importlib.util.find_spec("nkeys") is None:
+            raise FieldError(_CREDENTIALS, str(credentials), "a .creds file needs nkeys: pip install nkeys")
+        return Login(creds_file=str(credentials))
+    user, colon, password = text.partition(":")
+    if not colon or not user:
+        raise FieldError(_CREDENTIALS, str(credentials), "the file must hold user:password or be a .creds file")
+    return Login(user, password)
+
+
+def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
+    """Trusts ca.crt of the folder, and shows tls.crt where it is there; without a folder, the machine's own CAs.
+
+    Raises `FieldError` on `nats_tls_dir` naming the file.
+    """
+    if tls_dir is None:
+        return ssl.create_default_context()
+    read_file(tls_dir / CA, _TLS_DIR)
+    check_ca(tls_dir, _TLS_DIR)
+    context = ssl.create_default_context(cafile=tls_dir / CA)
+    if (tls_dir / CERTIFICATE).exists():
+        check_pair(tls_dir, _TLS_DIR)
+        context.load_cert_chain(tls_dir / CERTIFICATE, tls_dir / KEY)
+    return context
+
+
+def _user_in(url: str) -> str:
+    with contextlib.suppress(ValueError):  # a malformed one is told of when it is connected to
+        return urlsplit(url.split(",")[0]).username or ""
+    return ""
+
+
+_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
+_ENDS_NOTHING = ("permissions violation", "stale connection")
+
+
+class NatsClient(Client):
+    """`refused` holds functions to call with a subject, in lower case, that the server does not let this user use."""
+
+    def __init__(self, access: NatsAccess) -> None:
+        super().__init__()
+        self._access = access
+        self.refused: set[Callable[[str], None]] = set()
+
+    @property
+    def user(self) -> str:
+        return self._access.user
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """Asked for at each connection."""
+        return self._access.tls_context()
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """As nats-py does; raises `NotPermitted` as soon as the server refuses the subject."""
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_refusal(lowered: str) -> None:
+            if lowered == subject.lower() and not refused.done():
+                refused.set_result(None)
+
+        self.refused.add(on_refusal)
+        asking = asyncio.ensure_future(super().request(subject, payload, timeout, old_style, headers))
+        try:
+            await asyncio.wait((asking, refused), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise NotPermitted(self.user, subject)
+        finally:
+            self.refused.discard(on_refusal)
+            asking.cancel()
+
+    def tell_refusal(self, text: str) -> None:
+        """Calls `refused` where `text` of an error is of one."""
+        if found := _REFUSAL.search(text):
+            for tell in list(self.refused):
+                tell(found[2].lower())
+
+    def _connect_command(self) -> bytes:
+        if self._access.requires_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.Error("the server speaks plain text, and TLS was asked for: it is told no password")
+        login = self._access.login()
+        if login.user:
+            self.options["user"], self.options["password"] = login.user, login.password
+        return super()._connect_command()
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except OSError:  # TLS errors are of these
+            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
+            raise
+
+    async def _process_err(self, err_msg: str) -> None:
+        if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
+            await self._process_op_err(nats.errors.Error(f"the server ended the connection: {err_msg.strip(chr(39))}"))
+        else:
+            await super()._process_err(err_msg)
+
+
+_RECONNECT_WAIT_S = 0.5
+_PING_INTERVAL_S = 5
+_MAX_OUTSTANDING_PINGS = 2
+_STREAM_NOT_FOUND, _STORE_FAILED = 10059, 10077
+_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER = 10005, 10008, 10009
+_BEFORE_SCHEME = re.compile(r",(?=\s*[a-z]+://)", re.IGNORECASE)
+
+
+class AckSubject(NamedTuple):
+    """What JetStream writes into a delivered message's reply subject."""
+
+    num_deliveries: int
+    stream_position: int
+    consumer_position: int
+    published_at_ns: int
+    num_pending: int
+    """Messages of this consumer that are still to come."""
+
+    @classmethod
+    def parse(cls, reply: str) -> AckSubject:
+        """Raises `BusError` when `reply` is not of a JetStream delivery."""
+        tokens = reply.split(".")
+        first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
+        if not reply.startswith("$JS.ACK.") or len(tokens) < first + 5:
+            raise BusError(f"not a JetStream delivery: reply subject {reply!r}")
+        return cls(*map(int, tokens[first : first + 5]))
+
+
+def redacted(urls: str) -> str:
+    """`urls` (one, or several separated by commas) without user and password, for messages and logs.
+
+    A password may hold any character, so all up to the last `@` of a server goes; where a server without a scheme
+    follows, it may be taken for part of the login before it.
+    """
+    return ",".join(_without_login(url) for url in _BEFORE_SCHEME.split(urls))
+
+
+def _without_login(url: str) -> str:
+    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
+    _login, at, host = rest.rpartition("@")
+    return f"{scheme}{slashes}***@{host}" if at else url
+
+
+class bus_errors:
+    """Turns what nats-py raises into a `BusError` that starts with `action`.
+
+    It also hands on a cancellation that nats-py swallowed (it does while it waits to flush a large message).
+    """
+
+    __slots__ = ("_action", "_cancellations", "_task")
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancellations = self._task.cancelling() if self._task else 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        cancelled = self._task is not None and self._task.cancelling() > self._cancellations
+        if error is None or isinstance(error, nats.errors.Error | OSError | TimeoutError):
+            if cancelled:
+                raise asyncio.CancelledError from error
+            if error is not None:
+                raise BusError(f"{self._action}: {_reason(error)}") from error
+
+
+def is_stream_missing(error: BusError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
+
+
+def is_cluster_forming(error: BusError) -> bool:
+    """Whether the servers of a cluster are on their way to find each other and choose a leader, or may be."""
+    cause = error.__cause__
+    if isinstance(cause, nats.js.errors.APIError):
+        return cause.err_code in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER)
+    return isinstance(cause, TimeoutError)
+
+
+def is_stream_full(error: BusError) -> bool:
+    cause = error.__cause__
+    return (
+        isinstance(cause, nats.js.errors.APIError)
+        and cause.err_code == _STORE_FAILED
+        and "maximum" in (cause.description or "")
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, nats.js.errors.NoStreamResponseError):
+        return "no stream takes this subject: the run's streams are not there (yet), or JetStream is off"
+    if isinstance(error, nats.js.errors.ServiceUnavailableError) and not error.description:
+        return "JetStream is off: start nats-server with -js"
+    if isinstance(error, nats.js.errors.APIError):
+        return f"{error.description or type(error).__name__} (JetStream error {error.err_code or error.code})"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error).removeprefix("nats: ") or type(error).__name__
+
+
+class NatsLink:
+    """An open connection. `disconnected` and `reconnected` hold functions to call when that happens, `refused` those to call
+    with a subject, in lower case, that the server does not let this user use."""
+
+    def __init__(self, url: str, access: NatsAccess, request_timeout_s: float) -> None:
+        self.url, self.request_timeout_s = redacted(url), request_timeout_s
+        self._servers, self._access = url.split(","), access
+        self.client = NatsClient(access)
+        self.js = self.client.jetstream(timeout=request_timeout_s)
+        self.disconnected: set[Callable[[], None]] = set()
+        self.reconnected: set[Callable[[], None]] = set()
+        self.refused = self.client.refused
+        self._connected, self._was_connected = asyncio.Event(), False
+        self._last_error = ""
+
+    @property
+    def user(self) -> str:
+        """Who this connection is logged in as; empty for nobody, or where a .creds file says it."""
+        return self._access.user
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.client.max_payload
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Raises `BusError` when there is no connection within `timeout_s`."""
+        if self._connected.is_set():
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+        except TimeoutError:
+            raise BusError(f"not connected to {self.url}: {self._last_error or 'connection lost'}") from None
+
+    async def request(self, subject: str, payload: bytes) -> None:
+        """Sends and waits for any answer. Raises `BusError`."""
+        await self.wait_connected(self.request_timeout_s)
+        with bus_errors(f"request on {subject}"):
+            await self.client.request(subject, payload, timeout=self.request_timeout_s)
+
+    async def _open(self, name: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.client.connect(
+                    self._servers,
+                    name=name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
+                    ping_interval=_PING_INTERVAL_S,
+                    max_outstanding_pings=_MAX_OUTSTANDING_PINGS,
+                    **self._access.options(),
+                )
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            reason = self._last_error or _reason(error)
+            raise BusError(f"cannot connect to NATS at {self.url} within {timeout_s:g} s: {reason}") from error
+        self._last_error, self._was_connected = "", True
+        self._connected.set()
+
+    async def _on_error(self, error: Exception) -> None:
+        previous, self._last_error = self._last_error, self._named(error)
+        if self._last_error != previous:  # not once per attempt to connect
+            _log.warning("NATS at %s: %s", self.url, self._last_error)
+        self.client.tell_refusal(str(error))
+        if self._was_connected:
+            return
+        # Raised into nats-py's connect loop, which would try what is refused again until the time is over.
+        if "authorization" in self._last_error.lower():
+            login = f"the login of user {self.user!r}" if self.user else "the login"
+            raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
+        if isinstance(error, ssl.SSLError) and len(self._servers) == 1:
+            raise BusError(f"cannot connect to NATS at {self.url}: {self._last_error}")
+
+    def _named(self, error: Exception) -> str:
+        reason = _reason(error)
+        return f"{reason} (trusted: {self._access.ca})" if isinstance(error, ssl.SSLCertVerificationError) else reason
+
+    async def _on_disconnect(self) -> None:
+        self._connected.clear()
+        for notify in list(self.disconnected):
+            notify()
+
+    async def _on_reconnect(self) -> None:
+        _log.info("reconnected to NATS at %s", self.url)
+        self._last_error = ""
+        self._connected.set()
+        for notify in list(self.reconnected):
+            notify()
+
+
+@contextlib.asynccontextmanager
+async def open_link(
+    url: str,
+    *,
+    name: str,
+    credentials: Path | None,
+    tls_dir: Path | None = None,
+    connect_timeout_s: float,
+    request_timeout_s: float,
+) -> AsyncIterator[NatsLink]:
+    """Connects, and reconnects for as long as the context lasts. `url`: one server or several, separated by commas.
+
+    Raises `BusError` naming the url when no server answers within `connect_timeout_s`, the login or a certificate is
+    refused, `FieldError` when a file cannot be used.
+    """
+    link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
+    with _no_notice_of_tls_ends():
+        try:
+            await link._open(name, connect_timeout_s)
+            yield link
+        finally:
+            if link.client.options:  # else it has refused the url itself, and there is nothing to close
+                with contextlib.suppress(OSError):  # the server is gone already
+                    await link.client.close()
+
+
+@contextlib.contextmanager
+def _no_notice_of_tls_ends() -> Iterator[None]:
+    """asyncio warns at the end of every TLS connection of nats-py, of something that has no effect."""
+
+    def is_worth_telling(record: logging.LogRecord) -> bool:
+        return "eof_received() has no effect" not in record.getMessage()
+
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.addFilter(is_worth_telling)
+    try:
+        yield
+    finally:
+        asyncio_log.removeFilter(is_worth_telling)

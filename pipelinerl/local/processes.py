@@ -1,0 +1,325 @@
+"""The status code of one HTTP GET on a loopback address, for readiness. Not an HTTP client.
+
+Whether a service of a local run could listen on a port of this machine now. Keeps none for it.
+
+Every process of one session: a service, its workers, and whatever those started.
+
+A process group is not enough: a library may give its workers a group of their own, and workers outlive a killed parent.
+The session stays the same for all of them. Linux reads /proc; elsewhere the process group has to do.
+
+One service process of a local run: start it, wait until it serves, stop it and everything it started.
+
+The process has a session of its own, so that the terminal's Ctrl-C reaches only the runner, which then stops services
+in order; and it gets SIGTERM when the runner dies. Does not restart anything: that is `supervisor.py`.
+
+Which processes of a run live, by its pids.json. A pid that now belongs to something else does not count.
+
+Only looks; on a system without /proc a pid that lives is taken for the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pipelinerl.errors import ServiceError
+from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.local.run_dir import RunDir
+from pipelinerl.service.address import ServiceAddress, read_address, split_host_port
+
+
+async def http_status(address: str, path: str, timeout_s: float) -> int | None:
+    """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _get(address, path)
+    except (OSError, TimeoutError, ValueError, IndexError):
+        return None
+
+
+async def _get(address: str, path: str) -> int:
+    reader, writer = await asyncio.open_connection(*split_host_port(address))
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()
+
+
+HOST = "127.0.0.1"
+
+
+def why_taken(port: int) -> str:
+    """Why nobody can listen on `port` (0 to 65535) now; empty when somebody can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+_PROC = Path("/proc")
+_POLL_S = 0.1
+
+
+def session_pids(session: int) -> list[int]:
+    """Living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
+    return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
+
+
+def _session_of(entry: Path) -> int | None:
+    try:
+        stat = (entry / "stat").read_text(errors="replace")
+    except OSError:
+        return None  # ended while we looked
+    state, _ppid, _group, session, *_ = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(session)
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL to every process of the session. None left is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid in session_pids(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def session_ended(session: int, timeout_s: float) -> bool:
+    """Waits until no process of the session lives; False when some still do after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while session_pids(session):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+_log = logging.getLogger(__name__)
+
+_POLL_S_process = 0.05
+_TAIL_LINES = 20
+_LEFTOVER_S = 1.0
+_KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start. `environment` is the whole environment of the process."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    address_file: Path
+
+
+class ServiceDied(ServiceError):
+    """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL), `log`, `tail`."""
+
+    def __init__(self, name: str, returncode: int, log: Path, tail: str) -> None:
+        self.name, self.returncode, self.log, self.tail = name, returncode, log, tail
+        how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
+        super().__init__(f"{name} {how}; end of {log}:\n{tail or '(empty)'}")
+
+
+class ServiceNotReady(ServiceError):
+    """A service lives but does not serve in time. Attributes: `name`, `waited_s`, `log`, `tail`."""
+
+    def __init__(self, name: str, waited_s: float, what: str, log: Path, tail: str) -> None:
+        self.name, self.waited_s, self.log, self.tail = name, waited_s, log, tail
+        super().__init__(f"{name} {what} after {waited_s:g} s; end of {log}:\n{tail or '(empty)'}")
+
+
+class ServiceProcess:
+    """A started process. Make it with `start`; whoever does must `terminate` or `kill` it."""
+
+    def __init__(self, launch: Launch, process: Process) -> None:
+        self.launch, self._process = launch, process
+        self.name, self.pid = launch.name, process.pid
+
+    @classmethod
+    async def start(cls, launch: Launch) -> ServiceProcess:
+        """Starts the process; its output is appended to the log. Raises `ServiceError` when it cannot be executed."""
+        launch.address_file.unlink(missing_ok=True)
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("ab") as log:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *guarded(launch.command), env=dict(launch.environment), stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise ServiceError(f"{launch.name} cannot be started: {error}") from error
+        return cls(launch, process)
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative = the signal that ended it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def died(self) -> ServiceDied:
+        """The error to raise for this process after it ended."""
+        assert self.returncode is not None
+        return ServiceDied(self.name, self.returncode, self.launch.log, log_tail(self.launch.log))
+
+    async def address(self, timeout_s: float) -> ServiceAddress:
+        """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceNotReady` late."""
+        return await self._until(self._read_address, timeout_s, "wrote no address")
+
+    async def ready(self, timeout_s: float) -> ServiceAddress:
+        """Waits for the address file and a good answer of /readyz. Raises as `address` does."""
+        address = await self.address(timeout_s)
+
+        async def answers() -> ServiceAddress | None:
+            return address if await http_status(address.http, "/readyz", timeout_s=2.0) == 200 else None
+
+        return await self._until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
+
+    async def _read_address(self) -> ServiceAddress | None:
+        file = self.launch.address_file
+        return read_address(file) if file.is_file() else None
+
+    async def _until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
+        """First result of `probe` that is not None, asked again and again while the process lives."""
+        exited = asyncio.ensure_future(self.wait())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            while (found := await probe()) is None:
+                await asyncio.wait({exited}, timeout=_POLL_S_process)
+                if exited.done():
+                    raise self.died()
+                if loop.time() >= deadline:
+                    tail = log_tail(self.launch.log)
+                    raise ServiceNotReady(self.name, timeout_s, failure, self.launch.log, tail)
+            return found
+        finally:
+            exited.cancel()
+
+    async def terminate(self, grace_s: float) -> int:
+        """SIGTERM to the process, SIGKILL to it and all it started after `grace_s`. Returns the exit code.
+
+        Only the process itself gets the SIGTERM: it stops its own workers in its own order. Those that outlive it get a
+        second to notice, and then SIGKILL. A kernel that takes its time to end them (gigabytes to free on a machine that
+        swaps) is not waited for without end: that they die is certain, and what the run did stands.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await asyncio.shield(self.wait())
+        leftover_s = min(_LEFTOVER_S, max(0.0, deadline - loop.time()))
+        if self.returncode is not None and await session_ended(self.pid, leftover_s):
+            return self.returncode
+        if not await self._killed():
+            _log.warning("%s: processes %s are still ending after SIGKILL", self.name, session_pids(self.pid))
+        return -signal.SIGKILL if self.returncode is None else self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL to the process and all it started, at once, without waiting."""
+        kill_session(self.pid)
+
+    async def kill_and_wait(self) -> int:
+        """`kill`, and returns the exit code once every process of it is gone.
+
+        Raises `ServiceError` when the kernel cannot end one (it hangs in a device or a dead network disk).
+        """
+        if await self._killed():
+            return await self.wait()
+        raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
+
+    async def _killed(self) -> bool:
+        for _ in range(_KILL_ROUNDS):
+            self.kill()  # again: a worker may have forked while we killed
+            if await session_ended(self.pid, _KILL_WAIT_S):
+                await self.wait()
+                return True
+        return False
+
+
+def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
+    """Last lines of a log, without colours; empty when there is no log."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 400 * lines))
+        text = _ANSI.sub("", file.read().decode(errors="replace"))
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def living(run_dir: RunDir) -> dict[str, int]:
+    """Name and pid of those of the run's processes that live. Raises as `read_pids`."""
+    return {name: pid for name, pid in read_pids(run_dir).items() if lives(pid, run_dir.path)}
+
+
+def read_pids(run_dir: RunDir) -> dict[str, int]:
+    """pids.json, of processes that live or not. Raises `OSError` or `ValueError` where it cannot be read."""
+    pids = json.loads(run_dir.pids.read_bytes())
+    if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
+        raise ValueError("it holds no mapping of names to pids")
+    return pids
+
+
+def lives(pid: int, folder: Path) -> bool:
+    """Whether that process lives and is of the run in `folder`: each of them has a file in it among its arguments or in
+    its environment."""
+    if sys.platform != "linux":
+        return _answers(pid)
+    if not _runs(pid):
+        return False
+    within = f"{folder.resolve()}{os.sep}".encode()
+    return any(within in _bytes(pid, name) for name in ("cmdline", "environ"))
+
+
+def _runs(pid: int) -> bool:
+    state = _bytes(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    return bool(state) and state[0] not in "ZX"
+
+
+def _bytes(pid: int, name: str) -> bytes:
+    try:
+        return (_PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""  # it has ended, or is somebody else's
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

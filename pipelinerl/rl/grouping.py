@@ -1,0 +1,156 @@
+"""Can a finished sequence be trained on at all? Checked once, when it arrives, so that the learner may trust its input.
+
+Not here: staleness (`staleness.py`) and whether the message parses (`pipelinerl.messages.sequences`).
+
+Sequences of a stream, in any order and perhaps repeated, into complete groups.
+
+The caller says which groups it issued; everything else that arrives is counted and ignored. Memory is bounded by the
+groups that are open. Not here: advantages, staleness, outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipelinerl.errors import MessageError
+from pipelinerl.messages.sequences import Sequence, TokenIds
+
+
+def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
+    """Why `sequence` ends as failed, short and from a fixed set except for the actor's own reason; "" when it is good.
+
+    `max_context`: prompt plus completion tokens at most. `vocab_size`: token ids are below it.
+    """
+    if sequence.failure:
+        return sequence.failure
+    if len(sequence.prompt_token_ids) == 0:
+        return "empty prompt"
+    if len(sequence.completion_token_ids) == 0:
+        return "empty completion"
+    if sequence.num_tokens > max_context:
+        return "longer than the context"
+    return _number_problem(sequence, vocab_size)
+
+
+def _number_problem(sequence: Sequence, vocab_size: int) -> str:
+    if not math.isfinite(sequence.reward):
+        return "reward not finite"
+    if len(sequence.behaviour_logprobs) != len(sequence.completion_token_ids):
+        return "logprobs and tokens differ in number"
+    if not np.isfinite(sequence.behaviour_logprobs).all():
+        return "logprob not finite"
+    if not (
+        _in_vocabulary(sequence.prompt_token_ids, vocab_size)
+        and _in_vocabulary(sequence.completion_token_ids, vocab_size)
+    ):
+        return "token outside the vocabulary"
+    return "" if _spans_cover(sequence) else "version spans have gaps"
+
+
+def _in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
+    return bool(token_ids.min() >= 0 and token_ids.max() < vocab_size)
+
+
+def _spans_cover(sequence: Sequence) -> bool:
+    position = 0
+    for span in sequence.spans:
+        if span.start != position or span.end <= span.start:
+            return False
+        position = span.end
+    return position == sequence.num_completion_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class CompletedGroup:
+    """All samples of one prompt, each list in order of sample index. `failed` ones carry their reason in `failure`."""
+
+    group_id: str
+    sequences: tuple[Sequence, ...]
+    """Good ones."""
+    failed: tuple[Sequence, ...] = ()
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Rewards of the good ones."""
+        return tuple(sequence.reward for sequence in self.sequences)
+
+
+@dataclass
+class _OpenGroup:
+    num_samples: int
+    members: dict[int, Sequence] = field(default_factory=dict)
+
+    def complete(self, group_id: str) -> CompletedGroup:
+        ordered = [self.members[index] for index in sorted(self.members)]
+        good = tuple(sequence for sequence in ordered if not sequence.failure)
+        return CompletedGroup(group_id, good, tuple(sequence for sequence in ordered if sequence.failure))
+
+
+class GroupAssembler:
+    """Stepped by `expect` when a group is issued and `add` when a sequence arrives."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _OpenGroup] = {}
+        self.duplicates = 0
+        """Sequences that arrived a second time while their group was open."""
+        self.unexpected = 0
+        """Sequences of groups that are not open: never issued, complete, or discarded."""
+
+    def expect(self, group_id: str, num_samples: int) -> None:
+        """Opens a group. Expecting one twice is our own mistake."""
+        assert group_id not in self._open, f"group {group_id} was issued twice"
+        assert num_samples >= 1, f"group {group_id} of {num_samples} samples"
+        self._open[group_id] = _OpenGroup(num_samples)
+
+    def add(self, sequence: Sequence) -> CompletedGroup | None:
+        """The group that this sequence completes, else None. A group is returned once.
+
+        Raises `MessageError` when the sequence contradicts its group's size; nothing is changed then.
+        """
+        group = self._open.get(sequence.group_id)
+        if group is None:
+            self.unexpected += 1
+            return None
+        if sequence.group_size != group.num_samples:
+            raise MessageError("Sequence", "group_size", f"{sequence.group_size}, issued with {group.num_samples}")
+        if not 0 <= sequence.sample_index < group.num_samples:
+            raise MessageError("Sequence", "sample_index", f"{sequence.sample_index} of {group.num_samples}")
+        if sequence.sample_index in group.members:
+            self.duplicates += 1
+            return None
+        group.members[sequence.sample_index] = sequence
+        return self._open.pop(sequence.group_id).complete(sequence.group_id) if self._full(group) else None
+
+    @staticmethod
+    def _full(group: _OpenGroup) -> bool:
+        return len(group.members) == group.num_samples
+
+    def discard(self, group_id: str) -> tuple[Sequence, ...]:
+        """Gives an open group up (its prompt was delivered too often) and returns what had arrived of it."""
+        group = self._open.pop(group_id)
+        return tuple(group.members[index] for index in sorted(group.members))
+
+    def missing(self, group_id: str) -> tuple[int, ...]:
+        """Sample indices of an open group that have not arrived; none of a group that is not open."""
+        group = self._open.get(group_id)
+        return tuple(index for index in range(group.num_samples) if index not in group.members) if group else ()
+
+    def arrived(self, group_id: str) -> tuple[int, ...]:
+        """The others: sample indices of an open group that have arrived."""
+        group = self._open.get(group_id)
+        return tuple(sorted(group.members)) if group else ()
+
+    def is_open(self, group_id: str) -> bool:
+        return group_id in self._open
+
+    def open_groups(self) -> dict[str, int]:
+        """Samples expected of each open group, in order of issue: with `held`, all that a checkpoint needs."""
+        return {group_id: group.num_samples for group_id, group in self._open.items()}
+
+    def held(self) -> tuple[Sequence, ...]:
+        """Sequences of groups that are still open. Adding them to a new assembler that expects the same groups
+        restores this one."""
+        return tuple(sequence for group in self._open.values() for sequence in group.members.values())

@@ -1,0 +1,103 @@
+"""Token lag in buckets, the label under which ESS and clip fraction are reported.
+
+Widths double, because one step more matters at lag 1 and not at lag 100.
+
+Is a sequence still fresh enough to train on, and how old is each of its tokens?
+
+Lag is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken.
+A version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that
+no longer exists, whatever its number. Not here: what happens to a stale sequence (`ledger.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
+
+LARGEST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16)
+"""Inclusive upper edge of each bucket but the last, which has none. Unit: optimizer steps."""
+
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+"""Labels, in order of lag."""
+
+_EDGES = np.asarray(LARGEST_LAG_OF_BUCKET, dtype=np.int64)
+
+
+def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
+    return np.searchsorted(_EDGES, lags, side="left")
+
+
+class StaleReason(StrEnum):
+    """Why a sequence ends as `dropped_stale`; the ledger counts by these."""
+
+    LAG = "lag above max_lag"
+    UNDONE = "version undone by a restart"
+    UNKNOWN = "version not made by this run yet"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which versions exist. `starts[i]` is the version that incarnation i + 1 began from; the first began from 0."""
+
+    starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        assert self.starts, "a lineage has at least one incarnation"
+        assert self.starts[0] == 0, "the first incarnation starts from version 0"
+        assert all(start >= 0 for start in self.starts), f"negative version in {self.starts}"
+
+    @property
+    def incarnation(self) -> int:
+        """The running incarnation, counted from 1."""
+        return len(self.starts)
+
+    def restarted(self, from_version: int) -> Lineage:
+        """The lineage after a restart from the checkpoint of `from_version`."""
+        return Lineage((*self.starts, from_version))
+
+    def reason_against(self, version: PolicyVersion, newest: int) -> StaleReason | None:
+        """None when `version` is a recorded policy of this run, at most `newest`, that no restart undid."""
+        if not 1 <= version.incarnation <= self.incarnation or version.number < self.starts[version.incarnation - 1]:
+            return StaleReason.UNKNOWN
+        if version.incarnation == self.incarnation:
+            return StaleReason.UNKNOWN if version.number > newest else None
+        return StaleReason.UNDONE if version.number > min(self.starts[version.incarnation :]) else None
+
+
+FIRST_INCARNATION = Lineage()
+
+
+def stale_reason(
+    spans: Sequence[VersionSpan], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
+) -> StaleReason | None:
+    """Why a sequence must not be trained on at policy version `version`; None when it may.
+
+    One token is enough: its oldest token's lag above `max_lag` (None = unbounded), or any token of a version that a
+    restart undid or that this run has not made.
+    """
+    for span in spans:
+        reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
+        if reason is not None:
+            return reason
+    if max_lag is not None and spans and version - min(span.version for span in spans) > max_lag:
+        return StaleReason.LAG
+    return None
+
+
+def within_max_lag(
+    spans: Sequence[VersionSpan], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
+) -> bool:
+    """`stale_reason` as a yes or no."""
+    return stale_reason(spans, version, max_lag, lineage) is None
+
+
+def token_lags(token_versions: NDArray[np.int64], version: int) -> NDArray[np.int64]:
+    """int64[tokens]: optimizer steps from the sampling of each token to its use at `version`."""
+    return version - token_versions

@@ -1,0 +1,278 @@
+"""Sequences into micro-batches of a fixed token budget.
+
+Best-fit decreasing decides how few bins are needed; the same number of bins is then filled evenly, because equal
+micro-batches need the least memory and waste nothing when padded to one shape. Deterministic: equal inputs give equal
+bins. Not here: the tensors (services/trainer), several ranks and the cost of attention (`step_plan`).
+
+What one sequence costs a decoder-only model: a linear term in its tokens and a causal term in pairs of them.
+
+Costs are FLOPs of a forward pass where the model is known (`services/trainer/learn/meter.py`), and tokens where it is not;
+planning needs their proportions only. Not here: memory traffic, kernels, padding.
+
+Which sequences of one optimizer step go to which rank, in which micro-batch.
+
+Ranks that share a model (FSDP) run in lockstep: they begin a micro-batch together, so that a slot of micro-batches, one on
+each rank, lasts as long as its costliest one, and a step lasts Σ over slots of the maximum over ranks. The plan has as few
+slots as best-fit decreasing allows, and within each slot nearly equal costs. What the slots cost beside each other does not
+matter. Deterministic: equal inputs give equal plans.
+
+Not here: tensors, padding to multiples (sequence parallelism does that when it splits a row), or who computes the plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import FieldError
+
+Bins = list[list[int]]
+"""Indexes into the lengths that were packed; each index in exactly one bin."""
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def pack(lengths: Sequence[int], budget: int) -> Bins:
+    """Bins of at most `budget` tokens, best-fit decreasing: the longest sequence first, into the fullest bin it fits.
+
+    O(n log n). Raises `FieldError` when one sequence alone exceeds the budget.
+    """
+    bins: Bins = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for index in _longest_first(lengths):
+        length = int(lengths[index])
+        if length > budget:
+            raise FieldError("trainer.tokens_per_microbatch", budget, f"a sequence of {length} tokens must fit in it")
+        slot = bisect_left(room, (length, -1))
+        if slot == len(room):
+            bins.append([])
+            left, target = budget, len(bins) - 1
+        else:
+            left, target = room.pop(slot)
+        bins[target].append(index)
+        insort(room, (left - length, target))
+    return bins
+
+
+def balance(lengths: Sequence[int], num_bins: int) -> Bins:
+    """`num_bins` bins of nearly equal tokens: longest first, into the emptiest bin (LPT, within 4/3 of the optimum)."""
+    bins: Bins = [[] for _ in range(num_bins)]
+    load = [(0, target) for target in range(num_bins)]
+    for index in _longest_first(lengths):
+        tokens, target = load[0]
+        bins[target].append(index)
+        heapq.heapreplace(load, (tokens + int(lengths[index]), target))
+    return [members for members in bins if members]
+
+
+def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
+    """As few micro-batches as `pack` needs, with tokens spread evenly over them where that still fits the budget."""
+    packed = pack(lengths, budget)
+    even = balance(lengths, len(packed))
+    fits = all(sum(int(lengths[index]) for index in members) <= budget for members in even)
+    return even if fits else packed
+
+
+def fill(lengths: Sequence[int], bins: Bins, capacity: int | None = None) -> float:
+    """Share of real tokens in bins of `capacity` tokens; None = the fullest bin's, the one shape all of them fit."""
+    loads = [sum(int(lengths[index]) for index in members) for members in bins]
+    return sum(loads) / (len(loads) * (max(loads) if capacity is None else capacity))
+
+
+Counts = Sequence[int] | NDArray[np.integer]
+"""One number for each sequence."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of one forward pass. A pair is a query and a key that it sees, itself included."""
+
+    per_token: float
+    """All matrix products of the layers, without attention scores."""
+    per_output_token: float = 0.0
+    """The output head, which is computed only where a token is predicted."""
+    per_pair: float = 0.0
+    """Attention scores and their product with the values, over the layers that see the whole sequence."""
+    per_windowed_pair: float = 0.0
+    """The same over the layers that see the last `window` tokens only."""
+    window: int = 0
+    """Tokens that a query of a windowed layer sees, itself included; 0 where there are no such layers."""
+
+    def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
+        """Cost of each sequence of `lengths` tokens, of which `outputs` are predicted; None = all of them."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        predicted = tokens if outputs is None else np.asarray(outputs, dtype=np.float64)
+        linear = self.per_token * tokens + self.per_output_token * predicted
+        pairs = self.per_pair * causal_pairs(tokens)
+        return linear + pairs + self.per_windowed_pair * causal_pairs(tokens, self.window)
+
+
+UNIT_COST = CostModel(per_token=1.0)
+"""A sequence costs its tokens: for planning where nothing is known of the model."""
+
+
+def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
+    """Pairs of causal self-attention over n tokens: n (n + 1) / 2, of which a window leaves its width to each query."""
+    all_pairs = tokens * (tokens + 1) / 2
+    if window is None:
+        return all_pairs
+    beyond = np.maximum(tokens - window, 0)
+    return all_pairs - beyond * (beyond + 1) / 2
+
+
+Slots = list[Bins]
+"""[slot][rank] → indexes of the sequences of that micro-batch; empty where a slot has none for a rank."""
+
+MOST_LEVELLED_SLOTS = 16
+"""With more slots than this, levelling them one by one gains under 1% and takes its time."""
+BINS_TRIED = 8
+"""Cheapest bins that are asked for room before a sequence counts as not fitting."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Every sequence of a step in exactly one micro-batch, equally many micro-batches on each rank."""
+
+    slots: Slots
+    costs: list[list[float]]
+    """[slot][rank] → cost of that micro-batch, in units of the cost model."""
+    num_ranks: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    def of_rank(self, rank: int) -> Bins:
+        """The micro-batches of one rank, in order; some may be empty."""
+        return [bins[rank] for bins in self.slots]
+
+    @property
+    def cost(self) -> float:
+        """Of the whole step, as it lasts: Σ over slots of the costliest micro-batch."""
+        return sum(max(costs) for costs in self.costs)
+
+    @property
+    def imbalance(self) -> float:
+        """Share of the ranks' compute time in which they wait for the costliest of their slot; 0 = none, below 1."""
+        if not self.cost:
+            return 0.0
+        return max(0.0, 1 - sum(map(sum, self.costs)) / (self.num_ranks * self.cost))
+
+
+def plan_step(
+    lengths: Sequence[int],
+    budget: int,
+    num_ranks: int,
+    cost_model: CostModel = UNIT_COST,
+    outputs: Counts | None = None,
+) -> StepPlan:
+    """Micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
+
+    Each slot has one for each of `num_ranks`, in ⌈(best-fit-decreasing bins) / ranks⌉ slots; one rank gets what
+    `plan_microbatches` gives. No slot is empty on all ranks. Raises `FieldError` when one sequence alone exceeds the
+    budget.
+    """
+    cost = [float(each) for each in cost_model.of(lengths, outputs)]
+    if num_ranks == 1:
+        return _plan([[members] for members in plan_microbatches(lengths, budget)], cost, 1)
+    packed = pack(lengths, budget)
+    num_slots = math.ceil(len(packed) / num_ranks)
+    planner = _Planner([int(length) for length in lengths], cost, budget, num_ranks)
+    plans = [_plan(planner.evened(packed, num_slots), cost, num_ranks)]
+    if num_slots <= MOST_LEVELLED_SLOTS and (levelled := planner.levelled(num_slots)) is not None:
+        plans.append(_plan(levelled, cost, num_ranks))
+    return min(plans, key=lambda plan: plan.cost)
+
+
+def _plan(slots: Slots, cost: list[float], num_ranks: int) -> StepPlan:
+    """Seats each slot's bins by cost, falling and rising in turn, which evens the ranks' sums too."""
+    seated: Slots = []
+    for number, bins in enumerate(slots):
+        falling = sorted(bins, key=lambda members: -_total(members, cost))
+        seated.append(falling if number % 2 == 0 else falling[::-1])
+    costs = [[_total(members, cost) for members in bins] for bins in seated]
+    return StepPlan(seated, costs, num_ranks)
+
+
+def _total(members: Sequence[int], cost: list[float]) -> float:
+    return sum(cost[index] for index in members)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """The sequences of one step and what a micro-batch may hold. Methods return plans and keep nothing."""
+
+    lengths: list[int]
+    cost: list[float]
+    budget: int
+    num_ranks: int
+
+    def evened(self, packed: Bins, num_slots: int) -> Slots:
+        """Bins of similar cost share a slot, and spread its sequences over their ranks again where that is faster."""
+        padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
+        falling = sorted(padded, key=lambda members: -_total(members, self.cost))
+        return [self._evened_slot(falling[first : first + self.num_ranks]) for first in self._first_bins(num_slots)]
+
+    def _first_bins(self, num_slots: int) -> range:
+        return range(0, num_slots * self.num_ranks, self.num_ranks)
+
+    def _evened_slot(self, bins: Bins) -> Bins:
+        spread, left = self._spread(self._costliest_first([index for members in bins for index in members]))
+        return bins if left or self._longest(spread) >= self._longest(bins) else spread
+
+    def _longest(self, bins: Bins) -> float:
+        return max(_total(members, self.cost) for members in bins)
+
+    def levelled(self, num_slots: int) -> Slots | None:
+        """Slot by slot, the costliest sequences left and as many others as fit below the level that these set anyway.
+
+        The level is at least the mean of what is left. None when the last slot cannot take the rest.
+        """
+        left = self._costliest_first(range(len(self.lengths)))
+        slots: Slots = []
+        for slots_left in range(num_slots, 0, -1):
+            if not left:
+                return None
+            mean = _total(left, self.cost) / (slots_left * self.num_ranks)
+            level = max(self.cost[left[0]], mean) if slots_left > 1 else math.inf
+            bins, left = self._spread(left, level)
+            slots.append(bins)
+        return None if left else slots
+
+    def _costliest_first(self, members: Sequence[int]) -> list[int]:
+        return sorted(members, key=lambda index: (-self.cost[index], index))
+
+    def _spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
+        """One slot's bins, each sequence of `order` in the cheapest with room (LPT), and those left over.
+
+        No bin's cost exceeds `level`, no bin's tokens the budget.
+        """
+        bins: Bins = [[] for _ in range(self.num_ranks)]
+        room = [self.budget] * self.num_ranks
+        cheapest = [(0.0, rank) for rank in range(self.num_ranks)]
+        left: list[int] = []
+        for index in order:
+            if cheapest[0][0] + self.cost[index] > level:
+                left.append(index)
+                continue
+            full: list[tuple[float, int]] = []
+            while cheapest and len(full) < BINS_TRIED and room[cheapest[0][1]] < self.lengths[index]:
+                full.append(heapq.heappop(cheapest))
+            if cheapest and len(full) < BINS_TRIED and cheapest[0][0] + self.cost[index] <= level:
+                load, rank = cheapest[0]
+                bins[rank].append(index)
+                room[rank] -= self.lengths[index]
+                heapq.heapreplace(cheapest, (load + self.cost[index], rank))
+            else:
+                left.append(index)
+            for entry in full:
+                heapq.heappush(cheapest, entry)
+        return bins, left

@@ -1,0 +1,274 @@
+"""The boundary between a gRPC handler and its caller: an exception becomes a status, its traceback a log entry.
+
+A grpc.aio server as an async context manager, with the standard health and reflection services beside its own.
+
+It decides when a port is taken and what an error looks like to a caller. TLS comes in as ready credentials.
+
+Channels to the gRPC services of a run, plain or with mutual TLS, and what their failures mean.
+
+A channel keeps the certificate it was opened with; `RenewedChannel` is for callers that live longer than certificates do.
+It calls nothing and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.service.address import host_port
+from pipelinerl.service.tls import (
+    CA,
+    CERTIFICATE,
+    Certificates,
+    RenewedCertificates,
+    read_certificates,
+)
+
+log = logging.getLogger(__name__)
+
+_SHORT = 300
+_KINDS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class ErrorBoundary(aio.ServerInterceptor):
+    """`UserError` becomes INVALID_ARGUMENT; anything else INTERNAL, with the error's name and the start of its text.
+
+    What a handler itself aborts with passes unchanged.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        return handler and _guarded(handler, handler_call_details.method)
+
+
+def _guarded(handler: Any, method: str) -> Any:
+    name, make = _KINDS[handler.request_streaming, handler.response_streaming]
+    behaviour = getattr(handler, name)
+    if inspect.isasyncgenfunction(behaviour):
+        behaviour = _guarded_stream(behaviour, method)
+    elif inspect.iscoroutinefunction(behaviour):
+        behaviour = _guarded_call(behaviour, method)
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _guarded_call(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the RPC boundary
+            return await _abort(context, method, error)
+
+    return call
+
+
+def _guarded_stream(
+    behaviour: Callable[..., AsyncIterator[Any]], method: str
+) -> Callable[[Any, aio.ServicerContext], AsyncIterator[Any]]:
+    async def stream(request: Any, context: aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the RPC boundary
+            await _abort(context, method, error)
+
+    return stream
+
+
+async def _abort(context: aio.ServicerContext, method: str, error: Exception) -> None:
+    if isinstance(error, UserError):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_SHORT])
+    log.error("%s failed", method, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_SHORT])
+
+
+MAX_MESSAGE_BYTES = 256 * 1024**2
+STOP_GRACE_S = 5.0
+CONNECTION_AGE_S = 300.0
+"""After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
+that were added, and both sides show renewed certificates."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of its connections
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+@dataclass(frozen=True)
+class GrpcServer:
+    """A running server. `port` is the bound one."""
+
+    port: int
+    _health: health.aio.HealthServicer
+    _names: tuple[str, ...]
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers for the whole server ("") and for each of its services."""
+        answer = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            await self._health.set(name, answer.SERVING if serving else answer.NOT_SERVING)
+
+
+@asynccontextmanager
+async def serve_grpc(
+    register: Callable[[aio.Server], None],
+    service_names: Sequence[str],
+    host: str,
+    port: int,
+    *,
+    stop_grace_s: float = STOP_GRACE_S,
+    credentials: grpc.ServerCredentials | None = None,
+    connection_age_s: float = CONNECTION_AGE_S,
+) -> AsyncIterator[GrpcServer]:
+    """Serves what `register` adds, on `port` (0 = any free one). Health says NOT_SERVING until told otherwise.
+
+    At the end it says NOT_SERVING again, takes no new call, and gives those in progress `stop_grace_s`.
+    `service_names`: full names (`pipelinerl.v1.VerifierService`), for health and reflection.
+    Raises `ServiceError` naming the port when it cannot be bound.
+    """
+    age = ("grpc.max_connection_age_ms", round(connection_age_s * 1000))
+    server = aio.server(interceptors=[ErrorBoundary()], options=[*_SERVER_OPTIONS, age])
+    register(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    running = GrpcServer(_bind(server, host, port, credentials), health_servicer, tuple(service_names))
+    await running.set_serving(False)
+    await server.start()
+    try:
+        yield running
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await asyncio.shield(server.stop(stop_grace_s))
+
+
+def _bind(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = host_port(host, port)
+    try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
+        return server.add_insecure_port(address)
+    except RuntimeError as error:  # what grpcio raises for every failed bind
+        raise ServiceError(
+            f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
+        ) from error
+
+
+Options = Sequence[tuple[str, Any]]
+LOOK_EVERY_S = 5.0
+"""Between two looks at the certificate files; a Secret takes a minute to reach a pod anyway."""
+_ENDED_WITHIN_S = 3600.0
+"""For calls under way on a channel that was replaced."""
+
+
+def open_channel(target: str, tls_dir: Path | None, name_override: str = "", options: Options = ()) -> aio.Channel:
+    """A channel to `target` (host:port, or dns:///name:port), with the certificates in `tls_dir`; None = plain text.
+
+    `name_override`: the name that the server's certificate must hold, where `target` is an address.
+    Raises `FieldError` on `tls_dir` when its files cannot be used.
+    """
+    certificates = read_certificates(tls_dir, "client") if tls_dir is not None else None
+    return _open(target, certificates, name_override, options)
+
+
+def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
+    """Status and details of a failed call, with what to look at where TLS is the reason or may be."""
+    return f"{error.code().name}: {error.details()}{_hint(error.details() or '', tls_dir)}"
+
+
+class RenewedChannel:
+    """A channel that is replaced when the files in `tls_dir` are. Calls under way end on the one they began on."""
+
+    def __init__(
+        self,
+        target: str,
+        tls_dir: Path | None,
+        name_override: str = "",
+        options: Options = (),
+        *,
+        look_every_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`look_every_s`: default LOOK_EVERY_S. Raises `FieldError` on `tls_dir` when its files cannot be used."""
+        self._target, self._name, self._options = target, name_override, options
+        self._files = RenewedCertificates(tls_dir, "client") if tls_dir is not None else None
+        self._look_every_s = LOOK_EVERY_S if look_every_s is None else look_every_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._channel = self._opened()
+        self._replaced: set[asyncio.Task[None]] = set()
+
+    def current(self) -> aio.Channel:
+        """The channel for the next call."""
+        if self._files is not None and self._clock() - self._looked_at >= self._look_every_s:
+            self._looked_at = self._clock()
+            if self._files.renew():
+                ending = asyncio.ensure_future(self._channel.close(_ENDED_WITHIN_S))
+                self._replaced.add(ending)
+                ending.add_done_callback(self._replaced.discard)
+                self._channel = self._opened()
+        return self._channel
+
+    async def close(self) -> None:
+        for ending in list(self._replaced):
+            ending.cancel()
+        await asyncio.gather(*self._replaced, return_exceptions=True)
+        await self._channel.close()
+
+    def _opened(self) -> aio.Channel:
+        certificates = self._files.certificates if self._files is not None else None
+        return _open(self._target, certificates, self._name, self._options)
+
+
+def _open(target: str, certificates: Certificates | None, name_override: str, options: Options) -> aio.Channel:
+    every = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0), *options]
+    if certificates is None:
+        return aio.insecure_channel(target, options=every)
+    if name_override:
+        every.append(("grpc.ssl_target_name_override", name_override))
+    credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.certificate)
+    return aio.secure_channel(target, credentials, options=every)
+
+
+def _hint(details: str, tls_dir: Path | None) -> str:
+    closed_at_once = "failed to connect" in details and "Socket closed" in details
+    if tls_dir is None:
+        return " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
+    if "WRONG_VERSION_NUMBER" in details:
+        return " (it speaks no TLS, and tls_dir is set here: set it there too)"
+    if "Hostname Verification" in details or "does not match SSL server name" in details:
+        return " (its certificate is for other names)"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f" (its certificate is not valid under {tls_dir / CA})"
+    return f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)" if closed_at_once else ""

@@ -1,0 +1,153 @@
+"""Reads a service's settings from the environment and says, by variable, what is missing or wrong.
+
+Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
+
+In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones.
+What is trained is not here: that is the recipe, a file whose path is one of these fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipelinerl.errors import UserError
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def read_settings(kind: type[Settings]) -> Settings:
+    """The settings of one service. Raises `UserError` naming each variable, its value and the problem."""
+    from_environment: Callable[[], Settings] = kind
+    try:
+        return from_environment()
+    except ValidationError as error:
+        prefix = kind.model_config.get("env_prefix", "")
+        lines = [f"  - {prefix}{_problem(details)}" for details in error.errors(include_url=False)]
+        raise UserError("\n".join(["the environment does not configure this service:", *lines])) from error
+
+
+def _problem(details: ErrorDetails) -> str:
+    name = "_".join(str(part) for part in details["loc"]).upper()
+    return f"{name} is not set" if details["type"] == "missing" else f"{name} = {details['input']!r}: {details['msg']}"
+
+
+class ServiceSettings(BaseSettings):
+    """What every service needs to know."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
+
+    run: str = Field(description="Name of the run: prefix of its subjects.")
+    recipe: Path = Field(description="Resolved recipe, YAML.")
+    instance: str = Field(description="Name of this process in the run: actor-0, or the pod's name.")
+    grpc_host: str = Field("127.0.0.1", description="Interface of the gRPC server.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="0 = any free port, written to the address file.")
+    http_host: str = Field("127.0.0.1", description="Interface of /healthz, /readyz and /metrics.")
+    http_port: int = Field(0, ge=0, le=65535, description="0 = any free port.")
+    advertise_host: str = Field("127.0.0.1", description="Name or address under which other services reach this one.")
+    address_file: Path | None = Field(None, description="Written when serving: JSON {grpc, http, pid}.")
+    log_format: Literal["text", "json"] = Field("text", description="json in a cluster.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tls_dir: Path | None = Field(
+        None,
+        description="Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted and both sides show certificates of that "
+        "CA. None = plain text.",
+    )
+
+
+class BusSettings(ServiceSettings):
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS servers of the run, separated by commas.")
+    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+    nats_tls_dir: Path | None = Field(
+        None,
+        description="Folder with ca.crt, and tls.crt and tls.key where the server asks for a certificate. None = the "
+        "machine's own CAs, for a tls:// address.",
+    )
+
+
+class PolicySettings(BusSettings):
+    """What the actor and the trainer need beyond the bus: the initial policy, the verifier, the cluster."""
+
+    model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
+    model_cache: Path | None = Field(
+        None,
+        description="Folder that holds initial policies which the run itself builds; used where model_dir is empty.",
+    )
+    verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
+    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
+    pod_name: str = Field("", description="Name of this pod.")
+    pod_uid: str = Field("", description="Its uid, for the Events it is the subject of.")
+    service_account_dir: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
+    )
+
+
+class ActorSettings(PolicySettings):
+    trainer: str = Field("", description="host:port of the trainer, for an initial policy that it built.")
+
+
+class TrainerSettings(PolicySettings):
+    run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
+    expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
+    stop_checkpoint_s: float = Field(
+        4.5,
+        gt=0,
+        description="Seconds that a trainer told to stop takes for its step under way and a checkpoint, at most.",
+    )
+    linger: bool = Field(
+        False,
+        description="Keep answering, trained or not, after the run's end until told to stop: a StatefulSet starts again "
+        "what exits.",
+    )
+    page: bool = Field(
+        False,
+        description="Serve the live page of the run at http_port: what it trains on is shown to whoever reaches that.",
+    )
+    page_hosts: str = Field(
+        "",
+        description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
+        "among them.",
+    )
+    actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
+    actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
+    stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
+    sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
+    transfer_host: str = Field("127.0.0.1", description="Interface of the store where weight-transfer groups meet.")
+    transfer_port: int = Field(0, ge=0, le=65535, description="Of that store; 0 = any free port.")
+
+    nodes: int = Field(1, ge=1, description="Pods of the trainer, each of which starts its own ranks.")
+    node: int = Field(0, ge=0, description="Which of them this one is; node 0 has rank 0.")
+    ranks_per_node: int = Field(0, ge=0, description="Ranks that a node starts, one per GPU; 0 = the recipe's.")
+    rendezvous: str = Field("", description="host:port of node 0 where the ranks of several nodes meet.")
+
+
+class RankSettings(BaseSettings):
+    """A rank's place, as torchrun tells it; a process that was not started by it is alone."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    rank: int = Field(0, ge=0, description="Among all ranks of the trainer.")
+    world_size: int = Field(1, ge=1, description="Ranks of the trainer.")
+    local_rank: int = Field(0, ge=0, description="Among the ranks of this node: the number of its GPU.")
+
+
+class VerifierSettings(ServiceSettings):
+    workers: int = Field(2, ge=1, le=256, description="Reward processes.")
+    max_queue: int = Field(4096, ge=1, description="Items waiting at most; more are refused with RESOURCE_EXHAUSTED.")
+
+
+class StreamsSettings(BaseSettings):
+    """Where a command finds a run's streams that is not told: in a pod of the run, where its service finds them."""
+
+    model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
+
+    run: str = Field("", description="Name of the run.")
+    nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
+    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+    nats_tls_dir: Path | None = Field(None, description="Folder with ca.crt, and tls.crt and tls.key where needed.")

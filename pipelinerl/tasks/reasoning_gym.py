@@ -1,0 +1,157 @@
+"""The compact form of reasoning-gym's chain_sum: `12 + 7 - 5` asked as `12+7-5=`.
+
+For models with a character tokenizer, to which the task's English sentence means nothing. Pure.
+
+Problems of any reasoning-gym family, without end, held-out ones apart from training ones.
+
+A family generates from a seed, in blocks of `BLOCK` problems whose seed is derived from the run's seed, the split and the
+block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
+
+A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets: theirs are
+the same problems in another process only with the same PYTHONHASHSEED.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+from pipelinerl.errors import FieldError
+from pipelinerl.tasks.source import Problem, Split
+
+
+def compact_question(entry: Mapping[str, Any]) -> str:
+    """The bare expression and `=`. Raises `FieldError` for an entry without an expression."""
+    expression = entry.get("metadata", {}).get("expression")
+    if not isinstance(expression, str):
+        raise FieldError("task.prompt_style", "compact", "only chain_sum has a compact form; use plain or chat")
+    return expression.replace(" ", "") + "="
+
+
+BLOCK = 256
+MOST_TRIES = 64
+_OURS = ("seed", "size")
+"""Arguments that every family takes and that this module sets."""
+_LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
+HELDOUT_SEED = 0
+"""Held-out problems are the same for all seeds of a run, so that accuracies compare."""
+
+
+class ReasoningGymSource:
+    """See the module. Raises `FieldError` for an unknown family or arguments it refuses."""
+
+    num_train: int | None = None
+
+    def __init__(
+        self, family: str, config: Mapping[str, Any], *, seed: int, num_heldout: int, compact: bool = False
+    ) -> None:
+        self._family, self._config, self._seed = family, dict(config), seed
+        self._num_heldout, self._compact = num_heldout, compact
+        check_family(family)
+        check_arguments(family, self._config)
+        self._block = lru_cache(maxsize=8)(self._make_block)
+        self._entry(Split.HELDOUT, 0, 0)
+
+    def problem(self, split: Split, index: int) -> Problem:
+        if split is Split.HELDOUT:
+            return self._heldout[index]
+        for attempt in range(MOST_TRIES):
+            problem = self._candidate(split, index, attempt)
+            if problem.question not in self._heldout_questions:
+                return problem
+        raise self._too_few()
+
+    @cached_property
+    def _heldout(self) -> list[Problem]:
+        """The first `num_heldout` distinct candidates."""
+        found: dict[str, Problem] = {}
+        for index in range(MOST_TRIES * self._num_heldout):
+            problem = self._candidate(Split.HELDOUT, index, 0)
+            found.setdefault(problem.question, problem)
+            if len(found) == self._num_heldout:
+                return list(found.values())
+        raise self._too_few()
+
+    @cached_property
+    def _heldout_questions(self) -> frozenset[str]:
+        return frozenset(problem.question for problem in self._heldout)
+
+    def _candidate(self, split: Split, index: int, attempt: int) -> Problem:
+        # Later attempts come from blocks that no index reaches at first.
+        block, within = divmod(index, BLOCK)
+        entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
+        question = compact_question(entry) if self._compact else entry["question"]
+        reference = {"answer": entry["answer"], "dataset": self._family, "entry": entry}
+        return Problem(self._family, question, reference)
+
+    def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
+        """Generated when asked for: one entry of the slow families takes a second."""
+        try:
+            dataset, seed = self._block(split, block)
+            with _global_random(seed + within):
+                return dict(dataset[within])
+        except (TypeError, ValueError, AssertionError) as error:
+            raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
+
+    def _make_block(self, split: Split, block: int) -> tuple[Any, int]:
+        """A data set of `BLOCK` entries, not generated yet, and its seed."""
+        from reasoning_gym import create_dataset
+
+        seed = derived_seed(HELDOUT_SEED if split is Split.HELDOUT else self._seed, split, block)
+        with _global_random(seed):
+            return create_dataset(self._family, seed=seed, size=BLOCK, **self._config), seed
+
+    def _too_few(self) -> FieldError:
+        return FieldError(
+            "task.heldout_problems",
+            self._num_heldout,
+            f"{self._family} with {self._config} has too few distinct problems; lower it or make the task larger",
+        )
+
+
+@contextmanager
+def _global_random(seed: int) -> Iterator[None]:
+    """Python's global generator seeded for a moment: some families (list_functions) draw from it besides their own."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+def derived_seed(run_seed: int, split: Split, block: int) -> int:
+    """A seed below 2^31 that depends on all three."""
+    digest = hashlib.blake2b(f"{run_seed}/{split}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**31
+
+
+def check_family(family: str) -> None:
+    """Raises `FieldError` naming near matches when reasoning-gym has no such family."""
+    from reasoning_gym.factory import DATASETS
+
+    if family not in DATASETS:
+        near = difflib.get_close_matches(family, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"list its {len(DATASETS)} families: {_LIST_FAMILIES}"
+        raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
+
+
+def check_arguments(family: str, config: Mapping[str, Any]) -> None:
+    """Raises `FieldError` naming the first key of `config` that `family` does not take, near matches and what it takes."""
+    from reasoning_gym.factory import DATASETS
+
+    known = [field.name for field in fields(DATASETS[family][1]) if field.name not in _OURS]
+    for key, value in config.items():
+        if key in _OURS:
+            raise FieldError(f"task.config.{key}", value, "leave it out: seed and size follow from the recipe's seed")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            allowed = f"allowed: {', '.join(known)}" if known else f"{family} takes none"
+            raise FieldError(f"task.config.{key}", value, f"{family} has no such argument; {hint}{allowed}")

@@ -1,0 +1,266 @@
+"""Whether and how traces leave a process: OpenTelemetry's own environment variables, as far as they are ours to check.
+
+What is not here the SDK reads itself: headers, certificates, compression, the bounds of its queue.
+
+Sends the spans of a process to a collector where the environment asks for it; loads nothing of the SDK where it does not.
+
+Spans wait in a bounded queue and leave on a thread of their own: a collector that is away costs spans, never the work, and
+`END_WITHIN_S` at the process's end. It makes no spans, and leaves OpenTelemetry's global provider alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pipelinerl import __version__
+from pipelinerl.errors import UserError
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.settings import read_settings
+from pipelinerl.telemetry.spans import use_tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _is_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("give a URL of a collector such as http://collector:4318")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(lambda value: _is_url(value) if value else value)]
+Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lower)]
+
+
+class TracingSwitch(BaseSettings):
+    """The variables that switch traces on, unchecked: a process that does not trace has no use for the others."""
+
+    model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
+
+    sdk_disabled: str = Field("", description="true = no traces, whatever else is set.")
+    traces_exporter: str = Field(
+        "", description="otlp, console or none. Unset = otlp where an endpoint is set, else none."
+    )
+    exporter_otlp_endpoint: str = Field("", description="Base URL of a collector.")
+    exporter_otlp_traces_endpoint: str = Field("", description="Whole URL for traces; wins over the base.")
+
+    @property
+    def is_on(self) -> bool:
+        if self.sdk_disabled.strip().lower() == "true":
+            return False
+        exporter = self.traces_exporter.strip().lower()
+        endpoint = self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint
+        return exporter != "none" and bool(exporter or endpoint)
+
+
+class TracingSettings(BaseSettings):
+    """Of a process that traces."""
+
+    model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
+
+    traces_exporter: Annotated[Literal["otlp", "console"], BeforeValidator(_lower)] = "otlp"
+    exporter_otlp_endpoint: Endpoint = ""
+    exporter_otlp_traces_endpoint: Endpoint = ""
+    exporter_otlp_protocol: Protocol = ""
+    exporter_otlp_traces_protocol: Protocol = ""
+    traces_sampler: Annotated[
+        Literal[
+            "always_on",
+            "always_off",
+            "traceidratio",
+            "parentbased_always_on",
+            "parentbased_always_off",
+            "parentbased_traceidratio",
+        ],
+        BeforeValidator(_lower),
+    ] = "parentbased_always_on"
+    traces_sampler_arg: str = Field("", description="Share of the traces that a ratio sampler takes, 0 to 1.")
+    exporter_otlp_timeout: float | None = Field(None, gt=0, description="Seconds for one export.")
+    exporter_otlp_traces_timeout: float | None = Field(None, gt=0)
+    bsp_max_queue_size: int | None = Field(None, gt=0, description="Spans that wait at most; more are dropped.")
+    bsp_max_export_batch_size: int | None = Field(None, gt=0)
+    bsp_schedule_delay: int | None = Field(None, gt=0, description="Milliseconds between two exports.")
+
+    @field_validator("traces_sampler_arg")
+    @classmethod
+    def _is_share(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("traces_sampler", "").endswith("traceidratio"):
+            try:
+                share = float(value)
+            except ValueError:
+                share = -1.0
+            if not 0 <= share <= 1:
+                raise ValueError("the sampler takes a share of the traces: give a number from 0 to 1, such as 0.01")
+        return value
+
+    @property
+    def protocol(self) -> str:
+        return self.exporter_otlp_traces_protocol or self.exporter_otlp_protocol or "http/protobuf"
+
+    @property
+    def endpoint(self) -> str:
+        """For people: where the exporter sends to, by scheme, host and port. The rest of a URL may hold a password."""
+        default = "http://localhost:4317" if self.protocol == "grpc" else "http://localhost:4318"
+        parts = urlsplit(self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint or default)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+log = logging.getLogger(__name__)
+
+END_WITHIN_S = 1.0
+"""For the spans that wait when the process ends."""
+SAME_AGAIN_S = 60.0
+"""Between two log lines of the SDK that say the same."""
+
+
+@contextmanager
+def tracing(context: LogContext) -> Iterator[None]:
+    """Spans made inside are sent, if OTEL_* variables say where to. Raises `UserError` for a variable that cannot be used."""
+    if not TracingSwitch().is_on:
+        yield
+        return
+    settings = read_settings(TracingSettings)
+    with _seldom_said():
+        exporter = Watched(_exporter(settings))
+        provider = _provider(context, exporter)
+        where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
+        log.info(
+            "traces go to %s; sampler %s", where, f"{settings.traces_sampler} {settings.traces_sampler_arg}".strip()
+        )
+        try:
+            with use_tracer(provider.get_tracer("pipelinerl", __version__)):
+                yield
+        finally:
+            _end(provider, exporter)
+
+
+class Watched:
+    """A `SpanExporter` that says once when spans begin to be lost, and once when that is over."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._lost = 0
+        self._lost_since_s = 0.0
+
+    @property
+    def is_losing(self) -> bool:
+        """Whether the last export failed."""
+        return self._lost > 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result.value == 0:
+            if self._lost:
+                lost_s = time.monotonic() - self._lost_since_s
+                log.info("spans are sent again; %d were lost in %.0f s", self._lost, lost_s)
+            self._lost = 0
+        else:
+            if not self._lost:
+                self._lost_since_s = time.monotonic()
+                log.warning("spans cannot be sent, and are lost until that changes; training goes on")
+            self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+def _exporter(settings: TracingSettings) -> SpanExporter:
+    """Which reads headers, certificates and the rest of its variables by itself."""
+    try:
+        if settings.traces_exporter == "console":
+            from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+            return ConsoleSpanExporter()
+        if settings.protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+            return GrpcExporter()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"traces cannot be sent to {settings.endpoint} (OTEL_EXPORTER_OTLP_…): {error}") from error
+
+
+def _provider(context: LogContext, exporter: Watched) -> TracerProvider:
+    """Its sampler and the bounds of its queue are those of the environment."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=_resource(context), shutdown_on_exit=False)
+    try:
+        provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", exporter)))
+    except ValueError as error:
+        raise UserError(f"the queue of spans (OTEL_BSP_…) cannot be made: {error}") from error
+    return provider
+
+
+def _resource(context: LogContext) -> Resource:
+    """Who makes the spans. What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say wins."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    ours = {
+        "service.name": f"pipelinerl-{context.service}",
+        "service.instance.id": context.instance,
+        "service.version": __version__,
+        "pipelinerl.run": context.run,
+    }
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
+
+
+def _end(provider: TracerProvider, exporter: Watched) -> None:
+    """Sends what waits, for `END_WITHIN_S` at most. An export that hangs is left to its daemon thread."""
+    ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+    ending.start()
+    ending.join(0 if exporter.is_losing else END_WITHIN_S)
+    if ending.is_alive():
+        log.warning("the last spans are lost: the collector did not take them in time")
+
+
+@contextmanager
+def _seldom_said() -> Iterator[None]:
+    """The SDK's own log lines, each once a minute at most: it repeats itself for as long as a collector is away."""
+    logger, handler = logging.getLogger("opentelemetry"), _Seldom()
+    propagated, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+
+
+class _Seldom(logging.Handler):
+    """Hands a record to the root logger unless one of the same text template was handed on `SAME_AGAIN_S` ago or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said_at_s: dict[tuple[str, str], float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        key, now_s = (record.name, str(record.msg)), time.monotonic()
+        said_at_s = self._said_at_s.get(key)
+        root = logging.getLogger()
+        if record.levelno >= root.level and (said_at_s is None or now_s - said_at_s >= SAME_AGAIN_S):
+            self._said_at_s[key] = now_s
+            root.handle(record)

@@ -1,0 +1,443 @@
+"""Where chunks live and in which order a device works on them: host memory (Gloo), or a device and a stream of its own (NCCL).
+
+Nothing of `torch.cuda` is touched for host memory. It does not say what is copied, sent or computed there.
+
+NCCL under a weight group: broadcasts that end, whatever a peer does, and a process that outlives them.
+
+What torch's ProcessGroupNCCL does by itself does not suit a group whose members may die:
+
+- its watchdog thread answers an error or a timeout by ending the process. With blocking wait there is no watchdog, and waiting
+  is ours; that setting is read from the environment when a group is made, so it stands there only meanwhile;
+- making a communicator blocks for as long as a peer is missing. A non-blocking communicator is polled instead, up to
+  TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once in a process;
+- a broadcast whose communicator is aborted looks complete. Therefore an abort is remembered here, and is what the waiting
+  thread raises.
+
+A peer that dies is noticed through NCCL's own error where the bytes go over the network; over shared memory or NVLink it is
+not, and the deadline ends the wait. It does not meet anybody: all ranks have checked in before (`group.py`).
+
+A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
+
+Built from a key-value store that the trainer hosts, without torch's global process group, so that groups of several epochs
+(and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
+same calls. Every wait has a deadline. A group that failed once is unusable: close it, agree on a new epoch, build another.
+
+Ranks meet in two steps. First each checks in at the store, and rank 0 waits for all; only then do they connect to each
+other. So a rank that never comes keeps nobody inside a collective library, and when rank 0 gives the meeting up, those
+who wait are told at once.
+
+Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
+timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once. NCCL can be
+interrupted (`nccl.py`).
+
+It does not decide who is a member, and sends tensors, not weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from pipelinerl.transfer.manifest import (
+    DeadlineExceeded,
+    GroupFailed,
+    RanksMissing,
+    TransferAborted,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`stream`: a torch.cuda.Stream; None in host memory."""
+
+    device: torch.device
+    stream: Any = None
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What this thread does within is queued on the stream. Memory allocated within is reused in the stream's order."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """As `scope`, and in order with the caller's stream: after what is queued there, before what will be.
+
+        By events on the device. The host does not wait, and neither do other streams.
+        """
+        if self.stream is None:
+            yield
+            return
+        callers = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(callers)
+        with torch.cuda.stream(self.stream):
+            yield
+        callers.wait_stream(self.stream)
+
+    def settle(self) -> None:
+        """Returns when the device has done what this thread has queued so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def another(self) -> Placement:
+        """The same place with a stream of its own, which nothing queued on this one holds up."""
+        return self if self.stream is None else on_device(self.device)
+
+
+HOST = Placement(torch.device("cpu"))
+
+
+def on_device(device: torch.device) -> Placement:
+    """On a CUDA device, with a new stream."""
+    return Placement(device, torch.cuda.Stream(device))
+
+
+def beside_model(device: torch.device) -> Placement:
+    """Where tensors for a model on `device` are prepared: on a stream of their own where it has streams."""
+    return on_device(device) if device.type == "cuda" else HOST
+
+
+log = logging.getLogger(__name__)
+
+ABORT_WITHIN_S = 5.0
+"""How long closing waits for NCCL to let go. What it holds after that is left to it."""
+_LOOK_S = 0.0001
+_making = threading.Lock()
+
+
+class NcclTransport:
+    """One communicator. Use `broadcast` from one thread at a time; `close` from any."""
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        placement: Placement,
+        given_up: threading.Event,
+    ) -> None:
+        """Connects: a first broadcast makes the communicator. Raises RuntimeError, TimeoutError or TransferAborted."""
+        from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
+
+        self._placement, self._given_up = placement, given_up
+        self._closed = threading.Event()
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options.config.blocking = 0
+        with _without_watchdog(timeout_s):
+            self._group: Any = ProcessGroupNCCL(store, rank, world, options)
+        try:
+            with placement.scope():
+                greeting = torch.zeros(1, dtype=torch.int64, device=placement.device)
+            self.broadcast(greeting, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """Returns when the device has sent or filled `tensor`.
+
+        Raises TimeoutError, TransferAborted when it was given up or closed meanwhile, RuntimeError for NCCL's own errors.
+        """
+        deadline = time.monotonic() + timeout_s
+        options = BroadcastOptions()
+        options.rootRank = 0
+        with self._placement.scope():
+            work = self._group.broadcast([tensor], options)
+            while not work.is_completed():
+                self._check_wanted()
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                time.sleep(_LOOK_S)
+            self._check_wanted()
+            work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises what went wrong; does not wait any more
+
+    def close(self) -> None:
+        """Abort: an operation under way on another thread ends there. Idempotent; bounded by `ABORT_WITHIN_S`."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        # On a thread, since torch waits for NCCL without a limit of its own.
+        aborting = threading.Thread(target=_abort, args=(self._group,), name="nccl-abort", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_WITHIN_S)
+        if aborting.is_alive():
+            log.error("NCCL does not end a communicator within %g s; it is left behind", ABORT_WITHIN_S)
+
+    def _check_wanted(self) -> None:
+        if self._closed.is_set() or self._given_up.is_set():
+            raise TransferAborted("the broadcast was given up")
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        log.warning("a communicator ended with an error: %s", str(error).splitlines()[0])
+
+
+@contextmanager
+def _without_watchdog(timeout_s: float) -> Iterator[None]:
+    """The environment for making a group whose errors and timeouts are for its user, not for torch, to act on."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    with _making:
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+Backend = Literal["gloo", "nccl"]
+
+_GO, _VOID = "go", "void"
+"""Keys of a meeting: all have checked in; it was given up."""
+_TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
+"""Its DistError family and Gloo's own are RuntimeErrors."""
+_LOOK_S_group = 0.01
+_LET_GO_S = 0.5
+"""How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
+
+    `host`, `port`: the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by the
+    machine's name).
+    """
+
+    host: str
+    port: int
+    name: str
+    rank: int
+    world: int
+    backend: Backend = "gloo"
+    bind_host: str | None = None
+
+
+class GroupStore:
+    """The trainer's rendezvous store. Lives as long as the object.
+
+    It has no authentication: `host` is the one interface it listens on (torch alone would listen on all of them), `port` 0
+    picks a free one. Attribute `host` is where the trainer itself reaches it. Raises OSError when it cannot listen there.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+        self.host, self.port = _reachable(host), int(listener.getsockname()[1])
+        self._store = TCPStore(
+            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+def _reachable(host: str) -> str:
+    """The address under which this process reaches a server of its own that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+class Transport(Protocol):
+    """A connected collective. `close` may be called from any thread, also during a broadcast; idempotent."""
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """From rank 0. Raises RuntimeError, TimeoutError, TransferAborted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightGroup:
+    """An open group. Use from one thread at a time; `close` when done, also after an error.
+
+    `placement`: where the tensors that are broadcast must live.
+    """
+
+    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
+        self.spec, self.placement = spec, placement
+        self._transport: Transport | None = transport
+        self._store: TCPStore | None = store
+
+    @classmethod
+    def connect(
+        cls,
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+        placement: Placement = HOST,
+        patience_s: float | None = None,
+    ) -> WeightGroup:
+        """Meet the other `spec.world - 1` ranks.
+
+        `patience_s`, on rank 0: how long to wait for the next one once somebody has come, where all are known to be quick.
+
+        `given_up` ends the wait early; set on rank 0, for everybody. With NCCL it ends later broadcasts at once, too.
+        Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
+        not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
+        """
+        given_up = given_up or threading.Event()
+        meeting: Future[WeightGroup] = Future()
+        arguments = (meeting, spec, timeout_s, given_up, placement, patience_s)
+        threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
+        latest = time.monotonic() + timeout_s + _LET_GO_S
+        while not wait([meeting], _LET_GO_S).done:
+            if given_up.is_set() or time.monotonic() >= latest:
+                meeting.add_done_callback(_close_late)
+                if given_up.is_set():
+                    raise TransferAborted(f"the meeting of {spec.name} was given up")
+                raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
+        return meeting.result()
+
+    @classmethod
+    def _meet(
+        cls,
+        meeting: Future[WeightGroup],
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event,
+        placement: Placement,
+        patience_s: float | None,
+    ) -> None:
+        """On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does."""
+        try:
+            meeting.set_result(cls._join(spec, timeout_s, given_up, placement, patience_s))
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
+            meeting.set_exception(error)
+
+    @classmethod
+    def _join(
+        cls,
+        spec: GroupSpec,
+        timeout_s: float,
+        given_up: threading.Event,
+        placement: Placement,
+        patience_s: float | None,
+    ) -> WeightGroup:
+        deadline = time.monotonic() + timeout_s
+        try:
+            # Unreachable, TCPStore tries twice with a pause: up to 2.5 times what it is given.
+            store = TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
+            meeting = PrefixStore(spec.name, store)
+            if spec.rank == 0:
+                _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
+            else:
+                _check_in(spec, meeting, deadline, timeout_s, given_up)
+            left_s = max(deadline - time.monotonic(), 0.001)
+            store.set_timeout(timedelta(seconds=left_s))
+            transport = _transport(spec, meeting, left_s, placement, given_up)
+        except _TORCH_ERRORS as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
+                raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
+            raise GroupFailed(spec.name, f"cannot be built: {error}") from error
+        return cls(spec, transport, store, placement)
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
+
+        Raises DeadlineExceeded, GroupFailed, or (NCCL) TransferAborted; the group is then unusable.
+        """
+        transport = self._transport
+        if transport is None:
+            raise GroupFailed(self.spec.name, "is closed")
+        started = time.monotonic()
+        try:
+            transport.broadcast(tensor, timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() - started >= 0.95 * timeout_s:
+                raise DeadlineExceeded(self.spec.name, f"a broadcast of {tensor.nbytes} bytes", timeout_s) from error
+            raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
+
+    def close(self) -> None:
+        """Leave. Others waiting for this rank fail at once. Idempotent; waits for nobody, but for NCCL to let go."""
+        transport, self._transport, self._store = self._transport, None, None
+        if transport is not None:
+            transport.close()
+
+
+class GlooTransport:
+    """Gloo leaves a group when its object is gone."""
+
+    def __init__(self, spec: GroupSpec, store: PrefixStore, timeout_s: float) -> None:
+        gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
+        options = gloo_class._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        device = ProcessGroupGloo.create_device(hostname=spec.bind_host) if spec.bind_host else None
+        options._devices = [device or ProcessGroupGloo.create_default_device()]
+        self._group: Any = gloo_class(store, spec.rank, spec.world, options)
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        timeout = timedelta(seconds=max(timeout_s, 0.001))
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timeout
+        self._group.broadcast([tensor], options).wait(timeout)
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _close_late(meeting: Future[WeightGroup]) -> None:
+    if meeting.exception() is None:
+        meeting.result().close()
+
+
+def _wait_for_all(
+    spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
+) -> None:
+    """Rank 0's side: says go when all ranks have checked in. Raises RanksMissing, TransferAborted, and says void then."""
+    started = last_came = time.monotonic()
+    missing = list(range(1, spec.world))
+    while missing:
+        still = [rank for rank in missing if not meeting.check([f"here/{rank}"])]
+        now = time.monotonic()
+        if len(still) < len(missing):
+            missing, last_came = still, now
+            continue
+        impatient = patience_s is not None and len(missing) < spec.world - 1 and now - last_came >= patience_s
+        if given_up.is_set() or impatient or now - started >= timeout_s:
+            meeting.set(_VOID, "1")
+            if given_up.is_set():
+                raise TransferAborted(f"the meeting of {spec.name} was given up")
+            raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
+        given_up.wait(_LOOK_S_group)
+    meeting.set(_GO, "1")
+
+
+def _check_in(
+    spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
+) -> None:
+    """The others' side: returns when rank 0 says go. Raises DeadlineExceeded, TransferAborted."""
+    meeting.set(f"here/{spec.rank}", "1")
+    while not meeting.check([_GO]):
+        if given_up.is_set() or meeting.check([_VOID]):
+            raise TransferAborted(f"the meeting of {spec.name} was given up")
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
+        given_up.wait(_LOOK_S_group)
+
+
+def _transport(
+    spec: GroupSpec, store: PrefixStore, timeout_s: float, placement: Placement, given_up: threading.Event
+) -> Transport:
+    if spec.backend == "gloo":
+        return GlooTransport(spec, store, timeout_s)
+
+    return NcclTransport(store, spec.rank, spec.world, timeout_s, placement, given_up)

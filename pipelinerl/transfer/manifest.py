@@ -1,0 +1,313 @@
+"""How a weight transfer fails, one class per cause, so that the protocol can tell an eviction from a bug.
+
+The manifest of a run's weights: which tensors travel, in which form, and how they are cut into chunks.
+
+Fixed for a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a
+flat stream of bytes, each starting at a multiple of `ALIGNMENT`; chunk i is bytes [i·chunk_bytes, (i+1)·chunk_bytes) of it.
+A tensor may therefore span chunks, and one chunk usually holds several.
+
+It does not hold weights, checksums of weights, or anything that changes from version to version, and it imports no torch:
+dtypes are names.
+
+The weights' manifest as a control message, both ways.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
+from pipelinerl.messages.control import LowRankFields, decode_manifest, encode_manifest
+from pipelinerl.messages.sequences import PolicyVersion
+
+
+class ManifestDiffers(ManifestMismatch):
+    """One field of one parameter is not what this side has. `field`: name, shape, dtype or coverage."""
+
+    def __init__(self, parameter: str, field: str, ours: object, theirs: object) -> None:
+        self.parameter, self.field, self.ours, self.theirs = parameter, field, ours, theirs
+        super().__init__(f"{parameter}: {field} is {theirs!r} in the manifest, {ours!r} here")
+
+
+class GroupFailed(TransferError):
+    """The collective group could not be built, or lost a member. It is unusable from here on."""
+
+    def __init__(self, group: str, problem: str) -> None:
+        self.group, self.problem = group, problem
+        super().__init__(f"weight group {group}: {problem}" if group else problem)
+
+
+class DeadlineExceeded(GroupFailed):
+    """The group made no progress within the time allowed."""
+
+    def __init__(self, group: str, waiting_for: str, timeout_s: float) -> None:
+        self.waiting_for, self.timeout_s = waiting_for, timeout_s
+        super().__init__(group, f"{waiting_for} took longer than {timeout_s:.1f} s")
+
+
+class RanksMissing(DeadlineExceeded):
+    """Not everybody came to the meeting. Only rank 0 knows who."""
+
+    def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
+        self.ranks = ranks
+        super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} have not come,", timeout_s)
+
+
+class ChunkCorrupt(TransferError):
+    """The bytes of one chunk are not those whose checksum the trainer sent."""
+
+    def __init__(self, version: PolicyVersion, chunk: int, expected: int, actual: int) -> None:
+        self.version, self.chunk, self.expected, self.actual = version, chunk, expected, actual
+        super().__init__(f"version {version}, chunk {chunk}: checksum {actual:08x}, expected {expected:08x}")
+
+
+class OutOfStep(TransferError):
+    """The chunk that arrived is not the one expected next: another version, another index, another size."""
+
+    def __init__(self, field: str, expected: object, actual: object) -> None:
+        self.field, self.expected, self.actual = field, expected, actual
+        super().__init__(f"chunk header: {field} is {actual}, expected {expected}")
+
+
+class TransferAborted(TransferError):
+    """This side gave the transfer up on request."""
+
+
+class NothingStaged(TransferError):
+    """A commit named a version that is not the one prepared."""
+
+    def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
+        self.wanted, self.staged = wanted, staged
+        super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
+
+
+ALIGNMENT = 64
+"""Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
+DEFAULT_CHUNK_BYTES = 16 * 2**20
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One tensor, by its checkpoint name. `dtype` is the trainer's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One weight of the checkpoint that actors were started from, served as weight + scaling · B·A.
+
+    `a`, `b`: the parameters that are A [rank, in] and B [out, rank]. `shape` is [out, in], or [in, out] where `transposed`.
+    `dtype` is the trainer's: the checkpoint's weight is rounded to it, and so is the sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [tensor_offset, +num_bytes) of parameter number `parameter` lie at `chunk_offset` of the chunk."""
+
+    parameter: int
+    tensor_offset: int
+    chunk_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [offset, offset + num_bytes) of the stream, and the tensors' pieces in it, in stream order."""
+
+    index: int
+    offset: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The agreement. `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype.
+
+    Where `low_rank` is not empty the parameters are its factors, and all else is served as the checkpoint has it.
+    Construction raises FieldError for values that cannot be laid out.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    wire_dtype: str = ""
+    low_rank: tuple[LowRank, ...] = ()
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @cached_property
+    def manifest_id(self) -> str:
+        """16 hex digits over everything that both sides must agree on."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def sent_dtype(self, spec: ParameterSpec) -> str:
+        """Name of the dtype in which `spec` is sent."""
+        return self.wire_dtype or spec.dtype
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter on the wire, without padding."""
+        return tuple(spec.num_elements * DTYPE_BYTES[self.sent_dtype(spec)] for spec in self.parameters)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts in the stream, bytes."""
+        offsets, end = [], 0
+        for size in self.sizes:
+            offsets.append(end)
+            end += aligned(size)
+        return tuple(offsets)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Length of the stream, padding included."""
+        return self.offsets[-1] + aligned(self.sizes[-1])
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The stream cut into pieces of `chunk_bytes`; the last one may be shorter."""
+        pieces: dict[int, list[Piece]] = {}
+        for number, (total, start) in enumerate(zip(self.sizes, self.offsets, strict=True)):
+            done = 0
+            while done < total:
+                index, within = divmod(start + done, self.chunk_bytes)
+                size = min(total - done, self.chunk_bytes - within)
+                pieces.setdefault(index, []).append(Piece(number, done, within, size))
+                done += size
+        starts = range(0, self.total_bytes, self.chunk_bytes)
+        return tuple(
+            Chunk(i, start, min(self.chunk_bytes, self.total_bytes - start), tuple(pieces.get(i, ())))
+            for i, start in enumerate(starts)
+        )
+
+    def to_json(self) -> str:
+        """Canonical text: equal manifests give equal text."""
+        return json.dumps(asdict(self) | {"format": FORMAT}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Inverse of `to_json`. Raises ManifestMismatch if the text is not a manifest of this format."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            if raw["format"] != FORMAT:
+                raise ManifestMismatch(f"manifest format {raw['format']!r}, this side speaks {FORMAT}")
+            parameters = [(p["name"], p["shape"], p["dtype"]) for p in raw["parameters"]]
+            low_rank = [LowRank(**item | {"shape": tuple(item["shape"])}) for item in raw["low_rank"]]
+            layout = {key: raw[key] for key in ("wire_dtype", "chunk_bytes")}
+            return build_manifest(parameters, low_rank=low_rank, **layout)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestMismatch(f"not a manifest: {error}") from error
+
+    def check_same(self, theirs: Manifest) -> None:
+        """Raises ManifestDiffers naming the first difference to `theirs`."""
+        for field in ("chunk_bytes", "wire_dtype"):
+            if getattr(self, field) != getattr(theirs, field):
+                raise ManifestDiffers("(manifest)", field, getattr(self, field), getattr(theirs, field))
+        for mine, other in zip(self.parameters, theirs.parameters, strict=False):
+            for field in ("name", "shape", "dtype"):
+                if getattr(mine, field) != getattr(other, field):
+                    raise ManifestDiffers(mine.name, field, getattr(mine, field), getattr(other, field))
+        for ours, their in zip(self.low_rank, theirs.low_rank, strict=False):
+            if ours != their:
+                raise ManifestDiffers(ours.name, "low-rank form", ours, their)
+        if len(self.low_rank) != len(theirs.low_rank):
+            raise ManifestDiffers("(manifest)", "number of adapters", len(self.low_rank), len(theirs.low_rank))
+        if len(self.parameters) != len(theirs.parameters):
+            raise ManifestDiffers("(manifest)", "number of parameters", len(self.parameters), len(theirs.parameters))
+
+
+def build_manifest(
+    parameters: Iterable[tuple[str, Sequence[int], str]],
+    *,
+    wire_dtype: str = "",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    low_rank: Iterable[LowRank] = (),
+) -> Manifest:
+    """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
+    specs = tuple(ParameterSpec(name, tuple(shape), dtype) for name, shape, dtype in parameters)
+    return Manifest(specs, chunk_bytes, wire_dtype, tuple(low_rank))
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _validate(manifest: Manifest) -> None:
+    chunk_bytes, wire_dtype = manifest.chunk_bytes, manifest.wire_dtype
+    if not isinstance(chunk_bytes, int) or chunk_bytes < ALIGNMENT or chunk_bytes % ALIGNMENT:
+        raise FieldError("chunk_bytes", chunk_bytes, f"a positive multiple of {ALIGNMENT}")
+    if wire_dtype and wire_dtype not in DTYPE_BYTES:
+        raise FieldError("wire_dtype", wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
+    if not manifest.parameters:
+        raise FieldError("parameters", (), "at least one parameter")
+    names: set[str] = set()
+    for spec in manifest.parameters:
+        if spec.name in names:
+            raise FieldError("parameters", spec.name, "each name once")
+        names.add(spec.name)
+        if spec.dtype not in DTYPE_BYTES:
+            raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
+        if not all(isinstance(size, int) and size > 0 for size in spec.shape):
+            raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
+    _validate_low_rank(manifest)
+
+
+def _validate_low_rank(manifest: Manifest) -> None:
+    """Each parameter is one factor of one weight, and the shapes are those of products."""
+    shapes = {spec.name: spec.shape for spec in manifest.parameters}
+    used = [name for item in manifest.low_rank for name in (item.a, item.b)]
+    if manifest.low_rank and sorted(used) != sorted(shapes):
+        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "each parameter as a factor of one weight")
+    for item in manifest.low_rank:
+        a, b = shapes[item.a], shapes[item.b]
+        width = (a[-1:] + b[:1]) if item.transposed else (b[:1] + a[-1:])
+        if not (len(a) == len(b) == 2 and a[0] == b[1] and item.shape == width):
+            raise FieldError(f"low_rank[{item.name}].shape", item.shape, f"that of B·A, with A {a} and B {b}")
+        if item.dtype not in DTYPE_BYTES:
+            raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")
+
+
+def manifest_to_bytes(manifest: Manifest) -> bytes:
+    """Raises `MessageError` for what `manifest_from_bytes` would refuse."""
+    parameters = ((spec.name, spec.shape, spec.dtype) for spec in manifest.parameters)
+    low_rank = (LowRankFields(*astuple(item)) for item in manifest.low_rank)
+    return encode_manifest(manifest.manifest_id, parameters, manifest.chunk_bytes, manifest.wire_dtype, low_rank)
+
+
+def manifest_from_bytes(data: bytes) -> Manifest:
+    """Raises `MessageError` when the message does not parse or its id is not that of its content."""
+    fields = decode_manifest(data)
+    parameters = tuple(ParameterSpec(name, shape, dtype) for name, shape, dtype in fields.parameters)
+    low_rank = tuple(LowRank(*item) for item in fields.low_rank)
+    manifest = Manifest(parameters, fields.chunk_bytes, fields.wire_dtype, low_rank)
+    if manifest.manifest_id != fields.manifest_id:
+        raise MessageError(
+            "WeightManifest", "manifest_id", f"{fields.manifest_id} is not that of its content, {manifest.manifest_id}"
+        )
+    return manifest

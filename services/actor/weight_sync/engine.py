@@ -1,0 +1,120 @@
+"""vLLM's weight-transfer backend `pipelinerl`: the part of a weight update that vLLM itself calls, in its workers.
+
+`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which does everything up to a version
+being staged. An update then is, with generation paused: `start_weight_update`, `update_weights({"version": "1:8"})`, which
+only checks that this version is staged, and `finish_weight_update`, which swaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.manifest import Manifest
+from services.actor.weight_sync import link as wire
+from services.actor.weight_sync.loaders import Loader, MergingLoader, checkpoint_weights, choose
+from services.actor.weight_sync.worker import TransferWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """`socket_path`: where the actor's process listens. `force_paused`: load while paused though a swap would do."""
+
+    socket_path: str
+    manifest: str
+    stall_timeout_s: float
+    staging_buffers: int
+    force_paused: bool = False
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`version`: `<incarnation>:<number>` of the staged version to serve."""
+
+    version: str
+
+
+class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """See the module."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._loader: Loader | None = None
+        self._reason = ""
+        self._force_paused = False
+        self._worker: TransferWorker | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Runs between two decode steps; builds the shadow model the first time. A refusal is told over the socket."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._loader is None or init_info.force_paused != self._force_paused:
+            self._force_paused = init_info.force_paused
+            self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
+            if self._loader.mode == "paused":
+                logger.warning("weights are loaded while generation is paused: %s", self._reason)
+        problem, loader = "", self._loader
+        manifest = Manifest.from_json(init_info.manifest)
+        try:
+            if manifest.low_rank:
+                base = checkpoint_weights(self.model, self.vllm_config)
+                loader = MergingLoader(loader, base, manifest, self.device)
+            loader.check(manifest)
+        except ManifestMismatch as error:
+            problem = str(error)
+        hello = wire.Hello(get_world_group().rank_in_group, self._loader.mode, self._reason, problem)
+        self._worker = TransferWorker(
+            hello,
+            loader,
+            manifest,
+            init_info.socket_path,
+            stall_timeout_s=init_info.stall_timeout_s,
+            staging_buffers=init_info.staging_buffers,
+            device=self.device,
+        )
+
+    def start_weight_update(self) -> None:
+        """Nothing: the weights are staged already."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Raises NothingStaged when the version named is not the one staged."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._worker is None:
+            raise TransferError("no manifest is prepared")
+        incarnation, _, number = update_info.version.partition(":")
+        self._worker.check_staged(PolicyVersion(int(incarnation), int(number)))
+
+    def finish_weight_update(self) -> None:
+        """The swap. Generation must be paused."""
+        assert self._worker is not None
+        self._worker.swap()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None

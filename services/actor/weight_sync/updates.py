@@ -1,0 +1,338 @@
+"""A member's spans of one weight update: receiving beside the live weights, preparing them, and the swap with its stall.
+
+The actor's side of the weight-update protocol (architecture, section 5): listens, stages, commits, answers.
+
+Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`. Receiving
+runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages of
+another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else.
+An outage of NATS is waited for; a model that cannot take the manifest's weights ends the process, which says so first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import NoReturn, Protocol
+
+from opentelemetry.trace import Span
+
+from pipelinerl.bus.protocol import NO_HEADERS, Bus, ControlMessage, Headers
+from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
+from pipelinerl.messages.control import (
+    Abort,
+    Announce,
+    Commit,
+    EpochJoined,
+    EpochStart,
+    RunEnd,
+    Serving,
+    Staged,
+    decode_control,
+    encode_control,
+)
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import (
+    Trace,
+    before_ns,
+    child,
+    headers_of,
+    trace_in,
+    trace_of,
+)
+from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted, manifest_from_bytes
+from services.actor.generation import ServingGate, newer
+from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.link import StagedWeights
+from services.actor.weight_sync.update import CommitFailed
+
+
+def receiving(trace: Trace, announce: Announce) -> Span:
+    """Around all that is done until the version is staged. `trace`: of the announcement."""
+    return child(trace, "weight_update.receive", attributes={a.VERSION: announce.version, a.EPOCH: announce.epoch})
+
+
+def show_received(span: Span, staged: StagedWeights) -> None:
+    """Right after it: a span of its own for bringing the weights into the engine's layout, which goes on beside receiving. Its
+    length is what that took in all, and it ends now."""
+    if span.is_recording():
+        span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
+        child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
+
+
+def committing(trace: Trace, commit: Commit) -> Span:
+    """Around the swap, with the wait for whoever needs the version that is served until then. `trace`: of the order."""
+    return child(trace, "weight_update.commit", attributes={a.VERSION: commit.version, a.EPOCH: commit.epoch})
+
+
+def show_stall(span: Span, stall_s: float) -> None:
+    """Right after it: a span of its own for the time in which nothing was generated."""
+    if span.is_recording():
+        span.set_attribute(a.STALL_S, stall_s)
+        child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
+
+
+log = logging.getLogger(__name__)
+
+CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
+"""What the trainer says besides the manifest, by kind."""
+REASON_CHARACTERS = 500
+
+
+class WeightReceiver(Protocol):
+    """What the listener needs from the inference side; `services.actor.weight_sync.update` implements it over vLLM."""
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Raises `ManifestMismatch` when the served model cannot take these weights, `TransferError`."""
+        ...
+
+    async def join_group(
+        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None: ...
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights: ...
+    async def commit(self, version: PolicyVersion) -> float:
+        """Serves the staged version; returns the stall in seconds."""
+        ...
+
+    async def discard(self) -> None: ...
+
+
+class UpdateListener:
+    """See the module. `serving` is held during a commit; whoever needs one version for a while takes it."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        receiver: WeightReceiver,
+        gate: ServingGate,
+        metrics: ActorMetrics,
+        *,
+        instance: str,
+        process: str,
+        on_end: Callable[[RunEnd], Awaitable[None]],
+    ) -> None:
+        self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
+        self._instance, self._process, self._on_end = instance, process, on_end
+        self._manifest: Manifest | None = None
+        self._tasks: asyncio.TaskGroup
+        self._receiving: asyncio.Task[None] | None = None
+        self._staged: PolicyVersion | None = None
+        self._committing = False
+        self.epoch: EpochStart | None = None
+        self.serving = asyncio.Lock()
+
+    @property
+    def manifest_id(self) -> str:
+        """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
+        return self._manifest.manifest_id if self._manifest else ""
+
+    @property
+    def staging_state(self) -> str:
+        """`idle`, `receiving`, `staged` or `committing`. May be read on any thread."""
+        receiving = self._receiving
+        if self._committing:
+            return "committing"
+        if self._staged is not None:
+            return "staged"
+        return "receiving" if receiving is not None and not receiving.done() else "idle"
+
+    async def run(self) -> None:
+        """Runs until cancelled. Waits for the trainer to make the streams.
+
+        Raises `UserError` when the model served here is not the trainer's, `CommitFailed` when a swap broke half-way.
+        """
+        async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
+            stack.push_async_callback(self._end)
+            kinds = ("manifest", *CONTROL_TYPES)
+            messages = await retry_forever(
+                lambda: stack.enter_async_context(self._bus.watch_control(kinds, self._instance)),
+                "follow the control channel",
+            )
+            async for message in messages:
+                await self._handle(message)
+
+    async def _handle(self, message: ControlMessage) -> None:
+        try:
+            decoded = decode_order(message)
+        except MessageError as error:
+            log.error("control message %s is set aside: %s", message.kind, error)
+            self._metrics.bad_messages.labels("control").inc()
+            return
+        match decoded:
+            case Manifest():
+                await self._on_manifest(decoded)
+            case EpochStart():
+                await self._on_epoch(decoded)
+            case Announce():
+                await self._on_announce(decoded, trace_in(message.headers))
+            case Commit():
+                await self._on_commit(decoded, trace_in(message.headers))
+            case Abort():
+                await self._on_abort(decoded)
+            case RunEnd():
+                await self._on_end(decoded)
+
+    async def _on_manifest(self, manifest: Manifest) -> None:
+        if self._manifest is not None and self._manifest.manifest_id == manifest.manifest_id:
+            return
+        await self._stop_receiving()
+        try:
+            await self._receiver.prepare(manifest)
+        except TransferError as error:
+            await self._refuse(error)
+        self._manifest = manifest
+
+    async def _refuse(self, error: TransferError) -> NoReturn:
+        """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
+        self._metrics.updates.labels("refused").inc()
+        await self._answer("failed", Abort(0, 0, 0, str(error)[:REASON_CHARACTERS], self._instance))
+        if not isinstance(error, ManifestMismatch):
+            raise error
+        raise UserError(
+            f"the model served here does not take the trainer's weights: {error}. Start actor and trainer with the same "
+            "recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
+        ) from error
+
+    async def _on_epoch(self, epoch: EpochStart) -> None:
+        me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
+        await self._stop_receiving()
+        if me is None:
+            self.epoch = None
+            return
+        if self._manifest is None or self._manifest.manifest_id != epoch.manifest_id:
+            await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
+            return
+        try:
+            await self._receiver.join_group(
+                store_address=epoch.store_address,
+                epoch=epoch.epoch,
+                first_rank=me.first_rank,
+                world_size=epoch.world_size,
+                backend=epoch.backend,
+                deadline_s=epoch.deadline_s,
+            )
+        except TransferError as error:
+            await self._fail(epoch, 0, error)
+            return
+        self.epoch = epoch
+        log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
+        await self._answer("joined", EpochJoined(self._instance, epoch.incarnation, epoch.epoch))
+
+    async def _on_announce(self, announce: Announce, trace: Trace) -> None:
+        version = PolicyVersion(announce.incarnation, announce.version)
+        self._gate.announce(version)
+        if not self._in_epoch(announce.incarnation, announce.epoch):
+            return
+        await self._stop_receiving()
+        if self._gate.served is not None and newer(self._gate.served, version):
+            error = TransferError(f"serves {self._gate.served} already, which is newer")
+            await self._fail(announce, announce.version, error)
+            return
+        self._receiving = self._tasks.create_task(self._receive(announce, trace))
+
+    async def _receive(self, announce: Announce, trace: Trace) -> None:
+        version = PolicyVersion(announce.incarnation, announce.version)
+        try:
+            with receiving(trace, announce) as span:
+                staged = await self._receiver.receive(version, announce.deadline_s)
+                show_received(span, staged)
+        except TransferError as error:
+            await self._fail(announce, announce.version, error)
+            return
+        self._staged = version
+        self._metrics.received_bytes.inc(staged.num_bytes)
+        self._metrics.receive_seconds.observe(staged.receive_s)
+        await self._answer(
+            "staged",
+            Staged(
+                actor=self._instance,
+                incarnation=announce.incarnation,
+                epoch=announce.epoch,
+                version=announce.version,
+                checksum=staged.checksum,
+                bytes=staged.num_bytes,
+                receive_s=staged.receive_s,
+                prepare_s=staged.prepare_s,
+            ),
+            headers_of(trace_of(span)),
+        )
+
+    async def _on_commit(self, commit: Commit, trace: Trace) -> None:
+        version = PolicyVersion(commit.incarnation, commit.version)
+        if not self._in_epoch(commit.incarnation, commit.epoch) or self._staged != version:
+            return
+        self._staged, self._committing = None, True
+        try:
+            with committing(trace, commit) as span:
+                async with self.serving:
+                    stall_s = await self._receiver.commit(version)
+                    self._gate.serve(version)
+                show_stall(span, stall_s)
+        except CommitFailed:
+            raise  # which weights are served is unknown: the process ends and comes back as a new member
+        except TransferError as error:
+            await self._fail(commit, commit.version, error)
+            return
+        finally:
+            self._committing = False
+        self._metrics.updates.labels("committed").inc()
+        self._metrics.stall_seconds.observe(stall_s)
+        await self._answer(
+            "serving",
+            Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s),
+            headers_of(trace_of(span)),
+        )
+
+    async def _on_abort(self, abort: Abort) -> None:
+        if self._in_epoch(abort.incarnation, abort.epoch):
+            log.warning("version %d of epoch %d is aborted: %s", abort.version, abort.epoch, abort.reason)
+            await self._stop_receiving()
+
+    async def _stop_receiving(self) -> None:
+        """Ends a receive under way and forgets what was staged. Bounded: the receiver abandons a stuck transfer."""
+        task, self._receiving = self._receiving, None
+        unfinished = task is not None and not task.done()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if unfinished or self._staged is not None:
+            self._staged = None
+            self._metrics.updates.labels("discarded").inc()
+            await self._receiver.discard()
+
+    async def _end(self) -> None:
+        """Leaves nothing behind in an engine that lives; in one that does not, there is nothing to leave."""
+        try:
+            await self._stop_receiving()
+        except TransferError as error:
+            log.warning("what was being received is not discarded: %s", error)
+
+    def _in_epoch(self, incarnation: int, epoch: int) -> bool:
+        mine = self.epoch
+        return mine is not None and (mine.incarnation, mine.epoch) == (incarnation, epoch)
+
+    async def _fail(self, about: EpochStart | Announce | Commit, version: int, error: TransferError) -> None:
+        log.error("weight update failed here: %s", error)
+        self._metrics.updates.labels("failed").inc()
+        reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
+        await self._answer(
+            "failed", Abort(about.incarnation, about.epoch, version, reason, self._instance, group_broke)
+        )
+
+    async def _answer(
+        self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS
+    ) -> None:
+        payload = encode_control(message)
+        await retry_forever(
+            lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}"
+        )
+
+
+def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
+    """Raises `MessageError`."""
+    if message.kind == "manifest":
+        return manifest_from_bytes(message.payload)
+    return decode_control(message.payload, CONTROL_TYPES[message.kind])

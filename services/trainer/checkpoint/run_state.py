@@ -1,0 +1,289 @@
+"""`lineage.json`: how often this run's trainer has started, from which version each time, with which recipe last, and when
+the first of them began to train.
+
+A trainer writes it before it serves anything, so that no two of a run's trainers take themselves for the same incarnation.
+
+What a checkpoint holds beside tensors: books, feeder, held sequences, position in the log, figures, the recipe.
+
+Two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. A failed sample is
+kept by its reason alone. Reads and writes these files; who captures the parts, and when, is the caller's business.
+
+From what does this trainer start? From nothing, or from where this run's trainer was when it last ended.
+
+Looks into the run directory only; the streams are looked at later (`left_behind.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
+
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
+from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
+from pipelinerl.recipe.changes import check_resumable
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.grouping import CompletedGroup
+from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage
+from pipelinerl.run_folder import CHECKPOINTS, LINEAGE, missing_from, resumable
+from pipelinerl.v1 import sequence_pb2
+from services.trainer.checkpoint.files import tidy, write_durably, write_json_durably
+from services.trainer.data.intake import HeldSequences
+from services.trainer.data.tracker import failed_sample
+from services.trainer.learn.batch import TrainingGroup
+
+BEGAN = "training_began_s"
+
+
+def read_lineage(run_dir: Path, run: str) -> Lineage | None:
+    """None when no trainer has started in this folder. Raises `FieldError` for the folder of another run, `UserError` for a
+    file that is not ours."""
+    path = run_dir / LINEAGE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found, lineage = content["run"], Lineage(tuple(int(start) for start in content["starts"]))
+        if not isinstance(content["recipe"], dict):
+            raise TypeError("recipe")
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UserError(f"{path} does not say how often the run's trainer started: {error!r}; restore it") from error
+    if found != run:
+        raise FieldError(
+            "run_dir", str(run_dir), f"is the folder of run {found!r}, not of {run!r}: give this run its own"
+        )
+    return lineage
+
+
+def read_recipe(run_dir: Path) -> Mapping[str, Any]:
+    """The resolved recipe of the trainer that started last, as plain data."""
+    recipe: Mapping[str, Any] = _content(run_dir)["recipe"]
+    return recipe
+
+
+def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
+    """Returns when it is on disk. When training began stays as it is."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
+    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json"), **began}
+    write_json_durably(run_dir / LINEAGE, content)
+
+
+def read_training_began(run_dir: Path) -> float | None:
+    """Unix time at which the first of the run's trainers began to train; None when none has."""
+    if not (run_dir / LINEAGE).is_file():
+        return None
+    began_s = _content(run_dir).get(BEGAN)
+    return float(began_s) if isinstance(began_s, int | float) else None
+
+
+def note_training_began(run_dir: Path, now_s: float) -> None:
+    """Returns when it is on disk. Only the first call in a run's life counts, and only where a trainer has started."""
+    if (run_dir / LINEAGE).is_file() and read_training_began(run_dir) is None:
+        write_json_durably(run_dir / LINEAGE, {**_content(run_dir), BEGAN: now_s})
+
+
+def _content(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / LINEAGE).read_text(encoding="utf-8")))
+
+
+FORMAT = 1
+RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The trainer between two optimizer steps, but for its tensors. What is a mapping is JSON-able."""
+
+    run: str
+    policy_version: int
+    starts: tuple[int, ...]
+    """The lineage of the trainer that wrote it."""
+    recipe: Mapping[str, Any]
+    recipe_hash: str
+    journal_bytes: int
+    """Length of the journal up to here."""
+    books: Mapping[str, Any]
+    """`SequenceTracker.to_state()`."""
+    next_group: int
+    """The feeder's."""
+    position: int
+    """Last message of SEQUENCES that was read."""
+    held: HeldSequences
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run's report and intake."""
+
+    def save(self, folder: Path) -> None:
+        """Writes both files into `folder`; returns when they are on disk."""
+        write_durably(folder / SEQUENCES, _delimited(_good_sequences(self.held)))
+        content = {own.name: getattr(self, own.name) for own in fields(self)}
+        write_json_durably(folder / RUN_STATE, {"format": FORMAT, **content, "held": _held_to_json(self.held)})
+
+
+def load_run_state(folder: Path) -> RunState:
+    """Raises `ServiceError` naming the folder when it holds no whole state of this version."""
+    try:
+        content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}: it was written by another version of pipelinerl")
+        sequences = {s.sequence_id: s for s in _read_delimited((folder / SEQUENCES).read_bytes())}
+        held = _held_from_json(content.pop("held"), sequences, content["run"])
+        return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
+    except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
+        raise ServiceError(
+            f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to go on from the one before it"
+        ) from error
+
+
+def _good_sequences(held: HeldSequences) -> Iterator[Sequence]:
+    for taken in held.taken:
+        yield from taken.sequences
+    for ready in held.ready:
+        yield from ready.sequences
+    yield from (sequence for sequence in held.open if not sequence.failure)
+
+
+def _held_to_json(held: HeldSequences) -> dict[str, Any]:
+    """By ids; the sequences are in the other file."""
+    return {
+        "taken": [{"ids": _ids(group.sequences), "advantages": group.advantages.tolist()} for group in held.taken],
+        "ready": [{"group": group.group_id, "ids": _ids(group.sequences)} for group in held.ready],
+        "open": [
+            {"id": s.sequence_id, **({"failure": s.failure, "group_size": s.group_size} if s.failure else {})}
+            for s in held.open
+        ],
+    }
+
+
+def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence], run: str) -> HeldSequences:
+    def those(ids: Iterable[str]) -> tuple[Sequence, ...]:
+        return tuple(sequences[sequence_id] for sequence_id in ids)
+
+    return HeldSequences(
+        taken=tuple(TrainingGroup(those(g["ids"]), np.array(g["advantages"])) for g in content["taken"]),
+        ready=tuple(CompletedGroup(g["group"], those(g["ids"])) for g in content["ready"]),
+        open=tuple(_failed(entry, run) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
+    )
+
+
+def _failed(entry: Mapping[str, Any], run: str) -> Sequence:
+    group_id, _, index = entry["id"].rpartition(".")
+    return failed_sample(run, group_id, int(index), entry["group_size"], entry["failure"])
+
+
+def _ids(sequences: Iterable[Sequence]) -> list[str]:
+    return [sequence.sequence_id for sequence in sequences]
+
+
+def _delimited(sequences: Iterable[Sequence]) -> bytes:
+    out = BytesIO()
+    for sequence in sequences:
+        message = sequence_pb2.Sequence()
+        message.ParseFromString(encode_sequence(sequence))
+        serialize_length_prefixed(message, out)
+    return out.getvalue()
+
+
+def _read_delimited(data: bytes) -> Iterator[Sequence]:
+    source = BytesIO(data)
+    while (message := parse_length_prefixed(sequence_pb2.Sequence, source)) is not None:
+        yield decode_sequence(message.SerializeToString())
+
+
+log = logging.getLogger(__name__)
+
+RESUME, STATE = "resume", "state"
+"""`checkpoints/step-<v>/resume/state`: folders in a run directory."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """`lineage`: this trainer's own. `again`: an incarnation before it has used the run's streams."""
+
+    lineage: Lineage = FIRST_INCARNATION
+    again: bool = False
+    folder: Path | None = None
+    """`…/resume` of the checkpoint to go on from."""
+    state: RunState | None = None
+    """What is in it."""
+    positions: Mapping[int, int] = field(default_factory=dict)
+    """Of SEQUENCES, by version of each checkpoint there is, oldest first."""
+    saved_at_s: float | None = None
+    """Unix time at which the checkpoint was written; without one, at which the run's first trainer began to train. None: none
+    has."""
+
+    @property
+    def version(self) -> int:
+        return self.state.policy_version if self.state else 0
+
+    @property
+    def journal_bytes(self) -> int:
+        """Of the journal that still count."""
+        return self.state.journal_bytes if self.state else 0
+
+    @property
+    def tensors(self) -> Path | None:
+        return self.folder / STATE if self.folder else None
+
+
+def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
+    """Newest checkpoint, or version 0 where the trainer died before its first. Tidies up after one that was killed.
+
+    Raises `UserError` for a recipe that changed more than it may, and as `read_lineage` and `load_run_state` do.
+    """
+    for parent in (run_dir, run_dir / CHECKPOINTS):
+        tidy(parent)
+    _check_complete(run_dir)
+    lineage = read_lineage(run_dir, run)
+    if lineage is None:
+        return Start()
+    folder = newest_checkpoint(run_dir)
+    if folder is None:
+        _tell_changes(read_recipe(run_dir), recipe)
+        log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
+        return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
+    state = load_run_state(folder)
+    if state.run != run:
+        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
+    _tell_changes(state.recipe, recipe)
+    positions = {
+        one.policy_version: one.position
+        for one in (load_run_state(path.parent) for path in resumable(run_dir).values())
+    }
+    saved_at_s = folder.stat().st_mtime
+    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)
+
+
+def _check_complete(run_dir: Path) -> None:
+    try:
+        missing = missing_from(run_dir)
+    except (ValueError, KeyError) as error:
+        missing = f"its journal, or its newest checkpoint, cannot be read: {error!r}; restore it"
+    if missing:
+        raise FieldError("run_dir", str(run_dir), missing)
+
+
+def _tell_changes(old: Mapping[str, Any], recipe: Recipe) -> None:
+    for change in check_resumable(old, recipe):
+        log.info("recipe changed: %s", change)
+
+
+def evaluates_first(start: Start, recipe: Recipe) -> bool:
+    """Whether the version that a trainer begins with is to be evaluated: not when the checkpoint has the result. Pure."""
+    every, version = recipe.evaluation.every_steps, start.version
+    known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
+    due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)
+    return due and not any(heldout[0] == version for heldout in known)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Its `resume` folder; None when there is none that a run can go on from."""
+    return next((path.parent for path in reversed(resumable(run_dir).values())), None)

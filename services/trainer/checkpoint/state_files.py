@@ -1,0 +1,271 @@
+"""A learner's state on disk and back: staged in host memory while training waits, written while it goes on.
+
+The files are torch.distributed.checkpoint's: each rank writes what it has, and any number of ranks reads it. Its `.metadata`
+is a pickle, so restore only what a run of yours has written. It is the last file: a folder without it is no state, whatever
+else a crash has left there. Written by `dcp.save` on a thread of ours (`saver.py`) and not by `dcp.async_save`, which wants to
+know the folder when it stages, and by default stages into new memory each time. Not here: which versions are saved, renaming.
+
+One rank's checkpoints, one after the other: when its thread stages, and when another thread writes.
+
+All ranks stage between the same two steps, by rank 0's order. Where to write is said later, in a group of the writing
+threads, so that no rank's training waits for it. Not here: what is staged and how it is written (`saving.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
+from services.trainer.checkpoint.files import sync_folder
+from services.trainer.distributed.world import Links, Message
+from services.trainer.learn.state import RNG, adopt, is_quantized, learner_state, local_part, plain_part
+from services.trainer.learn.step import Learner
+
+FIELD = "checkpoint"
+
+
+@dataclass(frozen=True, eq=False)
+class StagedState:
+    """This rank's share of one moment's state, in host memory."""
+
+    tensors: Mapping[str, Tensor]
+    """As `learner_state` names them."""
+    group: Any
+    """In which the ranks agree on what each of them writes; None for one rank."""
+
+    def write(self, folder: Path) -> None:
+        """All ranks together, each on any one thread. Returns when everything of all ranks is durable in `folder`.
+
+        Raises `ServiceError`, on all ranks, when one of them cannot write.
+        """
+        _alone_is_meant()
+        writer = _Writer(folder, sync_files=True)
+        try:
+            dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+        except CheckpointException as error:
+            raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
+        for changed in (folder, folder.parent):
+            sync_folder(changed)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Errors are told to the other ranks without what caused them, so they are told by that."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch's, of a stream that it could not write to
+            raise _first_cause(error) from None
+
+
+@torch.no_grad()
+def stage(learner: Learner, reused: StagedState | None = None) -> StagedState:
+    """Copies this rank's share of the state, for which it waits for the device.
+
+    `reused`: an earlier one that is written, whose memory is taken.
+    """
+    world = learner.world
+    there = reused.tensors if reused is not None else {}
+    tensors = {
+        name: _copied(tensor, there.get(name), world.host_mesh) for name, tensor in learner_state(learner).items()
+    }
+    if learner.policy.device.type == "cuda":
+        torch.cuda.current_stream(learner.policy.device).synchronize()
+    return StagedState(tensors, world.saving.group if world.saving is not None else None)
+
+
+def _copied(tensor: Tensor, there: Tensor | None, host_mesh: DeviceMesh | None) -> Tensor:
+    there = there if there is not None else _host_memory(tensor, host_mesh)
+    local_part(there).copy_(plain_part(tensor), non_blocking=True)
+    return there
+
+
+def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
+    """For the values of `tensor`, sharded as it is."""
+    local = local_part(tensor)
+    memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    if not isinstance(tensor, DTensor):
+        return memory
+    assert host_mesh is not None, "shards are of several ranks"
+    return DTensor.from_local(
+        memory, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def restore(learner: Learner, folder: Path) -> None:
+    """Gives `learner` the state in `folder`, which any number of ranks has written. Every rank calls it, and reads by itself.
+
+    Random states of ranks that were not there stay as they are. Raises `FieldError` for a folder that has no state, or
+    not this model's; `ServiceError` for one that cannot be read.
+    """
+    _alone_is_meant()
+    mesh = learner.world.host_mesh
+    state = {
+        name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor
+        for name, tensor in learner_state(learner).items()
+    }
+    saved = _saved_shapes(folder)
+    wanted = {name: tensor for name, tensor in state.items() if name in saved or not name.startswith(f"{RNG}/")}
+    _check_same({name: tuple(tensor.shape) for name, tensor in wanted.items()}, saved, folder)
+    try:
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    except CheckpointException as error:
+        raise ServiceError(f"the state in {folder} is damaged: {error.failures[0][0]!r}") from error
+    adopt(learner, state)
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of each tensor by its name."""
+    if not (folder / ".metadata").is_file():
+        fix = "has no complete state of a trainer (no .metadata): name one of a run, on a disk that all nodes share"
+        raise FieldError(FIELD, str(folder), fix)
+    try:
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        return {name: tuple(getattr(entry, "size", ())) for name, entry in found.items()}
+    except Exception as error:  # whatever bytes that are no such pickle make of it
+        raise ServiceError(f"the state in {folder} is damaged: its .metadata does not load ({error!r})") from error
+
+
+def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises `FieldError` naming the first tensor that only one has, or that differs in shape."""
+    for name, shape in wanted.items():
+        if name not in saved:
+            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
+        if saved[name] != shape:
+            fix = f"has {name} of shape {list(saved[name])}, the recipe's model of {list(shape)}: is it another run's?"
+            raise FieldError(FIELD, str(folder), fix)
+    for name in saved:
+        if name not in wanted and not name.startswith(f"{RNG}/"):
+            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model has not: is it another run's?")
+
+
+def _causes(error: CheckpointException) -> str:
+    """By rank."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _alone_is_meant() -> None:
+    """torch warns of each checkpoint of one process; it is not `catch_warnings`, which threads must not use."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
+log = logging.getLogger(__name__)
+
+FOLDER, NOWHERE = "folder", "nowhere"
+
+
+class PendingState:
+    """Rank 0: a state that is staged on all ranks and waits for `write` or `abandon`, one of which must be called, once."""
+
+    def __init__(self, staged: StagedState, others: Links | None) -> None:
+        self.staged = staged
+        self.settled: Future[None] = Future()
+        """Done when the memory is free for the next one."""
+        self._others, self._begun, self._lock = others, False, threading.Lock()
+
+    def write(self, folder: Path) -> None:
+        """On any thread: blocks until it is durable on all ranks. Raises `ServiceError` when a rank cannot write."""
+        assert self._begin(), "a staged state is written once"
+        try:
+            self._tell(Message(FOLDER, {"folder": str(folder)}))
+            self.staged.write(folder)
+        finally:
+            self.settled.set_result(None)
+
+    def abandon(self) -> None:
+        """Does nothing once it is being written."""
+        if self._begin():
+            self._tell(Message(NOWHERE))
+            self.settled.set_result(None)
+
+    def _begin(self) -> bool:
+        with self._lock:
+            first, self._begun = not self._begun, True
+        return first
+
+    def _tell(self, message: Message) -> None:
+        if self._others is not None:
+            self._others.tell_all(message)
+
+
+class LeadingSaver:
+    """Rank 0's. All but the writing itself belongs to the thread that computes."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._last: PendingState | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
+
+    def make_room(self) -> None:
+        """Before the others are told to stage: a state that nobody has begun to write will not be written."""
+        if self._last is not None:
+            self._last.abandon()
+            assert self._last.settled.done(), "the state before is still being written, from the same memory"
+
+    def stage(self) -> PendingState:
+        """This rank's part of an order to stage."""
+        staged = stage(self._learner, None if self._last is None else self._last.staged)
+        self._last = PendingState(staged, self._learner.world.saving)
+        return self._last
+
+    def save(self, folder: Path) -> Future[None]:
+        """`stage`, and then `write` on a thread of its own."""
+        return self._thread.submit(self.stage().write, folder)
+
+    def end(self) -> None:
+        """Waits for a write under way. A state that is not being written is dropped."""
+        if self._last is not None:
+            self._last.abandon()
+            self._last.settled.result()
+        self._thread.shutdown()
+
+
+class FollowingSaver:
+    """The same of another rank. A state that cannot be written is rank 0's to tell, and is no end of training."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._staged: StagedState | None = None
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
+
+    def save(self) -> None:
+        """Stages now, and writes on its thread where rank 0 says. First waits for the write before, which rank 0 has done."""
+        if self._writing is not None:
+            self._writing.result()
+        self._staged = stage(self._learner, self._staged)
+        self._writing = self._thread.submit(self._write, self._staged)
+
+    def end(self) -> None:
+        """Waits for a write under way."""
+        self._thread.shutdown()
+
+    def _write(self, staged: StagedState) -> None:
+        saving = self._learner.world.saving
+        assert saving is not None, "a rank that follows has others"
+        try:
+            told = saving.hear()
+            if told.kind == FOLDER:
+                staged.write(Path(told.fields["folder"]))
+        except (PipelineRLError, OSError) as error:
+            log.error("this rank's part of a checkpoint is not written: %s", error)

@@ -1,0 +1,328 @@
+"""What an earlier incarnation left on the run's streams: looked up once, before a trainer goes on from a checkpoint.
+
+Reads PROMPTS and what SEQUENCES holds after the checkpoint's position; takes nothing off either. What follows from it is
+the feeder's business (`Feeder.adopt`).
+
+Issues prompt groups, as many as the staleness bound allows.
+
+Consumes the task's problems in order, produces messages on PROMPTS, waits for the bound to allow more: a new version or a
+lost group unblocks it. What was issued is in the books before it is on the stream, so that nothing can arrive unexpected,
+and group numbers are reserved on disk before that, so that a trainer that starts again knows which may be out there.
+
+From a problem to prompt tokens: the one place where the trainer tokenises. Completions are never tokenised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pipelinerl.bus.protocol import Bus, group_id_of
+from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
+from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
+from pipelinerl.recipe.fields import Recipe, TaskConfig
+from pipelinerl.rl.feeding import FeederBound, default_backlog
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.tasks.registry import make_source
+from pipelinerl.tasks.source import Problem, Split
+from pipelinerl.telemetry.spans import Trace, headers_of, trace_of
+from services.trainer.data.evaluation import HeldoutProblem
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InFlightScan:
+    """`prompts`: groups on PROMPTS and the position of their newest message. `arrived`: groups of which a sequence is in
+    the log after `position`, from where it is to be read again."""
+
+    position: int = 0
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    arrived: frozenset[str] = frozenset()
+
+
+async def look_for_left_behind(bus: Bus, position: int) -> InFlightScan:
+    """`position`: of the last message of SEQUENCES that the checkpoint knows. Raises `BusError`.
+
+    PROMPTS first: an actor stores the sequences of a group before it acknowledges it, so that a group which is not on
+    PROMPTS any more is in the log by then.
+    """
+    prompts = {group_id_of(prompt.msg_id): prompt.position for prompt in await bus.pending_prompts()}
+    end = (await bus.sequences_info()).last_position
+    if end < position:
+        log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams are new ones", end, position)
+        position = 0
+    return InFlightScan(position, prompts, await _groups_between(bus, position, end))
+
+
+async def _groups_between(bus: Bus, position: int, end: int) -> frozenset[str]:
+    """Groups of the messages after `position`, up to `end`, by their ids."""
+    first = (await bus.sequences_info()).first_position
+    groups: set[str] = set()
+    if max(position + 1, first) > end:
+        return frozenset()
+    async with bus.read_sequences(position + 1) as entries:
+        async for entry in entries:
+            groups.add(entry.msg_id.rpartition(".")[0])
+            if entry.position >= end:
+                break
+    return frozenset(groups)
+
+
+MOST_UNUSABLE_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedProblem:
+    """A problem as the actor and the verifier need it. `prompt_token_ids` int32[tokens]."""
+
+    task: str
+    prompt_token_ids: TokenIds
+    prompt_text: str
+    reference_json: str
+
+
+class ProblemStream(Protocol):
+    """Training problems by index: the same index gives the same problem in every run with the same seed."""
+
+    def __call__(self, index: int) -> EncodedProblem: ...
+
+
+def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
+    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy. Pure."""
+    groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
+    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    return FeederBound(
+        groups_per_step=groups_per_step,
+        mode=recipe.mode,
+        max_lag=recipe.algorithm.max_lag,
+        conventional_g=recipe.algorithm.conventional_g,
+        backlog_groups=default_backlog(groups_per_step, in_progress, recipe.sampling.group_size),
+        total_steps=recipe.trainer.steps,
+    )
+
+
+@dataclass(frozen=True)
+class FeederState:
+    """All that the feeder needs to go on: saved with a checkpoint, equal in two runs that issued the same.
+
+    Group number i holds problem i, in every incarnation: a group that is issued again under its number is the same.
+    """
+
+    next_group: int = 0
+
+
+async def _no_reservation(groups: int) -> None:
+    return
+
+
+class Feeder:
+    """See the module. `version()` is the version that the bound counts from; `bound()` follows the number of actors.
+
+    `reserve(n)` returns once it is on disk that groups numbered below n may be published.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        recipe: Recipe,
+        problems: ProblemStream,
+        books: SequenceTracker,
+        bound: Callable[[], FeederBound],
+        version: Callable[[], int],
+        reserve: Callable[[int], Awaitable[None]] = _no_reservation,
+        traces: SequenceTraces | None = None,
+    ) -> None:
+        self._reserve, self._traces = reserve, traces or SequenceTraces()
+        self._bus, self._recipe, self._problems, self._books = bus, recipe, problems, books
+        self._bound, self._version = bound, version
+        self._look = asyncio.Event()
+        self._look.set()
+        self._unusable_in_a_row = 0
+        self.state = FeederState()
+
+    @property
+    def allowance(self) -> int:
+        """Groups that may be issued now."""
+        return self._bound().groups_allowed(self._version(), self._books.issued_groups, self._books.lost_groups)
+
+    def look_again(self) -> None:
+        """The version, the books or the bound changed."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` when one prompt after another cannot be used."""
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            while (allowance := self.allowance) > 0:
+                await self._reserve(self.state.next_group + allowance)
+                for _ in range(allowance):
+                    await self._issue_next()
+
+    async def adopt(self, reserved: int, left: InFlightScan, name: str) -> int:
+        """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.
+
+        A group that the streams show is expected; one that they do not show never got there, or was lost with them, and is
+        published, under an id of its own that ends with `name`. To be called before anything is read from the log.
+        """
+        while self.state.next_group < reserved:
+            self._open_next()
+        published = 0
+        for group_id in self._books.groups.open_groups():
+            if group_id in left.prompts or group_id in left.arrived:
+                self._books.published(group_id, left.prompts.get(group_id, 0))
+            elif self._books.groups.missing(group_id):
+                published += 1
+                done = self._books.groups.arrived(group_id)
+                group = replace(self._group(group_number(group_id)), done_samples=done)
+                await self._send(group, f"{group_id}/{name}")
+        return published
+
+    async def _issue_next(self) -> None:
+        group = self._open_next()
+        if group is not None:
+            await self._send(group, group.group_id)
+
+    def _open_next(self) -> PromptGroup | None:
+        """Enters the next group into the books; None when it cannot be used and has ended there already."""
+        group = self._group(self.state.next_group)
+        self.state = FeederState(self.state.next_group + 1)
+        self._books.issue(group)
+        tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
+        if tokens >= context:
+            self._refuse(group, "prompt too long", f"{tokens} prompt tokens, model.max_context {context}")
+            return None
+        return group
+
+    async def _send(self, group: PromptGroup, message_id: str) -> None:
+        try:
+            with self._traces.issue(group, message_id) as span:
+                position = await self._publish(group, message_id, trace_of(span))
+        except PayloadTooLarge as error:
+            self._refuse(group, "prompt group too large", str(error))
+        except MessageError as error:
+            self._refuse(group, "prompt group invalid", str(error))
+        else:
+            self._books.published(group.group_id, position)
+            self._unusable_in_a_row = 0
+
+    def _group(self, number: int) -> PromptGroup:
+        recipe = self._recipe
+        problem = self._problems(number)
+        seed = group_seed(recipe.seed, number) if recipe.sampling.seeded else 0
+        return PromptGroup(
+            run=self._bus.run,
+            group_id=f"g{number:08d}",
+            problem_index=number,
+            task=problem.task,
+            prompt_token_ids=problem.prompt_token_ids,
+            prompt_text=problem.prompt_text,
+            reference_json=problem.reference_json,
+            num_samples=recipe.sampling.group_size,
+            sampling=sampling_of(recipe),
+            seed=seed,
+            issued_version=max(0, self._version()),
+        )
+
+    async def _publish(self, group: PromptGroup, message_id: str, trace: Trace) -> int:
+        """Position on PROMPTS. Waits through outages. Raises `PayloadTooLarge`, `MessageError`."""
+        payload, headers = encode_group(group), headers_of(trace)
+        return await retry_forever(
+            lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"
+        )
+
+    def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
+        """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
+        log.warning("problem %d is left out, %s: %s", group.problem_index, reason, detail)
+        self._books.refuse(group, reason)
+        self._unusable_in_a_row += 1
+        if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
+            raise UserError(unusable_prompts(self._recipe, reason, detail))
+
+
+def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
+    """What to tell the user when no prompt can be used. `reason` and `detail` are the last one's."""
+    count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
+    if reason == "prompt too long":
+        return (
+            f"model.max_context = {recipe.model.max_context}: {count} did not fit; raise it, or choose a task with "
+            "shorter prompts"
+        )
+    fix = (
+        "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
+    )
+    return f"task.name = {recipe.task.name!r}: {count} could not be sent out, the last one: {detail}; {fix}"
+
+
+def sampling_of(recipe: Recipe) -> SamplingParams:
+    sampling = recipe.sampling
+    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
+
+
+def group_number(group_id: str) -> int:
+    """The number in a group's id."""
+    return int(group_id.removeprefix("g"))
+
+
+def group_seed(run_seed: int, group_number: int) -> int:
+    """A seed that no other group of the run has, below 2^62 and not 0."""
+    return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
+
+
+def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
+    """The feeder's stream. Raises `FieldError` or `UserError` for a task that cannot be used."""
+    source = make_source(recipe.task, recipe.seed)
+
+    def problem(index: int) -> EncodedProblem:
+        return encode(source.problem(Split.TRAIN, index), recipe.task, tokenizer)
+
+    return problem
+
+
+def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldoutProblem]:
+    """The evaluator's problems. One that does not fit the context stays without a verdict."""
+    source = make_source(recipe.task, recipe.seed)
+    problems = []
+    for index in range(recipe.task.heldout_problems):
+        encoded = encode(source.problem(Split.HELDOUT, index), recipe.task, tokenizer)
+        problems.append(
+            HeldoutProblem(
+                f"h{index:06d}",
+                encoded.task,
+                encoded.prompt_token_ids,
+                encoded.prompt_text,
+                encoded.reference_json,
+            )
+        )
+    return problems
+
+
+def encode(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
+    """Prompt tokens int32[tokens] in the recipe's style. Raises `FieldError` when the tokenizer has no chat template."""
+    text = prompt_text(problem.question, config, tokenizer)
+    # A chat template writes its own special tokens.
+    token_ids = tokenizer(text, add_special_tokens=config.prompt_style != "chat")["input_ids"]
+    return EncodedProblem(problem.task, np.array(token_ids, dtype=np.int32), text, problem.reference_json)
+
+
+def prompt_text(question: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    asked = f"{question}\n{config.instruction}" if config.instruction else question
+    if config.prompt_style != "chat":
+        return asked
+    if not tokenizer.chat_template:
+        raise FieldError("task.prompt_style", "chat", "this tokenizer has no chat template; use plain")
+    messages = [{"role": "user", "content": asked}]
+    if config.system_prompt:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,0 +1,271 @@
+"""Groups lost one after another: when it goes on for too long, nothing will ever be trained, and the run should say so.
+
+Pure: stepped by every group that is complete, asked for its verdict. What was stale when its turn came does not count:
+newer versions end that by themselves. It closes nothing.
+
+From the SEQUENCES log to batches of complete groups.
+
+`Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
+`take_batch` consumes ready groups, drops what is too old for the version that asks, and waits until a batch is full; the
+feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the books.
+What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from pipelinerl.bus.protocol import Bus, LogEntry
+from pipelinerl.errors import MessageError, UserError
+from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group
+from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.rl.grouping import CompletedGroup, untrainable_reason
+from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage, stale_reason
+from pipelinerl.rl.ledger import Outcome
+from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry.metrics import short_reason
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker, failed_copy
+from services.trainer.learn.batch import TrainingGroup
+
+STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
+"""Without `trainer.give_up_after_groups`: so many optimizer steps' worth of groups, and so many groups at least."""
+_FIXES = {
+    "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
+    "reward_": "read in the trainer's log what the reward function said, and correct it or choose another reward.scorer",
+    "verifier_refused": "look at the verifier's log",
+    "engine": "look at the actors' logs",
+    "too_large": "raise max_payload of nats-server, or lower sampling.max_tokens",
+    "prompt_too_long": "give trainer and actors the same model.max_context",
+    "longer than the context": "give trainer and actors the same model.max_context",
+    "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
+    "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
+    "unreadable": "run trainer and actors of the same release",
+}
+_ANY_FIX = "read the warnings in the trainer's log"
+
+
+def most_lost_in_a_row(recipe: Recipe) -> int:
+    """Groups, after which the run is given up."""
+    groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
+    return recipe.trainer.give_up_after_groups or max(STEPS_IN_A_ROW * groups_per_step, FEWEST_IN_A_ROW)
+
+
+class LossStreak:
+    """`limit`: groups in a row that may be lost."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_groups = 0
+        self._reasons: Counter[str] = Counter()
+
+    def good(self) -> None:
+        """A group arrived that can be trained on."""
+        self._num_groups = 0
+        self._reasons.clear()
+
+    def lost(self, reasons: Iterable[str]) -> None:
+        """A group arrived of which nothing can be trained on. `reasons`: as the ledger counts them."""
+        self._num_groups += 1
+        self._reasons.update(reasons)
+
+    @property
+    def verdict(self) -> str:
+        """What to tell the user when the limit is reached; "" before."""
+        if self._num_groups < self._limit:
+            return ""
+        (reason, count), *_ = self._reasons.most_common(1) or [("unknown", 0)]
+        return (
+            f"the last {self._num_groups} prompt groups were lost and none between them could be trained on; most "
+            f"frequent reason: {reason} ({count} of {self._reasons.total()}). To repair it, {fix_of(reason)}. A run that "
+            "needs more patience sets trainer.give_up_after_groups"
+        )
+
+
+def fix_of(reason: str) -> str:
+    """What a user can do about a reason of the ledger (docs/errors.md)."""
+    return next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldSequences:
+    """All that has arrived and has no outcome yet, by how far it has come. The objects are never changed."""
+
+    taken: tuple[TrainingGroup, ...] = ()
+    """For the next step, or the phase under way."""
+    ready: tuple[CompletedGroup, ...] = ()
+    open: tuple[Sequence, ...] = ()
+    """Of groups that are not complete; failed ones too."""
+
+
+class Intake:
+    """See the module. `on_loss` is called when a group was lost, so that the feeder looks again."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        recipe: Recipe,
+        books: SequenceTracker,
+        bound: FeederBound,
+        *,
+        vocab_size: int,
+        on_loss: Callable[[], None],
+        lineage: Lineage = FIRST_INCARNATION,
+        traces: SequenceTraces | None = None,
+    ) -> None:
+        self._bus, self._recipe, self._books, self._bound = bus, recipe, books, bound
+        self._lineage, self._traces = lineage, traces or SequenceTraces()
+        self._vocab_size, self._on_loss = vocab_size, on_loss
+        self._ready: deque[CompletedGroup] = deque()
+        self._changed = asyncio.Condition()
+        self._shuffler = random.Random(recipe.seed)
+        self._phase: list[TrainingGroup] = []
+        """Taken for the step or phase that comes next."""
+        self._handed_out: list[TrainingGroup] = []
+        """What `take_batch` gave last."""
+        self.position = 0
+        """Of the last message read; the next start reads from the one after."""
+        self._streak = LossStreak(most_lost_in_a_row(recipe))
+        self.tokens_arrived = 0
+        self.tokens_arrived_here = 0
+        """Since this start, where `tokens_arrived` goes on from the checkpoint's: a counter of a process begins at 0."""
+        self.bad_messages = 0
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` when one group after another is lost."""
+        async with AsyncExitStack() as stack:
+            entries = await retry_forever(
+                lambda: stack.enter_async_context(self._bus.read_sequences(self.position + 1)), "read the sequences"
+            )
+            async for entry in entries:
+                self.position = entry.position
+                sequence = self._read(entry)
+                if sequence is not None:
+                    if self._books.ledger.is_open(sequence.sequence_id):
+                        self._traces.received(entry, sequence)
+                    await self._add(sequence)
+
+    async def take_batch(self, version: int) -> list[TrainingGroup]:
+        """Exactly `groups_per_step` groups, fresh enough for `version`; in conventional mode a shuffled phase's share."""
+        num_groups, grown = self._bound.groups_before_step(version), False
+        while len(self._phase) < num_groups:
+            self._phase.append(await self._take_group(version))
+            grown = True
+        if grown and self._recipe.mode == "conventional":
+            self._shuffler.shuffle(self._phase)
+        self._handed_out = self._phase[: self._bound.groups_per_step]
+        self._phase = self._phase[self._bound.groups_per_step :]
+        return self._handed_out
+
+    def held(self) -> HeldSequences:
+        """Between two steps: what came of the last batch must be in the books."""
+        is_open = self._books.ledger.is_open
+        handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
+        return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._books.groups.held())
+
+    def restore(self, held: HeldSequences, position: int) -> None:
+        """Takes over what another intake held, whose books are ours now; the log is read from after `position`."""
+        self._phase, self.position = list(held.taken), position
+        self._ready.extend(held.ready)
+        for sequence in held.open:
+            completed = self._books.groups.add(sequence)
+            assert completed is None, f"group {sequence.group_id} was held as incomplete"
+
+    async def fail_missing(self, group_id: str, failure: str) -> None:
+        """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
+        for sequence in self._books.missing(group_id, self._bus.run, failure):
+            await self._add(sequence)
+
+    def _read(self, entry: LogEntry) -> Sequence | None:
+        """None for what is not ours to count: of no sample that is still to come."""
+        try:
+            sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
+        except MessageError as error:
+            names = (entry.msg_id, sequence_id_in(entry.payload, run=self._bus.run))
+            return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
+        reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
+        return failed_copy(sequence, reason) if reason else sequence
+
+    def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
+        """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:
+        it was published as this one, and nothing else will be."""
+        self.bad_messages += 1
+        log.error("%s is set aside: %s", what, failure)
+        found = (self._books.missing_sample(sequence_id, self._bus.run, failure) for sequence_id in sequence_ids)
+        return next((sequence for sequence in found if sequence is not None), None)
+
+    async def _add(self, sequence: Sequence) -> None:
+        try:
+            group = self._books.arrive(sequence)
+        except MessageError as error:
+            name = sequence.sequence_id
+            failed = self._set_aside(f"sequence {name}", (name,), f"contradicts its group: {error}")
+            if failed is None:
+                return
+            sequence, group = failed, self._books.arrive(failed)
+        self.tokens_arrived += sequence.num_completion_tokens
+        self.tokens_arrived_here += sequence.num_completion_tokens
+        if sequence.failure:
+            log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
+        if group is not None and self._keep(group):
+            async with self._changed:
+                self._ready.append(group)
+                self._changed.notify_all()
+
+    def _keep(self, group: CompletedGroup) -> bool:
+        """False for a group that was lost. Raises `UserError` when too many were, with no good one between them."""
+        algorithm = self._recipe.algorithm
+        if len(group.sequences) < smallest_group(algorithm.advantage):
+            self._lose(group.sequences, Outcome.FAILED, "group incomplete")
+            self._streak.lost(short_reason(sequence.failure) for sequence in group.failed)
+        elif algorithm.filter_equal_rewards and all_equal(group.rewards):
+            self._lose(group.sequences, Outcome.DROPPED_FILTERED, "equal rewards")
+            self._streak.lost(["equal rewards"])
+        else:
+            self._streak.good()
+            return True
+        if self._streak.verdict:
+            raise UserError(self._streak.verdict)
+        return False
+
+    async def _take_group(self, version: int) -> TrainingGroup:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._ready)
+                group = self._fresh(self._ready.popleft(), version)
+            if group is not None:
+                return group
+
+    def _fresh(self, group: CompletedGroup, version: int) -> TrainingGroup | None:
+        """The group without its stale members; None when nothing of it is left."""
+        algorithm = self._recipe.algorithm
+        advantages = group_advantages(group.rewards, algorithm.advantage, algorithm.normalize_std)
+        kept = []
+        for position, sequence in enumerate(group.sequences):
+            reason = stale_reason(sequence.spans, version, algorithm.max_lag, self._lineage)
+            if reason is None:
+                kept.append(position)
+            else:
+                self._books.close([sequence], Outcome.DROPPED_STALE, reason.value)
+        if not kept:
+            self._lose((), Outcome.DROPPED_STALE, "")
+            return None
+        return TrainingGroup(tuple(group.sequences[position] for position in kept), advantages[kept])
+
+    def _lose(self, sequences: tuple[Sequence, ...], outcome: Outcome, reason: str) -> None:
+        self._books.lose(sequences, outcome, reason)
+        self._on_loss()

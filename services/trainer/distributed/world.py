@@ -1,0 +1,231 @@
+"""Which part of the work each rank has, as a pure function of its number and the recipe.
+
+Ranks that share the tokens of a row (sequence parallelism) are neighbours, and so are those that share one copy of the
+weights: both talk most, and neighbours are on one node. Opens no connection.
+
+What ranks say to each other: a kind, small fields and arrays, as bytes in the safetensors format (never pickle).
+
+Sends nothing.
+
+The ranks of the trainer and the groups they talk in: for orders (host memory), for tensors, for checkpoints, per shared row.
+
+One rank is a world without any group. What is said in the groups is not decided here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipelinerl.errors import FieldError, ServiceError
+
+SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, BEAT, END = "score", "weights", "adapter", "value head", "beat", "end"
+SAVE = "save"
+"""Kinds of rank 0's orders."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """One rank among `size`. Raises `FieldError` for numbers that do not divide."""
+
+    rank: int = 0
+    size: int = 1
+    sequence_ranks: int = 1
+    """Ranks that share the tokens of one row."""
+    shard_ranks: int = 1
+    """Ranks that share one copy of weights, gradients and optimizer state; each group of them has a copy."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("context_parallel", self.sequence_ranks), ("shard_ranks", self.shard_ranks)):
+            if self.size % value:
+                fix = f"does not divide the {self.size} ranks of the trainer; use one of {divisors(self.size)}"
+                raise FieldError(f"trainer.{name}", value, fix)
+
+    @property
+    def data_ranks(self) -> int:
+        """Rows that are computed at the same time."""
+        return self.size // self.sequence_ranks
+
+    @property
+    def data_index(self) -> int:
+        """Which of those rows this rank has (a part of)."""
+        return self.rank // self.sequence_ranks
+
+    @property
+    def sequence_index(self) -> int:
+        """Which part of its row."""
+        return self.rank % self.sequence_ranks
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights: more than one is hybrid sharding."""
+        return self.size // self.shard_ranks
+
+
+def rank_layout(rank: int, size: int, context_parallel: int, shard_ranks: int) -> RankLayout:
+    """Of a recipe's `trainer.context_parallel` and `trainer.shard_ranks` (0 = all ranks)."""
+    return RankLayout(rank, size, context_parallel, shard_ranks or size)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+_HEADER = 8
+"""Bytes before safetensors' JSON header: its length, little endian."""
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """`fields` are JSON-able."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        contiguous = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        return save(contiguous, metadata={"kind": self.kind, "fields": json.dumps(dict(self.fields))})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Inverse of `to_bytes`."""
+        length = int.from_bytes(data[:_HEADER], "little")
+        metadata = json.loads(data[_HEADER : _HEADER + length])["__metadata__"]
+        return cls(metadata["kind"], json.loads(metadata["fields"]), load(data))
+
+
+ORDER_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for rank 0's next order. Rank 0 gives one every few seconds (`loop.BEAT_S`) unless it computes or
+writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
+TENSOR_TIMEOUT = timedelta(minutes=10)
+"""How long a collective of the step may wait for a rank that computes."""
+
+
+class Links:
+    """Messages between rank 0 and the others. Every method is called by all ranks it names, in the same order."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self.group, self._size = group, size
+
+    def tell(self, messages: list[Message]) -> None:
+        """Rank 0: one message to each of ranks 1, 2, …"""
+        for rank, message in enumerate(messages, start=1):
+            _send(message, rank, self.group)
+
+    def tell_all(self, message: Message) -> None:
+        """Rank 0: the same message to every other rank."""
+        self.tell([message] * (self._size - 1))
+
+    def hear(self) -> Message:
+        """Other ranks: the next message of rank 0. Raises `ServiceError` when rank 0 is gone."""
+        try:
+            return _receive(0, self.group)
+        except RuntimeError as error:
+            raise ServiceError(f"a rank lost rank 0, whose log says why: {error}") from error
+
+    def report(self, message: Message) -> None:
+        """Other ranks: a message to rank 0."""
+        _send(message, 0, self.group)
+
+    def reports(self, ranks: Iterable[int]) -> list[Message]:
+        """Rank 0: one message from each of `ranks`."""
+        return [_receive(rank, self.group) for rank in ranks]
+
+
+def _send(message: Message, to: int, group: Any) -> None:
+    data = message.to_bytes()
+    dist.send(torch.tensor([len(data)]), to, group=group)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=group)
+
+
+def _receive(source: int, group: Any) -> Message:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source, group=group)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, source, group=group)
+    return Message.from_bytes(data.numpy().tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """This rank's place. Alone it has neither links nor meshes; `row_group`: None when it has whole rows."""
+
+    layout: RankLayout
+    device: torch.device
+    links: Links | None = None
+    mesh: DeviceMesh | None = None
+    """Over all ranks: (copies, shards), or (shards) where there is one copy."""
+    row_group: Any = None
+    saving: Links | None = None
+    """Of the threads that write checkpoints, which must not wait for those that compute, nor these for them."""
+    host_mesh: DeviceMesh | None = None
+    """As `mesh`, for shards in host memory. Nothing is sent in it."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.layout.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over rows that are computed at the same time, on every rank. `values` of one rank per row count."""
+        if self.mesh is None:
+            return values
+        total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
+        dist.all_reduce(total)
+        return total
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's `tensor`."""
+        if self.mesh is not None:
+            dist.broadcast(tensor, 0)
+
+
+def alone(device: torch.device | str = "cpu") -> World:
+    """One rank."""
+    return World(RankLayout(), torch.device(device))
+
+
+def join_ranks(device: torch.device) -> None:
+    """Meets the ranks of torchrun's environment; returns when every one is there."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT)
+
+
+def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
+    """All ranks that have met; called by all of them. Raises `FieldError`."""
+    layout = rank_layout(dist.get_rank(), dist.get_world_size(), context_parallel, shard_ranks)
+    links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
+    saving = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
+    mesh, host = _shard_mesh(layout, device), torch.device("cpu")
+    host_mesh = mesh if device == host else _shard_mesh(layout, host)
+    return World(layout, device, links, mesh, _row_group(layout, device), saving, host_mesh)
+
+
+def leave_ranks() -> None:
+    """Closes the groups of this process, where it has any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _shard_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
+    if layout.copies == 1:
+        return init_device_mesh(device.type, (layout.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (layout.copies, layout.shard_ranks), mesh_dim_names=("copy", "shard"))
+
+
+def _row_group(layout: RankLayout, device: torch.device) -> Any:
+    if layout.sequence_ranks == 1:
+        return None
+    shape = (layout.data_ranks, layout.sequence_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()

@@ -1,0 +1,122 @@
+"""Attention of ranks that share the tokens of a row: parts of tokens with all heads become all tokens with a part of the heads.
+
+All-to-all exchanges before and after attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that any
+attention over whole sequences stays as it is (DeepSpeed-Ulysses, arXiv 2309.14509). Not here: ring attention, which would
+allow more ranks than heads.
+
+One row of tokens shared by several ranks: each scores its part of the tokens, and has the scores of all.
+
+Attention is `exchange.py`'s. What a loss needs of the tokens is collected from all parts; the loss is computed alike on every
+rank of the row, and each rank's gradient goes through its own part only, so that gradients of all ranks add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelinerl.errors import FieldError
+from services.trainer.learn.batch import TokenRow
+
+
+class _AllToAll(torch.autograd.Function):
+    """x [P, ...]: part p goes to rank p; what comes from rank p is part p of the result. Its own inverse, and transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """Between parts of tokens with all heads, and all tokens with a part of the heads."""
+
+    ranks: int
+    group: Any
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[tokens / P, heads, dim] → [tokens, heads / P, dim]."""
+        tokens, heads, dim = x.shape
+        parts = x.view(tokens, self.ranks, heads // self.ranks, dim).transpose(0, 1).contiguous()
+        return _AllToAll.apply(parts, self.group).flatten(0, 1)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[tokens, heads / P, dim] → [tokens / P, heads, dim]."""
+        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
+
+    def shared_out(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`to_heads` of each [tokens / P, heads, dim]; key-value heads that are too few for the ranks are repeated."""
+        repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        return self.to_heads(query), self.to_heads(key), self.to_heads(value)
+
+
+def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
+    """How often each key-value head must be repeated for the heads to divide among `ranks`. Raises `FieldError`."""
+    if query_heads % ranks:
+        fix = f"does not divide the {query_heads} attention heads of the model; use a divisor of them"
+        raise FieldError("trainer.context_parallel", ranks, fix)
+    share = query_heads // key_heads
+    return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
+
+
+class _Collected(torch.autograd.Function):
+    """x [k, own tokens] → [k, tokens of all ranks]. The gradient of a rank is that of its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
+        ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        padded = x.new_zeros((x.shape[0], max(counts)))
+        padded[:, : x.shape[1]] = x
+        everything = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everything, padded, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(everything, counts, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][:, ctx.own].contiguous(), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """Rank `index` of the `ranks` that share each row."""
+
+    index: int
+    ranks: int
+    group: Any
+
+    def of(self, row: TokenRow) -> TokenRow:
+        """This rank's tokens of `row`, whose length the ranks divide, with the layout of all."""
+        own = self._tokens(row)
+        layout = replace(row.layout, exchange=HeadExchange(self.ranks, self.group))
+        return TokenRow(row.input_ids[:, own], row.position_ids[:, own], layout)
+
+    def counts(self, row: TokenRow, predictors: Tensor) -> list[int]:
+        """How many of `predictors` int64[C], ascending, lie in each part. Waits for the device."""
+        edges = torch.arange(1, self.ranks, device=predictors.device) * (row.input_ids.shape[1] // self.ranks)
+        ends = [*torch.searchsorted(predictors, edges).tolist(), len(predictors)]
+        return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def first_token(self, row: TokenRow) -> int:
+        return self._tokens(row).start
+
+    def collect(self, values: Tensor, counts: list[int]) -> Tensor:
+        """values [k, own] of each rank → [k, sum of counts]."""
+        return _Collected.apply(values, counts, self.index, self.group)
+
+    def _tokens(self, row: TokenRow) -> slice:
+        length = row.input_ids.shape[1] // self.ranks
+        assert length * self.ranks == row.input_ids.shape[1], "the row is padded to a multiple of its ranks"
+        return slice(self.index * length, (self.index + 1) * length)

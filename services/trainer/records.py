@@ -1,0 +1,252 @@
+"""How fast and how well a step used its devices: the figures of one optimizer step from what was measured. Pure.
+
+Not here: the measuring (`learn/meter.py`, `learn/phases.py`), sums over a run (`pipelinerl/telemetry/throughput.py`).
+
+What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
+
+Consumes one record per optimizer step, produces lines and, at the end, the summary. Lines are flushed as they are
+written, so that a killed run is complete up to its last step. Knows no torch and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pipelinerl.telemetry.throughput import ThroughputTotals
+from services.trainer.learn.meter import mfu
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One optimizer step over all ranks."""
+
+    tokens_trained: int
+    """Completion tokens; 0 for a skipped step."""
+    tokens_computed: int
+    """Prompt and completion tokens that went through the model."""
+    seconds: float
+    """From the batch to the end of the step, on the host."""
+    flops: float
+    """Model FLOPs."""
+    num_devices: int
+    peak_flops: float | None
+    """Of one device, FLOP/s; None where it is not known."""
+    memory_peak_bytes: int
+    """Of the rank that needed most."""
+    imbalance: float
+    phases_s: Mapping[str, float]
+
+
+def throughput_figures(work: StepWork) -> dict[str, Any]:
+    """Under the names of metrics.jsonl."""
+    return {
+        "tokens_per_s": {
+            "trained": _rate(work.tokens_trained, work.seconds),
+            "computed": _rate(work.tokens_computed, work.seconds),
+        },
+        "mfu": mfu(work.flops, work.seconds, work.num_devices, work.peak_flops),
+        "memory_peak_gib": work.memory_peak_bytes / GIB,
+        "imbalance": work.imbalance,
+        "compute_s": dict(work.phases_s),
+    }
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None
+
+
+def update_idle_s(step_s: Mapping[str, float]) -> float:
+    """Seconds of a step in which the trainer computed nothing because of the weight update, from its phases.
+
+    The copy that is sent is made on the compute thread, and it is not made before the version before is served: both
+    keep the next step waiting.
+    """
+    return step_s.get("snapshot", 0.0) + step_s.get("send", 0.0)
+
+
+StepRecord = dict[str, Any]
+"""One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, np.generic):
+        return _finite(value.item())
+    return value
+
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+class RunFiles:
+    """Appends to the run directory's files. Use as a context manager.
+
+    `keep_steps`: of a trainer that goes on: the last step that counts; lines of later ones move to `<name>-undone.jsonl`.
+    """
+
+    def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
+        self.run_dir, self._keep_steps = run_dir, keep_steps
+        self.kept: list[StepRecord] = []
+        """Records of the steps so far that count."""
+        self._metrics: IO[str] | None = None
+        self._samples: IO[str] | None = None
+
+    def __enter__(self) -> RunFiles:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if self._keep_steps is not None:
+            for name in (METRICS, SAMPLES):
+                cut(self.run_dir / name, self._keep_steps)
+            if (self.run_dir / METRICS).is_file():
+                lines = (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
+                self.kept = [json.loads(line) for line in lines]
+        self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
+        self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+
+    def write_step(self, record: StepRecord) -> None:
+        _append(self._metrics, record)
+
+    def write_sample(self, sample: Mapping[str, Any]) -> None:
+        _append(self._samples, sample)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Atomic: a crash leaves the previous one or none."""
+        path = self.run_dir / "summary.json"
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(_finite(summary), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
+    assert file is not None, "RunFiles is used outside its with block"
+    file.write(to_json(value) + "\n")
+    file.flush()
+
+
+def cut(path: Path, keep_steps: int) -> None:
+    """Leaves the lines of steps up to `keep_steps` in `path`; the others are appended to the file beside it whose name ends
+    with -undone. A line that was cut off is dropped."""
+    if not path.is_file():
+        return
+    partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")
+    with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
+        for line in lines:
+            step = _step_of(line)
+            if step is not None and step <= keep_steps:
+                kept.write(line)
+            elif step is not None:
+                with undone.open("a", encoding="utf-8") as file:
+                    file.write(line)
+    os.replace(partial, path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass
+class RunTotals:
+    """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
+
+    heldout: list[tuple[int, float, int]] = field(default_factory=list)
+    """(version, accuracy, problems without a verdict) of each evaluation."""
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    sequences_trained: int = 0
+    sequences_multi_version: int = 0
+    lag_histogram: dict[int, int] = field(default_factory=dict)
+    ess: list[float] = field(default_factory=list)
+    mismatch_kl: list[float] = field(default_factory=list)
+    logprob_mismatch: list[float] = field(default_factory=list)
+    """Nats, of probes that could be compared."""
+    parity_failures: int = 0
+    update_bytes: int = 0
+    transfer_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)
+    join_s: list[float] = field(default_factory=list)
+    """Seconds in which a side group brought an actor to the served version."""
+    compute_s: float = 0.0
+    throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
+    steps: int = 0
+    steps_skipped: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        copies = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict)}
+        return {**own, **copies, "throughput": asdict(self.throughput)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
+        """What `to_state` gave, perhaps by way of JSON."""
+        own = {
+            "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
+            "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
+            "throughput": ThroughputTotals(**state["throughput"]),
+        }
+        return cls(**{**state, **own})
+
+    def add_lags(self, histogram: Mapping[int, int]) -> None:
+        for lag, tokens in histogram.items():
+            self.lag_histogram[lag] = self.lag_histogram.get(lag, 0) + tokens
+
+    def lag_summary(self) -> dict[str, float | None]:
+        """Token-weighted mean, 95th percentile and maximum, in optimizer steps."""
+        if not self.lag_histogram:
+            return {"mean": None, "p95": None, "max": None}
+        lags = np.array(sorted(self.lag_histogram))
+        tokens = np.array([self.lag_histogram[int(lag)] for lag in lags])
+        share = np.cumsum(tokens) / tokens.sum()
+        return {
+            "mean": float((lags * tokens).sum() / tokens.sum()),
+            "p95": float(lags[int(np.searchsorted(share, 0.95))]),
+            "max": float(lags[-1]),
+        }
+
+    def weight_updates(self) -> dict[str, float | int | None]:
+        return {
+            "count": len(self.transfer_s),
+            "bytes": self.update_bytes,
+            "transfer_s_p50": percentile(self.transfer_s, 50),
+            "stall_s_p50": percentile(self.stall_s, 50),
+            "stall_s_p99": percentile(self.stall_s, 99),
+        }
+
+
+def percentile(values: list[float], q: float) -> float | None:
+    """None of nothing."""
+    return float(np.percentile(values, q)) if values else None
+
+
+def mean(values: list[float]) -> float | None:
+    """Mean of the finite ones; None of nothing."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None

@@ -1,0 +1,533 @@
+"""What the first rank of a further node exports, for its node's pod.
+
+Whether it learns: rewards, importance weights, entropy, divergences, gradient of the last optimizer step.
+
+Who takes part and how weights reach them: members, epochs, evictions, updates.
+
+What became of what was issued: the ledger, its reasons, and the tokens that went each way.
+
+How far the run is: versions, phase, checkpoints.
+
+Who waits for whom: what lies on the streams, what is ready to train on, what may still be issued.
+
+How old the trained tokens were: a histogram in which each token counts once, and its ends.
+
+The client library's histogram takes one observation at a time; a step brings tokens by the hundred thousand, counted by lag
+already. Hence one of its own.
+
+Where the time of an optimizer step goes, and how much work it is.
+
+What the trainer exports to Prometheus, one file per topic. Sums and rates are the server's business.
+
+Figures of an optimizer step come with its record; states are read when they are scraped, on the HTTP thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
+from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
+from pipelinerl.v1 import trainer_pb2
+from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.data.tracker import SequenceTracker
+from services.trainer.distributed.world import ADAPTER, BEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
+from services.trainer.learn.step import TRAIN
+from services.trainer.records import StepRecord
+from services.trainer.weight_sync.coordinator import EvictionCause
+from services.trainer.weight_sync.membership import MEMBER_STATES, MemberChange
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
+
+ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, BEAT)
+
+
+class RankMetrics:
+    """Counted on the thread that carries the orders out."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.orders = MetricSet("pipelinerl_trainer", registry).counter(
+            "rank_orders_total",
+            "Orders of rank 0 to the first rank of a further node.",
+            {"kind": ORDERS},
+            unit="orders",
+        )
+
+
+BY_LAG = {"lag": LAG_BUCKETS}
+
+
+class LearningMetrics:
+    """Gauges of the last step. A figure that the step does not have is no series; one that is measured now and then stays."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._of_step = {
+            "reward_mean": metrics.reading("reward_mean", "Mean reward of the batch.", unit="reward"),
+            "reward_std": metrics.reading("reward_std", "Standard deviation of the batch's rewards.", unit="reward"),
+            "group_reward_std": metrics.reading(
+                "group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", unit="reward"
+            ),
+            "equal_reward_groups": metrics.reading(
+                "equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."
+            ),
+            "ess": metrics.reading("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
+            "clip_fraction": metrics.reading("clip_ratio", "Share of tokens whose weight the loss bounded."),
+            "mask_fraction": metrics.reading("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
+            "entropy": metrics.reading("entropy_nats", "Mean entropy of the policy at the sampled positions."),
+            "reference_kl": metrics.reading(
+                "reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."
+            ),
+            "grad_norm": metrics.reading("gradient_norm", "L2 norm of the gradient before clipping.", unit="none"),
+            "loss": metrics.reading("loss", "Loss of the batch.", unit="none"),
+            "value_loss": metrics.reading(
+                "value_loss", "Loss of the learned baseline, before its coefficient; with one only.", unit="none"
+            ),
+            "learning_rate": metrics.reading("learning_rate", "Learning rate of the step.", unit="none"),
+            "completion_tokens_mean": metrics.reading(
+                "completion_length_tokens", "Mean length of the batch's completions."
+            ),
+            "multi_version_fraction": metrics.reading(
+                "multi_version_ratio", "Share of the batch's sequences that more than one version sampled."
+            ),
+        }
+        self._now_and_then = {
+            "heldout_accuracy": metrics.reading("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
+            "heldout_unanswered": metrics.reading(
+                "heldout_unanswered_problems",
+                "Held-out problems without a verdict, last evaluation.",
+                unit="problems",
+            ),
+            "mismatch_kl": metrics.reading(
+                "mismatch_kl_nats",
+                "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
+            ),
+            "logprob_mismatch": metrics.reading(
+                "logprob_mismatch_nats", "Largest log-probability difference of the last probe that could be compared."
+            ),
+            "explained_variance": metrics.reading(
+                "explained_variance_ratio",
+                "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
+            ),
+        }
+        self._ess_by_lag = metrics.reading(
+            "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
+        )
+        self._clip_by_lag = metrics.reading(
+            "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
+        )
+        self._parity_failures = metrics.counter(
+            "parity_failures_total", "Probe answers that could not be compared.", unit="answers"
+        )
+        self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes one step's record."""
+        for key, reading in self._of_step.items():
+            reading.set(record.get(key))
+        for key, reading in self._now_and_then.items():
+            if record.get(key) is not None:
+                reading.set(record[key])
+        self._ess_by_lag.set_each(record.get("ess_by_lag", {}))
+        self._clip_by_lag.set_each(record.get("clip_fraction_by_lag", {}))
+        self._parity_failures.inc(record["parity_failures"])
+        self._skipped.inc(bool(record["skipped"]))
+
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""From a toy model inside one machine to `weights.deadline_s`, which ends an update after minutes."""
+
+
+class MembershipMetrics:
+    """Counted as the updater tells of it; states are read at each scrape."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._members = metrics.reading(
+            "members", "Registered actors by what they are doing.", {"state": MEMBER_STATES}, unit="actors"
+        )
+        self._epoch = metrics.reading("epoch", "Number of the weight-transfer group's membership.", unit="epoch")
+        self._regroups = metrics.counter(
+            "regroups_total", "Times that the group of all members was formed anew.", unit="groups of members"
+        )
+        self._evictions = metrics.counter(
+            "evictions_total",
+            "Actors that were put out of an epoch against their wish.",
+            {"reason": tuple(cause.value for cause in EvictionCause)},
+            unit="actors",
+        )
+        self._joins = metrics.counter(
+            "joins_total", "Times that an actor came to serve, with an epoch or on a side group.", unit="actors"
+        )
+        self._join_seconds = metrics.histogram(
+            "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
+        )
+        self._updates = metrics.counter(
+            "weight_updates_total",
+            "Versions that all members serve, and transfers that were begun again.",
+            {"outcome": ("served", "aborted")},
+            unit="updates",
+        )
+        self._transfer = metrics.histogram(
+            "weight_update_transfer_seconds", "First to last byte of a version, at the trainer.", SECONDS
+        )
+        self._round_trip = metrics.histogram(
+            "weight_update_round_trip_seconds", "From the offer of a version until the last member serves it.", SECONDS
+        )
+        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
+
+    def watch(self, updater: WeightUpdater) -> None:
+        """Where to read."""
+        self._members.read_each(lambda: updater.member_states)
+        self._epoch.read(lambda: updater.epoch)
+
+    def changed(self, change: MemberChange) -> None:
+        if change.kind == "joined":
+            self._joins.inc()
+
+    def evicted(self, cause: EvictionCause) -> None:
+        self._evictions.labels(cause.value).inc()
+
+    def regrouped(self) -> None:
+        self._regroups.inc()
+
+    def joined(self, join_s: float) -> None:
+        """On a side group."""
+        self._join_seconds.observe(join_s)
+
+    def served(self, update: UpdateRecord) -> None:
+        self._updates.labels("served").inc()
+        self._transfer.observe(update.transfer_s)
+        self._round_trip.observe(update.round_trip_s)
+        self._bytes.inc(update.num_bytes)
+
+    def aborted(self) -> None:
+        self._updates.labels("aborted").inc()
+
+
+STATES = tuple(field.name for field in fields(LedgerCounts))
+OUTCOMES = tuple(outcome.value for outcome in Outcome)
+STALE_REASONS = tuple(reason.value for reason in StaleReason)
+_NONE_STALE = dict.fromkeys(STALE_REASONS, 0)
+
+
+class OutcomeMetrics:
+    """Read from the books at each scrape."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._sequences = metrics.reading(
+            "ledger_sequences", "The ledger: issued, and what became of them; over all of the run.", {"state": STATES}
+        )
+        self._discrepancy = metrics.reading(
+            "ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect."
+        )
+        reasons = "see docs/errors.md; (other) for what is not among the most frequent"
+        self._failed = metrics.reading("failed_sequences", "Failed sequences by reason.", {"reason": reasons})
+        self._stale = metrics.reading(
+            "dropped_stale_sequences", "Sequences too old when their turn came, by reason.", {"reason": STALE_REASONS}
+        )
+        self._tokens = metrics.count(
+            "tokens_total",
+            "Completion tokens by what became of their sequence, since this start.",
+            {"outcome": OUTCOMES},
+        )
+        self._arrived = metrics.count(
+            "tokens_arrived_total", "Completion tokens that reached the trainer, since this start.", unit="tokens"
+        )
+        self._bad = metrics.reading(
+            "bad_messages",
+            "Messages set aside: sequences since the run began, others since this start.",
+            unit="messages",
+        )
+
+    def watch(self, books: SequenceTracker, tokens_arrived: Callable[[], int], bad_messages: Callable[[], int]) -> None:
+        """Where to read."""
+        self._sequences.read_each(lambda: books.counts.as_dict())
+        self._discrepancy.read(lambda: discrepancy(books.counts))
+        self._failed.read_each(lambda: bounded(books.ledger.reasons(Outcome.FAILED)))
+        self._stale.read_each(lambda: {**_NONE_STALE, **books.ledger.reasons(Outcome.DROPPED_STALE)})
+        self._tokens.read_each(lambda: dict(books.tokens))
+        self._arrived.read(tokens_arrived)
+        self._bad.read(bad_messages)
+
+
+def discrepancy(counts: LedgerCounts) -> int:
+    """Issued less all others. Pure."""
+    numbers = counts.as_dict()
+    return numbers.pop("issued") - sum(numbers.values())
+
+
+def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
+    """The `most` frequent ones, and the sum of the others as `OTHER`. Pure."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(count for _, count in ordered[most:])
+    return {**{reason: float(count) for reason, count in ordered[:most]}, **({OTHER: float(rest)} if rest else {})}
+
+
+CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""From megabytes to a slow disk that takes a large model."""
+
+
+def phase_name(phase: int) -> str:
+    """A `TrainerPhase` without its prefix, lower case. Pure."""
+    return trainer_pb2.TrainerPhase.Name(phase).removeprefix("TRAINER_PHASE_").lower()
+
+
+PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
+LOADING = phase_name(trainer_pb2.TRAINER_PHASE_LOADING)
+
+
+class ProgressMetrics:
+    """In phase `loading` until `watch`."""
+
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
+        self._clock_s = clock_s
+        self._version = metrics.reading("policy_version", "Optimizer steps taken.")
+        self._served = metrics.reading(
+            "served_version", "Newest version that every member serves; none before the first."
+        )
+        self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
+        self._phase = metrics.reading(
+            "phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0"
+        )
+        self._phase.read_state(PHASES, lambda: LOADING)
+        self._checkpoint = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
+        self._checkpoint_at = metrics.reading(
+            "checkpoint_timestamp_seconds",
+            "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
+        )
+        self._has_begun = False
+        self._checkpoint_seconds = metrics.histogram(
+            "checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS
+        )
+
+    def watch(self, phase: Callable[[], int], version: Callable[[], int], served: Callable[[], int]) -> None:
+        """Where to read. `served` is below 0 before a version is served."""
+        self._phase.read_state(PHASES, lambda: phase_name(phase()))
+        self._version.read(version)
+        self._served.read(lambda: number if (number := served()) >= 0 else None)
+
+    def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
+        """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
+        run that has none yet first started. None: this trainer is the first, and its work begins with `training_begins`."""
+        self._planned.set(planned_steps)
+        self._checkpoint.set(checkpoint)
+        if since_s is not None:
+            self._checkpoint_at.set(since_s)
+            self._has_begun = True
+
+    def training_begins(self) -> None:
+        """From here on there is work to lose."""
+        if not self._has_begun:
+            self._checkpoint_at.set(self._clock_s())
+            self._has_begun = True
+
+    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._checkpoint.set(written.version)
+        self._has_begun = True
+        self._checkpoint_at.set(self._clock_s())
+        self._checkpoint_seconds.observe(written.seconds)
+
+
+STREAMS = ("prompts", "sequences")
+BY_STREAM = {"stream": STREAMS}
+
+
+class ReadsLog(Protocol):
+    """How far the trainer has come with SEQUENCES."""
+
+    position: int
+    """Of the last message read."""
+
+    @property
+    def num_ready(self) -> int:
+        """Complete groups that wait for a batch."""
+        ...
+
+
+class QueueMetrics:
+    """Streams as of the last look at them; the rest is read at each scrape."""
+
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
+        self._clock_s = clock_s
+        self._seen: dict[str, StreamInfo] = {}
+        self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
+        self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
+        self._oldest = metrics.reading(
+            "stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.", BY_STREAM
+        )
+        self._unread = metrics.reading("unread_sequences", "Messages in SEQUENCES that the trainer has not read.")
+        self._ready = metrics.reading("ready_groups", "Complete groups that wait to be trained on.")
+        self._allowance = metrics.reading(
+            "feeder_allowance_groups", "Groups that the staleness bound lets the feeder issue now."
+        )
+
+    def watch(self, reader: ReadsLog, allowance: Callable[[], int]) -> None:
+        """Where to read."""
+        self._ready.read(lambda: reader.num_ready)
+        self._allowance.read(allowance)
+        self._unread.read(lambda: unread(self._seen.get("sequences"), reader.position))
+
+    def saw(self, stream: str, info: StreamInfo) -> None:
+        """One of `STREAMS`, as it is now."""
+        self._seen = seen = {**self._seen, stream: info}
+        now_s = self._clock_s()
+        self._messages.set_each({name: one.messages for name, one in seen.items()})
+        self._bytes.set_each({name: one.bytes for name, one in seen.items()})
+        self._oldest.set_each({name: age_s(one, now_s) for name, one in seen.items()})
+
+
+def unread(log: StreamInfo | None, position: int) -> int | None:
+    """Messages after `position`; what was read since the log was looked at counts as nothing. Pure."""
+    return None if log is None else max(0, log.last_position - position)
+
+
+def age_s(info: StreamInfo, now_s: float) -> float:
+    """Of the oldest message, seconds; 0 of an empty stream, and where clocks disagree. Pure."""
+    return max(0.0, now_s - info.first_at_s) if info.messages and info.first_at_s is not None else 0.0
+
+
+LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Optimizer steps, inclusive: those of the lag buckets, and on to the lags of the paper's setting without a bound."""
+NAME = "token_lag_steps"
+TEXT = "Token lag at use, optimizer steps; each trained token counts once."
+
+
+class TokenLagHistogram(Collector):
+    """Tokens by lag since the start. Added to on one thread, read on any: what is read is replaced whole."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._state: tuple[tuple[int, ...], int] = ((0,) * (len(LAG_EDGES) + 1), 0)
+        """Tokens of each bucket, and the sum of their lags."""
+
+    def add(self, tokens_by_lag: Mapping[int, int]) -> None:
+        counts, total = list(self._state[0]), self._state[1]
+        for lag, tokens in tokens_by_lag.items():
+            counts[sum(edge < lag for edge in LAG_EDGES)] += tokens
+            total += lag * tokens
+        self._state = (tuple(counts), total)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        counts, total = self._state
+        edges = [*(f"{float(edge)}" for edge in LAG_EDGES), "+Inf"]
+        buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
+        yield HistogramMetricFamily(self._name, TEXT, buckets=buckets, sum_value=float(total))
+
+
+class TokenLagMetrics:
+    """See the module."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._histogram = TokenLagHistogram(metrics.full_name(NAME))
+        metrics.histogram_of(NAME, TEXT, LAG_EDGES, self._histogram)
+        self._max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
+        self._bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
+
+    def bound(self, max_lag: int | None) -> None:
+        """The recipe's."""
+        self._bound.set(max_lag)
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes one step's record."""
+        self._histogram.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
+        self._max.set(record.get("lag", {}).get("max"))
+
+
+GIB = 1024**3
+STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+"""From a model of a million parameters on a CPU to an hour, in which no alert would wait for the next bucket."""
+PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""A part of a step: from copying little to waiting long."""
+STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
+COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
+
+
+class WorkMetrics:
+    """Of each step's record."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
+        self._phases = metrics.histogram(
+            "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
+        )
+        self._compute = metrics.histogram(
+            "compute_phase_seconds",
+            "Parts of a step's compute; plan and build are beside the step before.",
+            PHASE_SECONDS,
+            {"phase": COMPUTE_PHASES},
+        )
+        self._idle = metrics.histogram(
+            "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
+        )
+        self._rate = metrics.reading(
+            "tokens_per_second",
+            "Tokens over compute time of the last step: trained completion tokens, or all that were computed.",
+            {"tokens": ("trained", "computed")},
+        )
+        self._fill = metrics.reading("packing_fill_ratio", "Tokens over token budget of the step's micro-batches.")
+        self._mfu = metrics.reading("mfu_ratio", "Model FLOPs utilization of the step; of known devices only.")
+        self._imbalance = metrics.reading(
+            "imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."
+        )
+        self._memory = metrics.reading(
+            "memory_peak_bytes",
+            "Most memory: tensors on a GPU since the step before, else the process since its start.",
+        )
+        self._actors_busy = metrics.reading(
+            "actor_busy_ratio", "Share of all actors' time, since their engines were up, in which they generated."
+        )
+        self._trainer_busy = metrics.reading("trainer_busy_ratio", "Share of the trainer's time spent on steps.")
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes one step's record."""
+        seconds = record["step_s"]
+        if "total" in seconds:
+            self._step.observe(seconds["total"])
+        for phase in STEP_PHASES:
+            if phase in seconds:
+                self._phases.labels(phase).observe(seconds[phase])
+        for phase, spent_s in record.get("compute_s", {}).items():
+            self._compute.labels(phase).observe(spent_s)
+        if "idle_s" in record:
+            self._idle.observe(record["idle_s"])
+        self._rate.set_each(record.get("tokens_per_s", {}))
+        self._fill.set(record.get("packing_fill"))
+        self._mfu.set(record.get("mfu"))
+        self._imbalance.set(record.get("imbalance"))
+        gib = record.get("memory_peak_gib")
+        self._memory.set(None if gib is None else gib * GIB)
+        self._actors_busy.set(record["actor_busy_fraction"])
+        self._trainer_busy.set(record["trainer_busy_fraction"])
+
+
+PREFIX = "pipelinerl_trainer"
+
+
+class TrainerMetrics:
+    """All of them on one registry. What is read at a scrape has no series before its topic's `watch`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        metrics = MetricSet(PREFIX, registry)
+        self.registry = registry
+        self.progress = ProgressMetrics(metrics)
+        self.learning = LearningMetrics(metrics)
+        self.token_lag = TokenLagMetrics(metrics)
+        self.work = WorkMetrics(metrics)
+        self.outcomes = OutcomeMetrics(metrics)
+        self.queues = QueueMetrics(metrics)
+        self.membership = MembershipMetrics(metrics)
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes one step's record, as it goes to metrics.jsonl."""
+        self.learning.observe(record)
+        self.token_lag.observe(record)
+        self.work.observe(record)

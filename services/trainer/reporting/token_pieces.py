@@ -1,0 +1,107 @@
+"""A completion's text in pieces, one for each token: what a person needs to see which token is where.
+
+Knows nothing of policies. A tokenizer is asked about each token id once, as long as the texts of single tokens make up the
+completion, or those behind another word do; where neither do (characters made of several tokens, tokenizers that glue words),
+text is decoded token by token beside what stands before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from pipelinerl.messages.sequences import TokenIds
+
+UNFINISHED = "\ufffd"
+"""What decoders put where bytes make no whole character yet."""
+MOST_UNFINISHED = 16
+"""Tokens without text in a row, behind which a completion is told no further: a character has at most 4 bytes, and a few
+special tokens may stand before it."""
+
+log = logging.getLogger(__name__)
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
+
+
+class TokenPieces:
+    """Pieces of completions of one tokenizer. Keeps the text of each token id that it has seen."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        self._known_behind: dict[int, str] = {}
+        """Behind `_anchor`, the first token that was seen to be a word of its own."""
+        self._anchor: int | None = None
+        self._warned = False
+
+    def of(self, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
+        """Pieces of the first `limit` of `token_ids`, which were decoded to `text`; None where they cannot be told apart, or
+        the tokenizer fails: samples are for people, and no run ends for one.
+
+        The pieces of all tokens, joined, are `text`. A character of several tokens stands at the last of them, and special
+        tokens have no text.
+        """
+        try:
+            return self._of([int(token) for token in token_ids], text, limit)
+        except Exception:
+            if not self._warned:
+                log.warning("samples are written without tokens where the tokenizer fails", exc_info=True)
+            self._warned = True
+            return None
+
+    def _of(self, ids: list[int], text: str, limit: int) -> list[str] | None:
+        for split in (self._each_alone, self._each_behind_a_word):
+            pieces = split(ids)
+            if "".join(pieces) == text:
+                return pieces[:limit]
+        pieces = list(self._one_by_one(ids[:limit]))
+        return pieces if text.startswith("".join(pieces)) else None
+
+    def _each_alone(self, ids: Sequence[int]) -> list[str]:
+        return [self._alone(token) for token in ids]
+
+    def _each_behind_a_word(self, ids: Sequence[int]) -> list[str]:
+        """For decoders that drop the space of the first word: the others are decoded behind a word that is always the same."""
+        if self._anchor is None:
+            self._anchor = next((token for token in ids if _is_whole(self._alone(token))), None)
+        anchor = self._anchor
+        if anchor is None:
+            return self._each_alone(ids)
+        return [*self._each_alone(ids[:1]), *(self._behind(anchor, token) for token in ids[1:])]
+
+    def _alone(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._text([token])
+        return self._known[token]
+
+    def _behind(self, anchor: int, token: int) -> str:
+        if token not in self._known_behind:
+            self._known_behind[token] = self._text([anchor, token])[len(self._alone(anchor)) :]
+        return self._known_behind[token]
+
+    def _one_by_one(self, ids: Sequence[int]) -> Iterator[str]:
+        """Each token's text is what it adds to that of the tokens since the last whole character but one. Where more than
+        `MOST_UNFINISHED` add nothing, they make no text, and all that follow are left to the text."""
+        begin, whole = 0, 0  # tokens [begin, whole) give the context, and their text has been told
+        for end in range(1, len(ids) + 1):
+            if end - whole > MOST_UNFINISHED:
+                yield from [""] * (len(ids) - end + 1)
+                return
+            before, now = self._text(ids[begin:whole]), self._text(ids[begin:end])
+            if now.endswith(UNFINISHED) or not now.startswith(before) or len(now) == len(before):
+                yield ""
+                continue
+            yield now[len(before) :]
+            begin, whole = whole, end
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _is_whole(text: str) -> bool:
+    return bool(text.strip()) and UNFINISHED not in text

@@ -1,5 +1,0 @@
-"""Which actors are members, and how a policy version reaches each of them: the trainer's side of the weight-update protocol.
-
-`coordinator.py` and `joining.py` decide and are pure, `lane.py` performs what one coordinator decides, `updater.py` owns the
-lanes. How the bytes move is `services/trainer/weights`.
-"""

@@ -1,0 +1,515 @@
+"""Who is in the weight-transfer group and what happens to one version, as a pure state machine stepped by events.
+
+The trainer's side of the protocol (docs/weight-updates.md). No clock, socket or thread: `step(event)` returns the
+actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included.
+
+Invariants that the tests drive every order of events against:
+  * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's
+    checksum;
+  * an epoch's membership never changes; any change makes a new epoch with a higher number;
+  * one version is in transfer at a time, and a version once begun ends in `VersionServed`, with whoever is left;
+  * who came late, or failed, is not in an epoch with others before `MemberReady` says that it has served a version on a
+    side group: no actor holds up the others twice.
+
+The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`joining.py`).
+Deliberately not here: when a joiner gets a side group, and anything that knows what bytes are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+MOST_RESTARTS = 3
+"""Attempts at one version with the same members after the first. Then each has to show alone that it can."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One actor process. `ranks` = tensor-parallel size = ranks it takes in the group."""
+
+    actor: str
+    process: str
+    ranks: int = 1
+    grpc_address: str = ""
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in; "" = none."""
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemberUp:
+    """Registered, or registered again (as the same or as a new process)."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class MembersDown:
+    """They removed their registrations, or their heartbeats expired: together, so that one new epoch is enough."""
+
+    actors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MembersLeaving:
+    """These processes end because they were told to. `still_running`: for a while they are there, and take part in a transfer
+    under way, which goes on with them for as long as they last; nothing waits for them. Who is left takes no notice. Said again
+    with them gone, it ends a transfer that may hang on their ranks."""
+
+    members: tuple[Member, ...]
+    reason: str
+    still_running: bool = True
+
+
+@dataclass(frozen=True)
+class MemberReady:
+    """It serves a version that a side group brought it: it may be in the next epoch. `process`: which one of that name."""
+
+    actor: str
+    process: str
+
+
+@dataclass(frozen=True)
+class VersionReady:
+    """The trainer has a version to send. Only while `idle`."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class MemberJoined:
+    actor: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class GroupBuilt:
+    """The trainer's own end of the group stands."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class BytesSent:
+    epoch: int
+    version: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class MemberStaged:
+    actor: str
+    epoch: int
+    version: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class MemberServing:
+    actor: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class MemberFailed:
+    """It says so. `group_broke`: its group failed, which may be another member's doing."""
+
+    actor: str
+    epoch: int
+    reason: str
+    group_broke: bool = False
+
+
+@dataclass(frozen=True)
+class TransferFailed:
+    """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not come to the group."""
+
+    epoch: int
+    reason: str
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """Of the phase that `SetDeadline` named; stale ones are ignored."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class HoldCommits:
+    """Somebody measures a version (evaluation, probe): stage later ones, but do not commit them. None: no longer."""
+
+    above: int | None
+
+
+Event = (
+    MemberUp
+    | MembersDown
+    | MembersLeaving
+    | MemberReady
+    | VersionReady
+    | MemberJoined
+    | GroupBuilt
+    | BytesSent
+    | MemberStaged
+    | MemberServing
+    | MemberFailed
+    | TransferFailed
+    | DeadlinePassed
+    | HoldCommits
+)
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    epoch: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class SendVersion:
+    """Announce, then broadcast on this epoch's group."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class SendCommit:
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    """Tell the members to discard, and tear the group down: it may be stuck in a collective."""
+
+    epoch: int
+    version: int
+    reason: str
+
+
+class EvictionCause(StrEnum):
+    """Why an actor is put out of an epoch, in a few words; the reason has the details."""
+
+    HEARTBEAT = "heartbeat"
+    RESTARTED = "restarted"
+    MISSING = "missing"
+    FAILED = "failed"
+    DEADLINE = "deadline"
+    CHECKSUM = "checksum"
+    GROUP_BROKE = "group_broke"
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """`left`: in order, on somebody's wish."""
+
+    actor: str
+    epoch: int
+    reason: str
+    left: bool = False
+    cause: EvictionCause = field(default=EvictionCause.FAILED, compare=False)
+
+
+@dataclass(frozen=True)
+class SetDeadline:
+    """Post `DeadlinePassed(token)` after the configured time."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class VersionServed:
+    """Every member that is left serves it."""
+
+    version: int
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WaitingForMembers:
+    version: int
+
+
+Action = FormGroup | SendVersion | SendCommit | SendAbort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    WAITING = "waiting for members"
+    FORMING = "forming the group"
+    SENDING = "sending"
+    COMMITTING = "committing"
+
+
+@dataclass
+class _Round:
+    """What has been heard in the current phase of the current epoch."""
+
+    joined: set[str] = field(default_factory=set)
+    built: bool = False
+    staged: dict[str, int] = field(default_factory=dict)
+    sent_checksum: int | None = None
+    serving: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    """Processes that have left while their ranks were in the group: if the group breaks, or hangs, nobody else is to blame."""
+
+
+class Coordinator:
+    """See the module. `epoch` 0 means that no group has been formed yet; `epochs` numbers those to come, shared in a run."""
+
+    def __init__(self, epochs: Iterator[int] | None = None) -> None:
+        self._epochs = itertools.count(1) if epochs is None else epochs
+        self.phase = Phase.IDLE
+        self.epoch = 0
+        self.version = -1
+        self.members: dict[str, Member] = {}
+        """The current epoch's."""
+        self.present: dict[str, Member] = {}
+        """All that are registered."""
+        self._newcomers: set[str] = set()
+        """Came after the first version was offered: not in an epoch with others before `MemberReady`."""
+        self._benched: dict[str, int] = {}
+        """Failed in an epoch, the when-th failure of the run: the same, and when there is nobody else, they are tried one
+        at a time as their hearts beat, the one whose failure is the longest ago first."""
+        self._failures = itertools.count()
+        self._group_stands = False
+        self._round = _Round()
+        self._restarts = 0
+        """Of the current version, with the same members: nobody could be blamed."""
+        self._breaks = False
+        """The last group of several members had to be taken apart: the next is not tried so often."""
+        self._held_above: int | None = None
+        self._deadline_token = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.phase is Phase.IDLE
+
+    def step(self, event: Event) -> list[Action]:
+        """Actions to perform, in order. Events of an old epoch or version, or of strangers, change nothing."""
+        match event:
+            case MemberUp(member):
+                return self._member_up(member)
+            case MembersDown(actors):
+                return self._members_down(actors)
+            case MembersLeaving(members, reason, still_running):
+                return self._members_leaving(members, reason, still_running)
+            case MemberReady(actor, process):
+                return self._member_ready(actor, process)
+            case VersionReady(version):
+                return self._version_ready(version)
+            case HoldCommits(above):
+                self._held_above = above
+                return self._advance()
+            case DeadlinePassed(token):
+                return self._deadline(token)
+            case TransferFailed(epoch, reason, missing):
+                if epoch != self.epoch or not self._under_way:
+                    return []
+                lost = set(missing)
+                return self._lose(lost, reason, EvictionCause.MISSING) if lost else self._restart(reason)
+            case MemberFailed(actor, epoch, reason, group_broke):
+                if epoch != self.epoch or actor not in self.members:
+                    return []
+                if group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
+                    return self._restart(reason)
+                return self._lose({actor}, reason)
+        if event.epoch != self.epoch:
+            return []
+        self._note(event)
+        return self._advance()
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def _member_up(self, member: Member) -> list[Action]:
+        actor, before = member.actor, self.present.get(member.actor)
+        self.present[actor] = member
+        if before is None or before.process != member.process:
+            self._benched.pop(actor, None)
+            if self.version >= 0:
+                self._newcomers.add(actor)
+        if actor in self.members and self.members[actor].process != member.process:
+            return self._lose({actor}, "restarted as a new process", EvictionCause.RESTARTED)
+        if self.phase is Phase.WAITING and actor == min(self._benched, key=self._benched.__getitem__, default=actor):
+            self._benched.pop(actor, None)
+            return self._form()
+        return []
+
+    def _member_ready(self, actor: str, process: str) -> list[Action]:
+        if actor not in self.present or self.present[actor].process != process:
+            return []
+        self._benched.pop(actor, None)
+        self._newcomers.discard(actor)
+        return self._form() if self.phase is Phase.WAITING else []
+
+    def _members_down(self, actors: tuple[str, ...]) -> list[Action]:
+        self._forget(actors)
+        lost = set(actors) & set(self.members)
+        return self._lose(lost, "left, or its heartbeat stopped", EvictionCause.HEARTBEAT) if lost else []
+
+    def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
+        processes = {member.actor: member.process for member in members}
+        self._forget(_of(processes, self.present))
+        leaving = _of(processes, self.members)
+        if not leaving:
+            hangs = self.phase is Phase.SENDING and self._round.sent_checksum is None
+            gone = not still_running and not self._round.left.isdisjoint(processes.values())
+            return self._again(reason) if hangs and gone else []
+        if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
+            return self._lose(leaving, reason, left=True)
+        for actor in leaving:
+            self._round.left.add(self.members.pop(actor).process)
+            self._round.staged.pop(actor, None)
+        self._group_stands = False
+        return [Evicted(actor, self.epoch, reason, left=True) for actor in sorted(leaving)] + self._advance()
+
+    def _forget(self, actors: Iterable[str]) -> None:
+        for actor in actors:
+            self.present.pop(actor, None)
+            self._benched.pop(actor, None)
+            self._newcomers.discard(actor)
+
+    def _version_ready(self, version: int) -> list[Action]:
+        assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
+        self.version, self._restarts = version, 0
+        if self._group_stands and self.members == self._eligible():
+            return self._send()
+        return self._form()
+
+    def _deadline(self, token: int) -> list[Action]:
+        if token != self._deadline_token or not self._under_way:
+            return []
+        heard = {
+            Phase.FORMING: self._round.joined,
+            Phase.SENDING: set(self._round.staged),
+            Phase.COMMITTING: self._round.serving,
+        }[self.phase]
+        late = set(self.members) - heard
+        if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
+            return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
+        if not late or self._round.left:
+            return self._restart("deadline passed on the trainer's side")
+        return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
+
+    def _note(self, event: MemberJoined | GroupBuilt | BytesSent | MemberStaged | MemberServing) -> None:
+        match event:
+            case MemberJoined(actor, _) if actor in self.members:
+                self._round.joined.add(actor)
+            case GroupBuilt():
+                self._round.built = True
+            case BytesSent(_, version, checksum) if version == self.version:
+                self._round.sent_checksum = checksum
+            case MemberStaged(actor, _, version, checksum) if actor in self.members and version == self.version:
+                self._round.staged[actor] = checksum
+            case MemberServing(actor, _, version) if actor in self.members and version == self.version:
+                self._round.serving.add(actor)
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    @property
+    def _under_way(self) -> bool:
+        return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
+
+    def _advance(self) -> list[Action]:
+        everyone = set(self.members)
+        if self.phase is Phase.FORMING and self._round.built and self._round.joined >= everyone:
+            self._group_stands = True
+            return self._send()
+        if self.phase is Phase.SENDING and self._round.sent_checksum is not None:
+            wrong = {a for a, checksum in self._round.staged.items() if checksum != self._round.sent_checksum}
+            if wrong:
+                return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
+            held = self._held_above is not None and self.version > self._held_above
+            if set(self._round.staged) >= everyone and not held:
+                self.phase = Phase.COMMITTING
+                return [SendCommit(self.epoch, self.version), self._new_deadline()]
+        if self.phase is Phase.COMMITTING and self._round.serving >= everyone:
+            return self._served()
+        return []
+
+    def _form(self) -> list[Action]:
+        self._group_stands = False
+        self.epoch = next(self._epochs)
+        members = self._eligible()
+        if members != self.members:
+            self._restarts = 0
+        self.members = members
+        self._newcomers -= set(self.members)
+        self._round = _Round()
+        if not self.members:
+            self.phase = Phase.WAITING
+            return [WaitingForMembers(self.version)]
+        self.phase = Phase.FORMING
+        return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
+
+    def _eligible(self) -> dict[str, Member]:
+        """Members of an epoch that begins now, in the order of their ranks: newcomers only if there is nobody else."""
+        able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
+        return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
+
+    def _send(self) -> list[Action]:
+        self.phase = Phase.SENDING
+        self._round = _Round()
+        return [SendVersion(self.epoch, self.version), self._new_deadline()]
+
+    def _served(self) -> list[Action]:
+        self.phase = Phase.IDLE
+        self._breaks = self._breaks and len(self.members) == 1
+        self._deadline_token += 1
+        return [VersionServed(self.version, self.epoch, tuple(self.members))]
+
+    def _lose(
+        self, actors: set[str], reason: str, cause: EvictionCause = EvictionCause.FAILED, *, left: bool = False
+    ) -> list[Action]:
+        """Some members are gone: go on with the rest. While committing the rest already has the bytes; no rest: aborted."""
+        evicted: list[Action] = [Evicted(actor, self.epoch, reason, left, cause) for actor in sorted(actors)]
+        for actor in sorted(actors):
+            if self.present.get(actor) == self.members.get(actor):
+                self._benched[actor] = next(self._failures)
+        self._group_stands = False
+        if self.phase is Phase.COMMITTING:
+            for actor in actors:
+                self.members.pop(actor, None)
+            return evicted + (self._advance() if self.members else self._again(reason))
+        if not self._under_way:
+            for actor in actors:
+                self.members.pop(actor, None)
+            return evicted
+        return evicted + self._again(reason)
+
+    def _restart(self, reason: str) -> list[Action]:
+        """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""
+        if self._round.left:
+            return self._again(reason)
+        self._restarts += 1
+        if self._restarts > (0 if self._breaks else MOST_RESTARTS):
+            self._breaks = len(self.members) > 1
+            broke = f"the group broke {self._restarts} times: {reason}"
+            return self._lose(set(self.members), broke, EvictionCause.GROUP_BROKE)
+        return self._again(reason)
+
+    def _again(self, reason: str) -> list[Action]:
+        abort = SendAbort(self.epoch, self.version, reason)
+        return [abort, *self._form()]
+
+    def _new_deadline(self) -> SetDeadline:
+        self._deadline_token += 1
+        return SetDeadline(self._deadline_token)
+
+
+def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
+    """Actors whose process among `members` is the one given. Pure."""
+    return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}

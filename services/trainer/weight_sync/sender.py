@@ -1,0 +1,277 @@
+"""What will be sent of a model, as a manifest: all its weights as actors load them, or the factors of its adapters.
+
+Reads names, shapes and dtypes only, so that one rank can do it alone.
+
+Sends versions of the weights: a snapshot in host or device memory, then a broadcast of its chunks on a background thread.
+
+`snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. On a device it is queued on a
+stream of its own and the host goes on; what the optimizer queues next begins when the copy is done. The snapshot may be sent
+any number of times, on any group (a joiner's side group, a rebuilt one). On the wire, each chunk follows a header of
+int64[6]: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed while one is sent.
+
+It knows neither members nor epochs nor messages; whoever calls it decides when a group is given up.
+
+The trainer's end of the collective, as the updater drives it: a store for the run, a group per epoch or joiner, broadcasts.
+
+A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; other groups do not
+wait for it. Decides nothing about membership.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipelinerl.errors import TransferError
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.address import host_port
+from pipelinerl.transfer.buffers import Prefetcher
+from pipelinerl.transfer.chunks import ChunkHeader, checksum, chunk_of, describe, dtype_name, pack, version_checksum
+from pipelinerl.transfer.group import (
+    HOST,
+    Backend,
+    GroupSpec,
+    GroupStore,
+    Placement,
+    WeightGroup,
+)
+from pipelinerl.transfer.manifest import LowRank, Manifest, TransferAborted, build_manifest
+from services.trainer.learn.lora import LayerAdapter, factor_names, layer_adapters, served_parameters
+from services.trainer.weight_sync.session import SentBytes
+
+
+def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
+    """Of `served_weights`."""
+    return describe(served_parameters(model), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
+
+
+def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
+    """Of `adapter_weights`, and what receivers are to do with them."""
+    adapters = layer_adapters(model)
+    factors = (factor for name, adapter in adapters.items() for factor in _factors(name, adapter))
+    low_rank = (_low_rank(name, adapter) for name, adapter in adapters.items())
+    return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
+
+
+def _factors(name: str, adapter: LayerAdapter) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
+        yield factor_name, tuple(factor.shape), dtype_name(adapter.weight.dtype)
+
+
+def _low_rank(name: str, adapter: LayerAdapter) -> LowRank:
+    a, b = factor_names(name)
+    shape, dtype = tuple(adapter.weight.shape), dtype_name(adapter.weight.dtype)
+    return LowRank(f"{name}.weight", shape, dtype, a, b, adapter.scaling, adapter.transposed)
+
+
+MOST_SPARE = 1
+"""Buffers of snapshots that are gone, kept for the next: new memory costs more than the copy into it."""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+
+    version: PolicyVersion
+    checksum: int
+    num_bytes: int
+    seconds: float
+
+
+class Snapshot:
+    """Weights of one version, frozen: `stream` is uint8[manifest.total_bytes], where and in what order `placement` says."""
+
+    def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
+        self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
+        self._checksums: dict[int, int] = {}
+
+    def chunk_checksum(self, index: int) -> int:
+        """Of chunk `index`; computed once, so that the first broadcast overlaps it with sending.
+
+        On a device it is queued behind the copy into `stream` and waited for: a chunk with a checksum is there.
+        """
+        if index not in self._checksums:
+            with self._placement.scope():
+                value = checksum(chunk_of(self.stream, self.manifest.chunks[index]))
+            self._checksums[index] = value
+        return self._checksums[index]
+
+    @property
+    def checksum(self) -> int:
+        """64 bits over the whole version."""
+        values = [self.chunk_checksum(chunk.index) for chunk in self.manifest.chunks]
+        return version_checksum(self.manifest.manifest_id, values)
+
+
+class Broadcast:
+    """One transfer under way on a thread of its own. `done` holds its TransferResult or TransferError."""
+
+    def __init__(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, stall_timeout_s: float) -> None:
+        self.done: Future[TransferResult] = Future()
+        self._version = snapshot.version
+        self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
+        self._aborted = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(snapshot, group), name=f"broadcast-{snapshot.version}", daemon=True
+        )
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Give up: `done` fails within the stall timeout and the group is closed. Returns at once."""
+        self._aborted.set()
+
+    def _run(self, snapshot: Snapshot, group: WeightGroup) -> None:
+        try:
+            result = self._send(snapshot, group)
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever awaits `done`
+            group.close()
+            self.done.set_exception(error.with_traceback(None))  # whose frames would keep the snapshot
+        else:
+            self.done.set_result(result)
+
+    def _send(self, snapshot: Snapshot, group: WeightGroup) -> TransferResult:
+        started, placement = time.monotonic(), group.placement
+        checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
+        with placement.scope(), Prefetcher(checksums, 2, f"checksum-{snapshot.version}") as ready:
+            for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
+                header = ChunkHeader(snapshot.version, chunk.index, value, chunk.num_bytes)
+                for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
+                    group.broadcast(tensor.to(placement.device, non_blocking=True), self._time_left())
+        seconds = time.monotonic() - started
+        return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
+
+    def _time_left(self) -> float:
+        if self._aborted.is_set():
+            raise TransferAborted(f"sending of version {self._version} was given up")
+        return min(self._deadline - time.monotonic(), self._stall_timeout_s)
+
+
+class WeightSender:
+    """Takes snapshots and starts broadcasts.
+
+    `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
+    `placement`: where snapshots are kept. `group_placement`: that of the groups they are sent on, the same unless snapshots
+    of a device's weights are kept in host memory, from where each chunk then goes to the device just before it is sent.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        stall_timeout_s: float = 10.0,
+        placement: Placement = HOST,
+        group_placement: Placement | None = None,
+    ) -> None:
+        self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
+        self.group_placement = group_placement or placement
+        self._spare: deque[Tensor] = deque(maxlen=MOST_SPARE)
+
+    @torch.no_grad()
+    def snapshot(
+        self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> Snapshot:
+        """Copy the parameters (such as `model.named_parameters()`); they may change as soon as this returns.
+
+        On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
+        the manifest describes.
+        """
+        into = self._spare.pop() if self._spare else None
+        with self.placement.beside():
+            stream = pack(self.manifest, parameters, self.placement.device, self._memory() if into is None else into)
+        snapshot = Snapshot(self.manifest, version, stream, self.placement)
+        if self.placement.stream is None:  # a device's allocator keeps its memory itself, and knows when it is free
+            weakref.finalize(snapshot, self._spare.append, stream)
+        return snapshot
+
+    def _memory(self) -> Tensor | None:
+        """Host memory that a device copies from and to without a detour, where snapshots of it are kept there."""
+        if self.placement.device.type == self.group_placement.device.type:
+            return None
+        return torch.empty(self.manifest.total_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
+        """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""
+        return Broadcast(snapshot, group, timeout_s, self._stall_timeout_s)
+
+
+class CollectivePort:
+    """Implements `lane.TransferPort`. `host`: the address on which actors reach this pod, and so its store."""
+
+    def __init__(self, sender: WeightSender, store: GroupStore, *, host: str, backend: Backend = "gloo") -> None:
+        self.manifest: Manifest = sender.manifest
+        self.backend: Backend = backend
+        self._sender, self._store, self._host = sender, store, host
+
+    async def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
+    ) -> CollectiveGroup:
+        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
+        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
+        given_up, placement = threading.Event(), self._sender.group_placement.another()
+        meeting = asyncio.create_task(
+            asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
+        )
+        return CollectiveGroup(self._sender, host_port(self._host, self._store.port), meeting, given_up)
+
+
+class CollectiveGroup:
+    """Implements `lane.TransferGroup`."""
+
+    def __init__(
+        self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup], given_up: threading.Event
+    ) -> None:
+        self.store_address = store_address
+        self._sender, self._given_up = sender, given_up
+        self._meeting: asyncio.Task[WeightGroup] | None = meeting
+        self._group: WeightGroup | None = None
+        self._broadcast: Broadcast | None = None
+
+    async def built(self) -> None:
+        """Returns when every rank has connected. Raises TransferError at the deadline."""
+        if self._meeting is None:
+            raise TransferError("the group was abandoned")
+        self._group = await asyncio.shield(self._meeting)
+
+    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
+        """Send a Snapshot. Raises TransferError; the group is then closed."""
+        assert isinstance(snapshot, Snapshot)
+        if self._group is None:
+            raise TransferError("the group is not built")
+        self._broadcast = self._sender.broadcast(snapshot, self._group, deadline_s)
+        done = asyncio.wrap_future(self._broadcast.done)
+        done.add_done_callback(_heed)  # nobody else does when this wait is cancelled
+        result = await asyncio.shield(done)
+        return SentBytes(result.checksum, result.num_bytes, result.seconds)
+
+    async def abandon(self) -> None:
+        """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""
+        meeting, group, broadcast = self._meeting, self._group, self._broadcast
+        self._meeting = self._group = self._broadcast = None
+        self._given_up.set()  # tells those who wait in a meeting, too, and ends a broadcast that can be interrupted
+        if broadcast is not None and not broadcast.done.done():
+            broadcast.abort()  # its thread closes the group
+        elif group is not None:
+            await asyncio.to_thread(group.close)
+        elif meeting is not None:
+            meeting.add_done_callback(_close_late_group)
+
+
+def _heed(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
+
+
+def _close_late_group(meeting: asyncio.Task[WeightGroup]) -> None:
+    if not meeting.cancelled() and meeting.exception() is None:
+        asyncio.get_running_loop().run_in_executor(None, meeting.result().close)

@@ -1,1 +1,0 @@
-"""The trainer's end of the weight transfer."""
