@@ -1,48 +1,75 @@
-"""Tries again what the bus did not take, until it does: the one way in which a publisher outlives an outage of NATS.
+"""The one retry helper: an operation that something outside the process may refuse for a while is tried until it succeeds.
 
-Waits 0.1 s, doubling to 5 s, without end; cancelling the task ends it. Says so when the waiting begins, when it is for another
-reason, and when it is over. It keeps nothing: what is to be published stays in the caller's hands. A message that is too large
-for the server is no outage and is raised at once.
+It retries what can heal (an outage, a full stream) and raises at once what cannot (a message that is too large, no
+permission, our own mistakes). It keeps nothing: what is to be published stays in the caller's hands. Cancel the task to
+stop it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from pipelinerl.errors import BusError, PayloadTooLarge
+from pipelinerl.errors import BusError, NotPermitted, PayloadTooLarge
 
 log = logging.getLogger(__name__)
-
-RETRY_FIRST_S, RETRY_MOST_S = 0.1, 5.0
 
 _Result = TypeVar("_Result")
 
 
-async def retry_forever(
-    attempt: Callable[[], Awaitable[_Result]], action: str, *, first_s: float = RETRY_FIRST_S
-) -> _Result:
-    """The result of the first `attempt()` that raises no `BusError`. `action` is for the log: "publish g1.0".
+@dataclass(frozen=True)
+class Backoff:
+    """Delays between tries: doubling from `first_s` to `most_s`, each shortened at random by up to the share `jitter`."""
 
-    `first_s`: seconds before the second attempt. Raises `PayloadTooLarge`, and whatever else an attempt raises.
+    first_s: float = 0.1
+    most_s: float = 5.0
+    jitter: float = 0.0
+
+    def delay_s(self, failures: int) -> float:
+        """Seconds to wait after `failures` tries in a row have failed (at least 1)."""
+        delay_s = min(self.most_s, self.first_s * 2 ** min(failures - 1, 30))
+        return delay_s * random.uniform(1 - self.jitter, 1)
+
+
+def is_bus_outage(error: Exception) -> bool:
+    """Whether waiting may help: NATS is away, or a stream is full."""
+    return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge | NotPermitted)
+
+
+async def retry_forever(
+    attempt: Callable[[], Awaitable[_Result]],
+    action: str,
+    *,
+    retried: Callable[[Exception], bool] = is_bus_outage,
+    backoff: Backoff = Backoff(),
+    on_retry: Callable[[Exception], None] | None = None,
+    explain: Callable[[Exception], str] = str,
+) -> _Result:
+    """The result of the first `attempt()` that succeeds; raises the first error for which `retried` is false.
+
+    `action` is for the log ("publish g1.0"), which gets a warning for each new reason, in `explain`'s words, and a line when
+    the waiting is over. `on_retry` is called with each error before the wait.
     """
-    delay_s, waiting_since_s, told = first_s, 0.0, ""
+    failures, waiting_since_s, logged = 0, time.monotonic(), ""
     while True:
         try:
             result = await attempt()
-        except PayloadTooLarge:
-            raise
-        except BusError as error:
-            waiting_since_s = waiting_since_s or time.monotonic()
-            if str(error) != told:
-                told = str(error)
-                log.warning("cannot %s, trying again until it works: %s", action, told)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MOST_S)
-            continue
-        if waiting_since_s:
-            log.info("could %s after %.1f s", action, time.monotonic() - waiting_since_s)
-        return result
+        except Exception as error:
+            if not retried(error):
+                raise
+            failures += 1
+            if (reason := explain(error)) != logged:
+                logged = reason
+                log.warning("cannot %s, trying again until it works: %s", action, reason)
+            if on_retry is not None:
+                on_retry(error)
+            await asyncio.sleep(backoff.delay_s(failures))
+        else:
+            if failures:
+                log.info("could %s after %.1f s", action, time.monotonic() - waiting_since_s)
+            return result

@@ -25,7 +25,7 @@ from pipelinerl.messages.sequences import (
     decode_group,
     remains_of_group,
 )
-from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.telemetry.spans import Trace, trace_in, trace_of
 from services.actor.completions import (
     continued,
@@ -193,7 +193,7 @@ class GenerationLoop:
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
-            lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", first_s=FETCH_RETRY_S
+            lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", backoff=Backoff(first_s=FETCH_RETRY_S)
         )
         if delivery is None:
             return None

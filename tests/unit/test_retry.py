@@ -1,4 +1,4 @@
-"""What a publisher does while the bus is away."""
+"""Retrying what can heal: outages are waited for, mistakes raise at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 
 import pytest
 
-from pipelinerl.errors import BusError, PayloadTooLarge
-from pipelinerl.service.retry import retry_forever
+from pipelinerl.errors import BusError, NotPermitted, PayloadTooLarge
+from pipelinerl.service.retry import Backoff, retry_forever
+
+SOON = Backoff(first_s=0.001)
 
 
 class Flaky:
@@ -26,7 +28,7 @@ class Flaky:
 async def test_tries_until_it_is_taken_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     attempt = Flaky(*[BusError("away")] * 3)
     with caplog.at_level(logging.INFO):
-        assert await retry_forever(attempt, "publish x", first_s=0.001) == 7
+        assert await retry_forever(attempt, "publish x", backoff=SOON) == 7
     assert attempt.calls == 4
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert caplog.messages[0] == "cannot publish x, trying again until it works: away"
@@ -34,13 +36,30 @@ async def test_tries_until_it_is_taken_and_says_so_once(caplog: pytest.LogCaptur
 
 async def test_another_reason_for_waiting_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
     away, full = BusError("away"), BusError("insufficient storage")
-    assert await retry_forever(Flaky(away, away, full, full), "make the streams", first_s=0.001) == 7
+    assert await retry_forever(Flaky(away, away, full, full), "make the streams", backoff=SOON) == 7
     assert [message.rpartition(": ")[2] for message in caplog.messages] == ["away", "insufficient storage"]
 
 
-@pytest.mark.parametrize("error", [PayloadTooLarge("s", 2, 1), ValueError("ours")])
+@pytest.mark.parametrize("error", [PayloadTooLarge("s", 2, 1), NotPermitted("actor", "s"), ValueError("ours")])
 async def test_what_no_patience_cures_is_raised_at_once(error: Exception) -> None:
     attempt = Flaky(error)
     with pytest.raises(type(error)):
         await retry_forever(attempt, "publish x")
     assert attempt.calls == 1
+
+
+async def test_the_caller_says_what_is_retried_and_hears_of_each_error() -> None:
+    heard: list[Exception] = []
+    late, wrong = TimeoutError("late"), TimeoutError("wrong")
+    with pytest.raises(TimeoutError, match="wrong"):
+        await retry_forever(
+            Flaky(late, wrong), "ask", retried=lambda error: error is late, backoff=SOON, on_retry=heard.append
+        )
+    assert heard == [late]
+
+
+def test_delays_double_up_to_a_bound_and_jitter_only_shortens_them() -> None:
+    steady = Backoff(first_s=0.1, most_s=0.5)
+    assert [steady.delay_s(failures) for failures in (1, 2, 3, 4, 5000)] == pytest.approx([0.1, 0.2, 0.4, 0.5, 0.5])
+    jittered = Backoff(first_s=1.0, most_s=1.0, jitter=0.5)
+    assert all(0.5 <= jittered.delay_s(1) <= 1.0 for _ in range(100))
