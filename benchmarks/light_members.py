@@ -35,10 +35,10 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import GroupSpec, WeightGroup
 from pipelinerl.transfer.manifest import Manifest
+from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.link import StagedWeights
 from services.actor.weight_sync.staging import Receiver
 from services.actor.weight_sync.updates import UpdateListener
 
@@ -95,7 +95,7 @@ class Report:
 
 
 class LightReceiver:
-    """Implements `services.actor.weight_sync.updates.WeightReceiver` over plain tensors."""
+    """Implements `services.actor.engine.WeightReceiver` over plain tensors."""
 
     def __init__(self, spec: MemberSpec, reports: Connection) -> None:
         self._spec, self._reports = spec, reports
@@ -118,8 +118,9 @@ class LightReceiver:
             await asyncio.sleep(_TICK_S)
             self._longest_pause_s = max(self._longest_pause_s, time.monotonic() - before_s - _TICK_S)
 
-    async def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
         self._manifest = manifest
+        return WeightLoading("shadow")
 
     async def join_group(
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float

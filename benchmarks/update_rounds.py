@@ -68,9 +68,8 @@ class EngineRounds:
         client = WeightUpdateClient(self._llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
         done = Block(way)
         try:
-            await client.prepare(self._manifest)
+            done.mode = (await client.prepare(self._manifest)).mode
             await self._join(client)
-            done.mode = client.mode
             for number in range(-1, updates):  # number -1 warms up
                 update = await self._update(client, way)
                 began_s = time.monotonic()

@@ -33,14 +33,14 @@ from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry.exposition import RunRegistry
 from pipelinerl.v1 import actor_pb2_grpc
+from services.actor.engine import InferenceEngine, StartEngine
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HandOver, HeldGroups
 from services.actor.membership import DeletionCost, Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.server import ActorParts, ActorService
-from services.actor.vllm_engine import VllmEngine, start_engine
-from services.actor.weight_sync.update import WeightUpdateClient
+from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,17 @@ HAND_OVER_S = 3.0
 a fraction of a second where everything does."""
 
 
-async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
+async def serve(
+    settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine
+) -> None:
     """Runs the actor until `stop` is set. Raises what ended it otherwise."""
     with suppress(StartStopped):
-        await _serve(settings, load_recipe(settings.recipe), stop, context)
+        await _serve(settings, load_recipe(settings.recipe), stop, context, start)
 
 
-async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, context: LogContext) -> None:
+async def _serve(
+    settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, context: LogContext, start: StartEngine
+) -> None:
     registry, readiness = RunRegistry(settings.run), Readiness("vLLM is starting")
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
@@ -72,7 +76,13 @@ async def _serve(settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, c
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
         engine = await stack.enter_async_context(
-            start_engine(recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step)
+            start(
+                recipe,
+                model_source(recipe, settings),
+                stop,
+                on_step=metrics.engine_step,
+                bind_host=settings.advertise_host,
+            )
         )
         readiness.set_not_ready("waiting for NATS")
 
@@ -120,7 +130,7 @@ class Actor:
         self,
         settings: ActorSettings,
         recipe: Recipe,
-        engine: VllmEngine,
+        engine: InferenceEngine,
         bus: Bus,
         verifier: VerifierClient,
         metrics: ActorMetrics,
@@ -152,16 +162,9 @@ class Actor:
             sequences_in_progress=recipe.actor.sequences_in_progress,
             max_context=recipe.model.max_context,
         )
-        receiver = WeightUpdateClient(
-            engine.llm,
-            recompute_kv=recipe.weights.recompute_kv,
-            bind_host=settings.advertise_host,
-            staging_buffers=recipe.weights.staging_buffers,
-            on_prepared=self._prepared,
-        )
         self._updates = UpdateListener(
             bus,
-            receiver,
+            engine.weights,
             self._gate,
             self._metrics,
             instance=settings.instance,
@@ -253,10 +256,6 @@ class Actor:
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
-
-    def _prepared(self, mode: str, reason: str) -> None:
-        self._metrics.show_weight_loader(mode)
-        log.info("weights are loaded by way of %s%s", mode, f": {reason}" if reason else "")
 
     async def _run_ended(self, end: RunEnd) -> None:
         log.info("the trainer ended the run at version %d: %s", end.version, end.reason or "done")

@@ -1,17 +1,19 @@
-"""What the actor needs from an inference engine, and the data that crosses that line.
+"""What the actor needs from an inference engine: generation and weight updates, and the data that crosses that line.
 
-`vllm_engine.py` implements it; tests of the generation loop bring a small engine of their own. Tokens go in and come
-out; nothing here knows prompts as text, rewards or streams.
+`vllm_engine.py` and `weight_sync/` implement both over vLLM; tests bring light ones. Tokens go in and come out; nothing here
+knows prompts as text, rewards or streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, TransferError
 from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.transfer.manifest import Manifest
 
 
 class EngineError(PipelineRLError):
@@ -40,8 +42,67 @@ class Generation:
     finish_reason: FinishReason | None
 
 
+@dataclass(frozen=True)
+class WeightLoading:
+    """How received weights will be loaded: `mode` is `shadow`, `in_place` or `paused`; `reason` says why it is not shadow."""
+
+    mode: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A complete, checked version beside the live weights, in the engine's layout.
+
+    `checksum`: 64 bits over all bytes as they arrived, for the trainer to compare. With several ranks, the slowest's seconds.
+    """
+
+    checksum: int
+    num_bytes: int
+    receive_s: float
+    prepare_s: float
+
+
+class WeightReceiver(Protocol):
+    """Brings versions into an engine: received beside the live weights while it decodes, swapped between two decode steps.
+
+    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
+    """
+
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
+        """Agrees on what will be received. Raises `ManifestMismatch` when the served model cannot take these weights."""
+        ...
+
+    async def join_group(
+        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None:
+        """Meets the trainer and the other actors; leaves the group of the epoch before."""
+        ...
+
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
+        ...
+
+    async def commit(self, version: PolicyVersion) -> float:
+        """Serves the staged version and returns the stall in seconds. Raises `CommitFailed` when the swap broke half-way."""
+        ...
+
+    async def discard(self) -> None:
+        """Gives up what is being received or staged; bounded."""
+        ...
+
+
+class CommitFailed(TransferError):
+    """The swap began and did not end well: which weights the engine serves is unknown. The process should end."""
+
+
 class InferenceEngine(Protocol):
-    """Generates on one policy version at a time; weights are swapped by the weight-update client beside it."""
+    """Generates on one policy version at a time."""
+
+    @property
+    def weights(self) -> WeightReceiver:
+        """Through which this engine gets new weights."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +132,11 @@ class InferenceEngine(Protocol):
         """Raises `EngineError` when the engine is dead."""
         ...
 
-    async def close(self) -> None: ...
+
+OnStep = Callable[[float | None, float], None]
+"""Seconds since the step before, None where the engine had nothing to do in between; share of the KV cache in use."""
+StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
+"""Called with recipe, initial model, the event of a stop, `on_step` and `bind_host`, as `vllm_engine.start_engine`."""
 
 
 def parse_version(text: str) -> PolicyVersion:

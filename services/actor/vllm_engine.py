@@ -28,7 +28,8 @@ import numpy as np
 from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import StartStopped
-from services.actor.engine import EngineError, Generation, GenerationRequest, parse_version
+from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, parse_version
+from services.actor.weight_sync.update import WeightUpdateClient
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -81,8 +82,6 @@ async def _end_building(building: asyncio.Future[_Built], children: Callable[[],
 
 
 _ABORTED = "abort"
-OnStep = Callable[[float | None, float], None]
-"""Seconds since the step before, None where the engine had nothing to do in between; share of the KV cache in use."""
 EVALUATION_SLOTS = 64
 """Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
 
@@ -134,22 +133,35 @@ def _one_process() -> type:
 
 @asynccontextmanager
 async def start_engine(
-    recipe: Recipe, model: str, stop: asyncio.Event | None = None, *, on_step: OnStep | None = None
+    recipe: Recipe,
+    model: str,
+    stop: asyncio.Event | None = None,
+    *,
+    on_step: OnStep | None = None,
+    bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """Starts vLLM on a thread (tens of seconds, in which the loop goes on) and shuts it down at the end. `on_step` hears of
-    each step of the engine, on the event loop.
+    """Starts vLLM on a thread (tens of seconds, in which the loop goes on) and shuts it down at the end.
+
+    `on_step` hears of each step of the engine, on the event loop. `bind_host`: this pod's address on which other ranks of a
+    transfer group reach it.
 
     Raises `EngineError` when vLLM cannot serve the model (its own log says why), `StartStopped` when `stop` is set first.
     """
     stop = stop or asyncio.Event()
     llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step), stop)
-    engine = VllmEngine(llm)
+    weights = WeightUpdateClient(
+        llm,
+        recompute_kv=recipe.weights.recompute_kv,
+        bind_host=bind_host,
+        staging_buffers=recipe.weights.staging_buffers,
+    )
+    engine = VllmEngine(llm, weights)
     without_request_stats(llm)
     try:
         llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
         yield engine
     finally:
-        await engine.close()
+        llm.shutdown()
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
@@ -208,10 +220,10 @@ def without_request_stats(llm: AsyncLLM) -> None:
 
 
 class VllmEngine:
-    """See `InferenceEngine`. `llm` is public for the weight-update client, which pauses and swaps it."""
+    """See `InferenceEngine`. `llm` is public for tests and benchmarks that time vLLM itself."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
+        self.llm, self.weights = llm, weights
         self._tokenizer = llm.get_tokenizer()
         self._vocab_size = int(llm.model_config.get_vocab_size())
 
@@ -256,9 +268,6 @@ class VllmEngine:
     async def check_health(self) -> None:
         if self.llm.errored:
             raise EngineError(f"vLLM's engine process died: {self.llm.dead_error}")
-
-    async def close(self) -> None:
-        self.llm.shutdown()
 
     async def _run(self, request_id: str, prompt: TokenIds, sampling: VllmSamplingParams) -> RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

@@ -31,7 +31,7 @@ async def test_weights_change_in_place_under_cuda_graphs(
         await run.client.label(v[0])
         await parity.check_refusals(run, tied)
         await run.connect()
-        assert run.client.mode == "in_place", run.client.reason
+        assert run.loading[-1].mode == "in_place", run.loading[-1].reason
         await parity.check_switch(run, v[0], v[1], recompute=False)
         await parity.check_switch(run, v[1], v[2], recompute=False)
         await parity.check_uncommitted(run, v[2], v[3])

@@ -53,7 +53,7 @@ class LightEngine:
     """An `InferenceEngine`. Every completion is as long as it may be."""
 
     vocab_size = 100_000
-    llm = None
+    weights = None
 
     def __init__(self, options: Options) -> None:
         self._options = options

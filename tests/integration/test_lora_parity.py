@@ -69,7 +69,7 @@ async def test_an_engine_serves_the_adapted_policy(kind: str, tied: bool, tmp_pa
         run.sender = WeightSender(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
         run.sent = learner.adapter
         await run.connect()
-        assert run.client.mode == "shadow"
+        assert run.loading[-1].mode == "shadow"
         before = await check_step(run, learner, v[1], before)
         before = await check_step(run, learner, v[2], before)
         run.client = await replaced(run, force_paused=True)

@@ -30,7 +30,7 @@ from pipelinerl.transfer.group import (
     WeightGroup,
 )
 from pipelinerl.transfer.manifest import build_manifest
-from services.actor.weight_sync.link import StagedWeights
+from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.weight_sync.update import WeightUpdateClient
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
@@ -110,7 +110,7 @@ class Running:
         self.backend, self.placement = backend, placement
         self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
         self.sent: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: self.model.named_parameters()
-        self.prepared: list[str] = []
+        self.loading: list[WeightLoading] = []
         self.client = self.new_client()
         self.group: WeightGroup | None = None
         self.epoch = 0
@@ -120,12 +120,11 @@ class Running:
             self.llm,
             bind_host="127.0.0.1",
             stall_timeout_s=STALL_TIMEOUT_S,
-            on_prepared=lambda mode, reason: self.prepared.append(mode),
             **options,
         )
 
     async def connect(self) -> None:
-        await self.client.prepare(self.sender.manifest)
+        self.loading.append(await self.client.prepare(self.sender.manifest))
         self.epoch += 1
         if self.group is not None:
             self.group.close()
@@ -324,7 +323,7 @@ async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied:
         await run.assert_serves(run.model)
 
         await run.connect()
-        assert (run.client.mode, run.client.reason) == ("shadow", "")
+        assert run.loading[-1] == WeightLoading("shadow")
         await check_switch(run, v[0], v[1], recompute=False)
         await check_switch(run, v[1], v[2], recompute=False)
         await check_uncommitted(run, v[2], v[3])
@@ -334,13 +333,13 @@ async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied:
         await check_switch_after(run, v[2], v[5])
 
         run.client = await replaced(run, force_paused=True)
-        assert run.client.mode == "paused"
+        assert run.loading[-1].mode == "paused"
         await check_switch(run, v[5], v[6], recompute=False)
 
         run.client = await replaced(run, staging_buffers=1)
-        assert run.client.mode == "shadow"
+        assert run.loading[-1].mode == "shadow"
         await check_switch(run, v[6], v[7], recompute=False)
-        assert (run.prepared[0], run.prepared[-2:]) == ("shadow", ["paused", "shadow"])
+        assert [one.mode for one in run.loading[-2:]] == ["paused", "shadow"]
 
 
 async def replaced(run: Running, **options: Any) -> WeightUpdateClient:

@@ -57,7 +57,6 @@ async def running() -> AsyncIterator[Running]:
     async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
         await bus.create_streams()
         engine, verifier, stop, readiness = ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
-        engine.llm = None  # type: ignore[attr-defined]
         engine.open.set()
         context = LogContext(RUN, "actor", "a")
         actor = app.Actor(
@@ -173,34 +172,30 @@ async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: py
         raise StartStopped("stopped before the engine was up")
         yield
 
-    monkeypatch.setattr(app, "start_engine", start_engine)
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
-    await app.serve(settings(), asyncio.Event(), LogContext(RUN, "actor", "a"))
+    await app.serve(settings(), asyncio.Event(), LogContext(RUN, "actor", "a"), start_engine)
+
+
+@asynccontextmanager
+async def scripted_engine(*_: object, **more: object) -> AsyncIterator[ScriptedEngine]:
+    yield ScriptedEngine()
 
 
 @pytest.fixture
-def light_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors generate with a stand-in for vLLM, and try for 0.2 s at a time to reach NATS."""
-
-    @asynccontextmanager
-    async def start_engine(*_: object, **more: object) -> AsyncIterator[ScriptedEngine]:
-        engine = ScriptedEngine()
-        engine.llm = None  # type: ignore[attr-defined]
-        yield engine
-
-    monkeypatch.setattr(app, "start_engine", start_engine)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors try for 0.2 s at a time to reach NATS."""
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
     monkeypatch.setattr(app, "connect", lambda *a, **k: connect(*a, **k | {"connect_timeout_s": 0.2}))
 
 
-@pytest.mark.usefixtures("light_engine")
+@pytest.mark.usefixtures("impatient")
 async def test_an_actor_that_is_up_before_nats_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop, address_file = asyncio.Event(), tmp_path / "address.json"
     with NatsServer(tmp_path / "nats") as nats:
         url = nats.url
     nats.port = int(url.rpartition(":")[2])
     given = settings().model_copy(update={"nats_url": url, "address_file": address_file})
-    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a")))
+    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a"), scripted_engine))
     async with asyncio.timeout(30):
         while "cannot connect, trying again until it works: cannot connect to NATS" not in caplog.text:
             await asyncio.sleep(0.01)
@@ -211,11 +206,11 @@ async def test_an_actor_that_is_up_before_nats_waits_for_it(tmp_path: Path, capl
             await actor
 
 
-@pytest.mark.usefixtures("light_engine")
+@pytest.mark.usefixtures("impatient")
 async def test_a_stop_is_heard_while_an_actor_waits_for_nats(caplog: pytest.LogCaptureFixture) -> None:
     stop = asyncio.Event()
     given = settings().model_copy(update={"nats_url": "nats://127.0.0.1:1"})
-    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a")))
+    actor = asyncio.create_task(app.serve(given, stop, LogContext(RUN, "actor", "a"), scripted_engine))
     async with asyncio.timeout(30):
         while "trying again until it works" not in caplog.text:
             await asyncio.sleep(0.01)

@@ -54,6 +54,7 @@ class ScriptedEngine:
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
     aborted: dict[str, asyncio.Event] = field(default_factory=dict)
     vocab_size: int = 100
+    weights: None = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.running += 1

@@ -17,9 +17,9 @@ from pipelinerl.messages.control import Backend, Registration, RunEnd, encode_co
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest, manifest_to_bytes
+from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.link import StagedWeights
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import EvictionCause, Phase
@@ -86,10 +86,11 @@ class ScriptedReceiver:
     discards: int = 0
     refuses: Exception | None = None
 
-    async def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
         if self.refuses is not None:
             raise self.refuses
         assert manifest.manifest_id == MANIFEST.manifest_id
+        return WeightLoading("shadow")
 
     async def join_group(
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float

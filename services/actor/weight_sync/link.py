@@ -1,6 +1,4 @@
-"""What a complete receive reports. Torch-free, for those who only pass it on.
-
-Messages between the actor's process and vLLM's worker processes, over a Unix socket: one JSON object a line.
+"""Messages between the actor's process and vLLM's worker processes, over a Unix socket: one JSON object a line.
 
 Why not vLLM's own remote calls: they are answered between decode steps only, and stop decoding while they run. A socket
 lets a transfer begin, report and be given up while a step of half a second goes on, without polling; and a worker that
@@ -19,24 +17,10 @@ import logging
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 
 import msgspec
 
 from pipelinerl.errors import TransferError
-
-
-@dataclass(frozen=True)
-class StagedWeights:
-    """A complete, checked version beside the live weights, in the engine's layout.
-
-    `checksum`: 64 bits over all bytes as they arrived, for the trainer to compare. With several ranks, the slowest's seconds.
-    """
-
-    checksum: int
-    num_bytes: int
-    receive_s: float
-    prepare_s: float
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

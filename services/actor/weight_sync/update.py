@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.manifest import GroupFailed, Manifest
+from services.actor.engine import CommitFailed, StagedWeights, WeightLoading
 from services.actor.weight_sync import link as wire
-from services.actor.weight_sync.link import Answer, StagedWeights, WorkerLink
+from services.actor.weight_sync.link import Answer, WorkerLink
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,18 +29,13 @@ log = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
 
 
-class CommitFailed(TransferError):
-    """The swap began and did not end well: which weights the engine serves is unknown. The process should end."""
-
-
 class WeightUpdateClient:
     """See the module.
 
     `recompute_kv`: let unfinished sequences recompute their KV cache under new weights (vLLM's `clear_cache`) instead of
     keeping the stale one. `stall_timeout_s`: the longest that one chunk may take; it bounds `discard`. `bind_host`: this
     pod's address on which other ranks reach it (gloo). `force_paused`: load while paused, for comparison.
-    `staging_buffers`: chunks that a worker holds at a time while it receives. `on_prepared(mode, reason)`: how weights will be
-    loaded, and why not in a better way.
+    `staging_buffers`: chunks that a worker holds at a time while it receives.
     """
 
     def __init__(
@@ -52,21 +47,17 @@ class WeightUpdateClient:
         bind_host: str | None = None,
         force_paused: bool = False,
         staging_buffers: int = 2,
-        on_prepared: Callable[[str, str], None] = lambda mode, reason: None,
     ) -> None:
         self._llm, self._recompute_kv = llm, recompute_kv
         self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
-        self._staging_buffers, self._on_prepared = staging_buffers, on_prepared
+        self._staging_buffers = staging_buffers
         self._link: WorkerLink | None = None
-        self.mode = ""
-        """`shadow`, `in_place` or `paused` once prepared; `reason` says why not shadow."""
-        self.reason = ""
 
     async def label(self, version: PolicyVersion) -> None:
         """Say which version the weights loaded at start are. Only while nothing is generated."""
         await self._llm.update_weight_version(str(version))
 
-    async def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Agree on what will be received. Blocks decoding for the building of the shadow model, the first time.
 
         Raises ManifestMismatch when the served model cannot take these parameters; nothing has moved then.
@@ -91,9 +82,8 @@ class WeightUpdateClient:
         if problem := next((hello.problem for hello in hellos if hello.problem), ""):
             await link.close()
             raise ManifestMismatch(problem)
-        self.mode, self.reason = hellos[0].mode, hellos[0].reason
-        self._on_prepared(self.mode, self.reason)
         self._link = link
+        return WeightLoading(hellos[0].mode, hellos[0].reason)
 
     async def join_group(
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from opentelemetry.trace import Span
 
@@ -44,10 +44,9 @@ from pipelinerl.telemetry.spans import (
     trace_of,
 )
 from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted, manifest_from_bytes
+from services.actor.engine import CommitFailed, StagedWeights, WeightReceiver
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.link import StagedWeights
-from services.actor.weight_sync.update import CommitFailed
 
 
 def receiving(trace: Trace, announce: Announce) -> Span:
@@ -80,24 +79,6 @@ log = logging.getLogger(__name__)
 CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
 """What the trainer says besides the manifest, by kind."""
 REASON_CHARACTERS = 500
-
-
-class WeightReceiver(Protocol):
-    """What the listener needs from the inference side; `services.actor.weight_sync.update` implements it over vLLM."""
-
-    async def prepare(self, manifest: Manifest) -> None:
-        """Raises `ManifestMismatch` when the served model cannot take these weights, `TransferError`."""
-        ...
-
-    async def join_group(
-        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
-    ) -> None: ...
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights: ...
-    async def commit(self, version: PolicyVersion) -> float:
-        """Serves the staged version; returns the stall in seconds."""
-        ...
-
-    async def discard(self) -> None: ...
 
 
 class UpdateListener:
@@ -180,10 +161,12 @@ class UpdateListener:
             return
         await self._stop_receiving()
         try:
-            await self._receiver.prepare(manifest)
+            loading = await self._receiver.prepare(manifest)
         except TransferError as error:
             await self._refuse(error)
         self._manifest = manifest
+        self._metrics.show_weight_loader(loading.mode)
+        log.info("weights are loaded by way of %s%s", loading.mode, f": {loading.reason}" if loading.reason else "")
 
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
