@@ -32,7 +32,7 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 

@@ -31,7 +31,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import RunFiles

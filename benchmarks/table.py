@@ -89,13 +89,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "observers_cpu_ms",
         "step_cpu_ms",
         "pairs",
-        "series",
-        "goal_ms",
-        "median_ms",
-        "best_ms",
-        "worst_ms",
-        "cpu_ms",
-        "library_cpu_ms",
         "load_before",
     ),
     "weight_update": (

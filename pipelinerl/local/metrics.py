@@ -21,8 +21,7 @@ from pipelinerl.local.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, write_address
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
-from pipelinerl.telemetry.exposition import RunRegistry
-from pipelinerl.telemetry.metrics import MetricSet
+from pipelinerl.telemetry.metrics import MetricSet, RunRegistry
 
 SERVICES = ("trainer", "actor", "verifier", "nats")
 

@@ -33,7 +33,7 @@ from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudge
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.service.address import ServiceAddress
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5

@@ -26,7 +26,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
-from prometheus_client import CollectorRegistry
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,7 +34,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.address import host_port
 from pipelinerl.service.lifecycle import LoopWatch, Readiness
-from pipelinerl.telemetry.exposition import CONTENT_TYPE, Exposition
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
@@ -98,7 +97,6 @@ def health_app(
 
     `loop_watch` makes sense only where the application is served from a thread of its own.
     """
-    exposition = Exposition(registry)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
@@ -115,7 +113,7 @@ def health_app(
 
     @app.get("/metrics")
     def metrics() -> Response:
-        return Response(exposition.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return app
 

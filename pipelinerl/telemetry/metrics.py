@@ -1,21 +1,20 @@
-"""Reasons of failures as few words that can be counted. Details are in the logs. Pure.
+"""The metrics of a service: a registry with the run's name on every sample, and the one place where metrics are made.
 
-The metrics of one service, registered under its prefix, each with what it is: the one place where metrics are made.
-
-What it notes goes into docs/metrics.md. A counter or histogram whose label values are known has all its series from the start,
-so that a rate sees the first event. Nothing here measures anything.
+`prometheus_client` counts and renders; this module adds what it lacks. A metric that does not apply has no series, where a
+gauge would show 0. A counter or histogram whose label values are known has all its series from the start, so that a rate sees
+the first event. Each metric is described for docs/metrics.md. Nothing here measures anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from pipelinerl.telemetry.exposition import Family, Reading, RunRegistry
 
 REASON_CHARACTERS = 60
 MOST_REASONS = 24
@@ -41,8 +40,94 @@ class BoundedLabels:
         return reason if reason in self._seen else OTHER
 
 
+Value = float | None
+"""None: no series."""
+
+
+class Reading(Collector):
+    """A gauge or counter of at most one label. `name`: as Prometheus stores it.
+
+    `set` and `set_each` give values, `read` and `read_each` say where to get them at each scrape. A scrape runs on another
+    thread than the event loop: plain attributes may be read there, and nothing may be changed or waited for.
+    """
+
+    def __init__(self, name: str, text: str, label: str = "", kind: Literal["gauge", "counter"] = "gauge") -> None:
+        self.name, self.text, self.label, self.kind = name, text, label, kind
+        self._values: Callable[[], Mapping[str, Value]] = dict
+
+    def set(self, value: Value) -> None:
+        self.set_each({"": value})
+
+    def set_each(self, values: Mapping[str, Value]) -> None:
+        """By label value; all others lose their series."""
+        taken = dict(values)
+        self._values = lambda: taken
+
+    def read(self, value: Callable[[], Value]) -> None:
+        self._values = lambda: {"": value()}
+
+    def read_each(self, values: Callable[[], Mapping[str, Value]]) -> None:
+        self._values = values
+
+    def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
+        """1 for the current one of `states`, 0 for the others."""
+
+        def values() -> dict[str, Value]:
+            now = current()
+            return {state: float(state == now) for state in states}
+
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family = family_of(self.name, self.text, labels=(self.label,) if self.label else ())
+        for label, value in self._values().items():
+            if value is not None:
+                family.add_metric((label,) if self.label else (), value)
+        yield family
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one exported metric is, for its reference."""
+
+    name: str
+    """As Prometheus stores it: a counter's ends with `_total`."""
+    kind: str
+    """`gauge`, `counter` or `histogram`."""
+    text: str
+    unit: str
+    labels: Mapping[str, Sequence[str] | str]
+    """Of each label its values; where they are not known beforehand, what they are."""
+    buckets: Sequence[float] = ()
+    """Upper edges of a histogram's, inclusive, without the last one, which has none."""
+
+
+class RunRegistry(CollectorRegistry):
+    """The metrics of a process that belongs to run `run`: every sample has the label `run`.
+
+    The library's `_created` series are left out: they would double the number of counters, and no query asks for them.
+    """
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self._run = run
+        self.families: list[Family] = []
+        """Of each metric that a `MetricSet` made, in order."""
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            labelled.samples = [
+                sample._replace(labels={"run": self._run, **sample.labels})
+                for sample in family.samples
+                if sample.name != f"{family.name}_created"
+            ]
+            yield labelled
+
+
 Labels = Mapping[str, Sequence[str] | str]
-"""See `Family.labels`."""
+"""As in `Family.labels`."""
 
 UNITS = {
     "per_second": "per second",
@@ -73,12 +158,16 @@ class MetricSet:
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
         """A gauge without a series until it has a value, or one that is read when scraped; of one label at most."""
         full = self._describe(name, "gauge", text, labels, unit)
-        return self._register(Reading(full, text, "".join(labels or ())))
+        reading = Reading(full, text, "".join(labels or ()))
+        self._registry.register(reading)
+        return reading
 
     def count(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
         """The same as a counter: something else counts. `name` ends with `_total`."""
         full = self._describe(name, "counter", text, labels, unit)
-        return self._register(Reading(full, text, "".join(labels or ()), "counter"))
+        reading = Reading(full, text, "".join(labels or ()), "counter")
+        self._registry.register(reading)
+        return reading
 
     def counter(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Counter:
         """`name` ends with `_total`."""
@@ -103,34 +192,23 @@ class MetricSet:
     def full_name(self, name: str) -> str:
         return f"{self._prefix}_{name}"
 
-    def _register(self, reading: Reading) -> Reading:
-        self._registry.register(reading)
-        return reading
-
     def _describe(
         self, name: str, kind: str, text: str, labels: Labels | None, unit: str, buckets: Sequence[float] = ()
     ) -> str:
         assert (kind == "counter") == name.endswith("_total"), f"{name}: counters, and no others, end with _total"
-        assert unit or unit_of(name), f"{name}: its unit is neither in the name nor given"
+        stem = name.removesuffix("_total")
+        unit = unit or next((words for end, words in UNITS.items() if stem == end or stem.endswith(f"_{end}")), "")
+        assert unit, f"{name}: its unit is neither in the name nor given"
         full = self.full_name(name)
         if isinstance(self._registry, RunRegistry):
-            self._registry.describe(Family(full, kind, text, unit or unit_of(name), dict(labels or {}), tuple(buckets)))
+            self._registry.families.append(Family(full, kind, text, unit, dict(labels or {}), tuple(buckets)))
         return full
-
-
-def unit_of(name: str) -> str:
-    """What a metric's name says of its unit; empty when it says nothing. Pure."""
-    stem = name.removesuffix("_total")
-    return next((unit for ending, unit in UNITS.items() if stem == ending or stem.endswith(f"_{ending}")), "")
 
 
 def _with_series(made: _Made, labels: Labels | None) -> _Made:
     """Begins the series whose label values are all known."""
-    for values in _combinations(labels or {}):
-        made.labels(*values)
+    known = [values for values in (labels or {}).values() if not isinstance(values, str)]
+    if labels and len(known) == len(labels):
+        for values in product(*known):
+            made.labels(*values)
     return made
-
-
-def _combinations(labels: Labels) -> Iterator[tuple[str, ...]]:
-    known = [values for values in labels.values() if not isinstance(values, str)]
-    return product(*known) if labels and len(known) == len(labels) else iter(())

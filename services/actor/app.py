@@ -31,7 +31,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.v1 import actor_pb2_grpc
 from services.actor.engine import InferenceEngine, StartEngine
 from services.actor.finishing import Finisher

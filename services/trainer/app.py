@@ -24,7 +24,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.service.tls import server_credentials
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import find_start, write_lineage
 from services.trainer.policy_trainer import load_policy_trainer
 from services.trainer.records import RunFiles

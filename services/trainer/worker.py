@@ -24,7 +24,7 @@ from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR, Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import FollowingSaver
 from services.trainer.distributed.world import (
     ADAPTER,

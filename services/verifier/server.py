@@ -29,7 +29,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_of, traces_in
 from pipelinerl.v1 import sequence_pb2, verifier_pb2, verifier_pb2_grpc
 from services.verifier.frames import WorkerSetup

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.telemetry.exposition import RunRegistry
+from pipelinerl.telemetry.metrics import RunRegistry
 from services.actor.metrics import ActorMetrics
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.scaling import ReplicaAdvice

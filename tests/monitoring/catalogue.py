@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from deploy.tools.metrics_reference import catalogue
-from pipelinerl.telemetry.exposition import Family
+from pipelinerl.telemetry.metrics import Family
 
 OF_PROMETHEUS = {"namespace", "pod", "instance", "run"}
 _ENDINGS = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

@@ -14,7 +14,6 @@ from benchmarks import observing, trainer_cases
 from benchmarks.loops_in_turn import Timing, Timings
 from benchmarks.observed_actor import Measured
 from benchmarks.observed_actor import result as actor_result
-from benchmarks.observed_scrape import run_scrapes
 from benchmarks.observed_trainer import Unmeasured
 from benchmarks.observed_trainer import result as trainer_result
 from benchmarks.trainer_cases import Case
@@ -42,21 +41,6 @@ def test_trainer_and_page_in_turn_to_the_end(tmp_path: Path, monkeypatch: pytest
     assert cases["actor"] == {"ratio": 1}
     assert cases["trainer"]["pairs"] == 1
     assert cases["trainer"]["step_ms"] > 0
-
-
-async def test_answers_of_metrics_are_of_real_registries() -> None:
-    cases = await run_scrapes(2, actors=3)
-    assert list(cases) == ["one trainer", "one actor", "3 actors"]
-    assert cases["3 actors"]["series"] == 3 * cases["one actor"]["series"]
-    assert cases["one trainer"]["series"] > 200
-
-
-def test_a_part_that_is_measured_replaces_its_own_cases_alone(tmp_path: Path) -> None:
-    path = tmp_path / "observing.json"
-    assert observing.kept(path, ("actor",)) == {}
-    cases = {"trainer": 1, "/metrics, one actor": 2, "actor": 3}
-    path.write_text(json.dumps({"cases": cases}))
-    assert observing.kept(path, ("scrape",)) == {"trainer": 1, "actor": 3}
 
 
 def test_ratios_are_of_pairs_and_costs_of_processor_time() -> None:

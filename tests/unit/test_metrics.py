@@ -1,4 +1,4 @@
-"""What every metric of a run has in common: the run's name, a unit, no series where there is no value."""
+"""Every metric of a run has the run's name and a unit, and no series where it has no value."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipelinerl.telemetry.exposition import Reading, RunRegistry
-from pipelinerl.telemetry.metrics import MetricSet, unit_of
+from pipelinerl.telemetry.metrics import OTHER, BoundedLabels, MetricSet, Reading, RunRegistry, short_reason
 
 
 def series(registry: CollectorRegistry) -> dict[str, float]:
@@ -38,12 +37,6 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
         "r{'lag': '0', 'run': 'gsm'}": 0.5,
     }
     assert registry.get_sample_value("c_total", {"run": "gsm"}) == 3
-
-
-def test_a_scrape_changes_nothing() -> None:
-    registry = RunRegistry("gsm")
-    Gauge("g", "a gauge", registry=registry).set(1)
-    assert series(registry) == series(registry) == {"g{'run': 'gsm'}": 1}
 
 
 def test_a_reading_without_a_value_has_no_series() -> None:
@@ -91,21 +84,26 @@ def test_known_label_values_are_there_from_the_start() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("step_seconds", "seconds"),
-        ("busy_seconds_total", "seconds"),
-        ("tokens_total", "tokens"),
-        ("tokens_per_second", "per second"),
-        ("start_timestamp_seconds", "seconds since 1970 (UTC)"),
-        ("loss", ""),
-    ],
-)
-def test_units_in_names(name: str, unit: str) -> None:
-    assert unit_of(name) == unit
+def test_units_are_read_from_names() -> None:
+    registry = RunRegistry("gsm")
+    metrics = MetricSet("p", registry)
+    for name in ("step_seconds", "tokens_per_second", "start_timestamp_seconds", "ess_ratio"):
+        metrics.gauge(name, "A figure.")
+    metrics.counter("busy_seconds_total", "Time.")
+    units = [family.unit for family in registry.families]
+    assert units == ["seconds", "per second", "seconds since 1970 (UTC)", "1 (a share)", "seconds"]
 
 
 def test_a_metric_without_a_unit_is_refused() -> None:
     with pytest.raises(AssertionError, match="loss: its unit is neither in the name nor given"):
         MetricSet("p", CollectorRegistry()).gauge("loss", "Loss.")
+
+
+def test_a_reason_is_the_text_before_the_colon() -> None:
+    assert short_reason("reward_timeout: after 3 s: x") == "reward_timeout"
+    assert (short_reason(": x"), len(short_reason("y" * 1000))) == ("unknown", 60)
+
+
+def test_a_counter_gets_the_first_reasons_and_one_for_all_others() -> None:
+    reasons = BoundedLabels(most=2)
+    assert [reasons.of(one) for one in ("a: 1", "b: 2", "c: 3", "a: 4", "d" * 100)] == ["a", "b", OTHER, "a", OTHER]
