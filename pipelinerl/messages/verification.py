@@ -7,12 +7,9 @@ outcome that is not `ok` is the caller's to judge.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
-import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,12 +24,14 @@ from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import FinishReason, finish_reason_to_proto
 from pipelinerl.messages.validation import building
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, RenewedChannel, explained
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.telemetry.spans import Metadata, metadata_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 LONGEST_DEADLINE_S = 3600.0
+BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -99,17 +98,6 @@ class VerifyOutcome:
         return self.status is VerifyStatus.OK
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds between two tries: doubling from `first_s` to `most_s`, each shortened by up to half at random."""
-
-    first_s: float = 0.1
-    most_s: float = 3.0
-
-    def delay_s(self, tries: int) -> float:
-        return min(self.most_s, self.first_s * 2 ** min(tries, 30)) * random.uniform(0.5, 1.0)
-
-
 class VerifierClient:
     """Calls the verifier at `target` (`host:port`; a name with several addresses is used in turn).
 
@@ -121,7 +109,7 @@ class VerifierClient:
         target: str,
         *,
         deadline_s: float = 120.0,
-        backoff: Backoff | None = None,
+        backoff: Backoff = BACKOFF,
         tls_dir: Path | None = None,
         on_failed_try: Callable[[str], None] = lambda code: None,
     ) -> None:
@@ -130,7 +118,7 @@ class VerifierClient:
         `on_failed_try`: takes the gRPC status (`FAILURE_CODES`) of each try that failed, the last one of a refusal included."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
         self._deadline_s = deadline_s
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff
 
     async def __aenter__(self) -> VerifierClient:
         """Raises `FieldError` on `tls_dir` when its files cannot be used."""
@@ -162,11 +150,13 @@ class VerifierClient:
     async def _call_until_answered(
         self, request: verifier_pb2.VerifyRequest, metadata: Metadata
     ) -> verifier_pb2.VerifyResponse:
-        started_s, tries, doubtful, deadline_s = time.monotonic(), 0, 0, self._deadline_s
-        while True:
+        doubtful, deadline_s = 0, self._deadline_s
+
+        async def call() -> verifier_pb2.VerifyResponse:
+            nonlocal doubtful, deadline_s
+            stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
             try:
-                stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
-                response = await stub.Verify(request, timeout=deadline_s, metadata=metadata)
+                return await stub.Verify(request, timeout=deadline_s, metadata=metadata)
             except aio.AioRpcError as error:
                 self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
@@ -174,17 +164,18 @@ class VerifierClient:
                     raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
-                if tries == 0:
-                    log.warning("verifier %s: %s; trying again until it answers", self.target, self._text(error))
-                await asyncio.sleep(self._backoff.delay_s(tries))
-                tries += 1
-                continue
-            if tries:
-                log.info("verifier %s answered after %.1f s", self.target, time.monotonic() - started_s)
-            return response
+                raise
 
-    def _text(self, error: aio.AioRpcError) -> str:
-        return explained(error, self._tls_dir)
+        return await retry_forever(
+            call,
+            f"have completions scored by the verifier at {self.target}",
+            retried=lambda error: isinstance(error, aio.AioRpcError),
+            backoff=self._backoff,
+            explain=self._text,
+        )
+
+    def _text(self, error: Exception) -> str:
+        return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
 def _item_to_proto(item: VerifyItem) -> verifier_pb2.VerifyItem:

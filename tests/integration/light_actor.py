@@ -22,12 +22,13 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
-from pipelinerl.messages.verification import Backoff, VerifierClient
+from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, write_address
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, run_service, watch_loop
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
 from services.actor.app import Actor
 from services.actor.engine import Generation, GenerationRequest

@@ -14,8 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from grpc import aio
 
-from pipelinerl.messages.verification import Backoff, VerifierClient, VerifyItem
+from pipelinerl.messages.verification import VerifierClient, VerifyItem
 from pipelinerl.service.grpc import GrpcServer, serve_grpc
+from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 SOON = Backoff(0.01, 0.05)

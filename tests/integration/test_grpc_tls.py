@@ -13,8 +13,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.messages.verification import Backoff, VerifierClient, VerifyItem
+from pipelinerl.messages.verification import VerifierClient, VerifyItem
 from pipelinerl.service.grpc import GrpcServer, RenewedChannel, explained, open_channel, serve_grpc
+from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.trainer.data.actor_client import ActorClient

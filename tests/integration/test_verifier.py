@@ -27,7 +27,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.verification import (
-    Backoff,
     VerifierClient,
     VerifyItem,
     VerifyOutcome,
@@ -35,6 +34,7 @@ from pipelinerl.messages.verification import (
 )
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.worker_process import children
 from tests.certificates import Authority
