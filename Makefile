@@ -17,7 +17,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test test-tools test-unit soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers clean
+.PHONY: help install run test test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -41,18 +41,17 @@ $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# First tests that share nothing and wait for no server, then those with servers or engines of their own, side by side, each in one
-# thread; at last whole runs, which have the machine to themselves.
-LIGHT := $(addprefix tests/,unit chart images)
-JOBS ?= 4
-ENGINE_JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses
+# One worker runs all tests that start engines or whole runs, one after another; the others share the rest, longest files first
+# (tests/durations.json). Every process has one thread.
+JOBS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
 
-test: $(STAMP)  ## The whole test suite, end to end included (40 to 60 minutes on two cores)
-	@$(SIDE_BY_SIDE) $(JOBS) --dist loadfile $(ARGS) $(LIGHT)
-	@$(SIDE_BY_SIDE) $(ENGINE_JOBS) --dist worksteal -m "not e2e and not soak" $(ARGS) tests $(addprefix --ignore=,$(LIGHT))
-	@$(PYTEST) -m "e2e and not soak" $(ARGS) tests
+test: $(STAMP)  ## The whole test suite, end to end included (15 minutes on two cores; JOBS=3 workers)
+	@$(SUITE) $(ARGS) tests
+
+durations: $(STAMP)  ## Run the suite and record what each file takes: the time budgets of tests/durations.json
+	@$(SUITE) --write-durations tests/durations.json $(ARGS) tests
 
 HISTORIES ?= 300
 FIRST_SEED ?= 1000
@@ -65,8 +64,8 @@ soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=3
 test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing, for the tests that need them (Debian, Ubuntu)
 	@tests/install_tools.sh $(BIN)
 
-test-unit: $(STAMP)  ## Unit tests only: about four minutes
-	@$(SIDE_BY_SIDE) $(JOBS) --dist loadfile $(ARGS) tests/unit
+test-unit: $(STAMP)  ## Unit tests only
+	@$(SUITE) $(ARGS) tests/unit
 
 gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minutes, where there is one (GPU_PYTHON=...)
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device: run this on a machine with a GPU, with GPU_PYTHON naming a Python whose torch and vLLM are built for CUDA")'

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pipelinerl.local.nats import NatsServer
+from tests.support.suite import Suite
 
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--histories", type=int, default=20, help="random fault histories to play")
     parser.addoption("--first-seed", type=int, default=0, help="of the random fault histories")
     parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")
+    parser.addoption("--write-durations", default="", help="JSON file to write the seconds of each file and folder to")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Suite(config))
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ import pytest
 from pipelinerl.bus.permissions import Permissions, permissions
 from pipelinerl.kube import client as kube
 from pipelinerl.local.nats import find_nats_server
-from tests.certificates import Authority
 from tests.chart.cases import CASES
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import Object, Rendered, environment
+from tests.support.certificates import Authority
 
 RIGHTS = {"actor": kube.ACTOR, "trainer": kube.TRAINER}
 

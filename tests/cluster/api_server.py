@@ -20,9 +20,9 @@ from typing import Any
 import kubernetes_validate
 from aiohttp import web
 
-from tests.certificates import Authority
 from tests.cluster.objects import Object, Objects, labels_of, name_of
 from tests.cluster.rbac import Access, allowed, denial
+from tests.support.certificates import Authority
 
 SCHEMA = "1.31"
 EVENT_GROUPS = ("", "events.k8s.io")

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from tests.certificates import Authority
 from tests.chart.rendering import CPU_VALUES, NAMESPACE, rendered_text
 from tests.cluster.cluster import DELETION_COST, Cluster, mini_cluster
 from tests.cluster.images import product_images
 from tests.cluster.objects import Object, Objects, name_of
 from tests.cluster.pod import Pod
+from tests.support.certificates import Authority
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

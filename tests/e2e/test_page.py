@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl.service.address import read_address
 from tests.e2e.conftest import RunningCommand, started_run, tiny_recipe
-from tests.tools import tool
+from tests.support.tools import tool
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

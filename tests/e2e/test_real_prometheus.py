@@ -23,7 +23,7 @@ from tests.chart.rendering import NAMESPACE
 from tests.e2e.conftest import RUN_TIMEOUT_S, RunningCommand, started_run, tiny_recipe
 from tests.monitoring.catalogue import names_in
 from tests.monitoring.chart_rules import shown_alerts, write_rules
-from tests.tools import tool
+from tests.support.tools import tool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

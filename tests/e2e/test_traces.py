@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.collector import Collector, ReceivedSpan, collecting
 from tests.e2e.conftest import RunningCommand
+from tests.support.collector import Collector, ReceivedSpan, collecting
 
 pytestmark = pytest.mark.e2e
 

@@ -19,8 +19,8 @@ from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.trainer.data.actor_client import ActorClient
-from tests.certificates import Authority, serial_of
 from tests.integration.test_balancing import name_server
+from tests.support.certificates import Authority, serial_of
 
 HOST = "127.0.0.1"
 SOON = Backoff(0.01, 0.05)

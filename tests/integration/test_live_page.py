@@ -11,7 +11,7 @@ import pytest
 
 from services.trainer.reporting import board as board_module
 from services.trainer.reporting.board import PageBoard
-from tests.tools import tool
+from tests.support.tools import tool
 from tests.unit.test_page_board import record, sample
 from tests.unit.test_page_routes import served
 

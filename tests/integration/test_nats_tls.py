@@ -15,8 +15,8 @@ from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
 from pipelinerl.errors import BusError, FieldError
 from pipelinerl.local.nats import NatsServer
-from tests.certificates import Authority
 from tests.contract.conftest import LIMITS
+from tests.support.certificates import Authority
 
 RUN, HOST = "demo", "127.0.0.1"
 LONG_S = 60.0

@@ -37,8 +37,8 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.worker_process import children
-from tests.certificates import Authority
 from tests.exposition import without_run
+from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 

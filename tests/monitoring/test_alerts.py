@@ -15,7 +15,7 @@ from tests.chart.rendering import ROOT, HelmError, render
 from tests.chart.test_schema import LEAVES
 from tests.monitoring.catalogue import problems_of, samples
 from tests.monitoring.chart_rules import alerts, shown_alerts, write_rules
-from tests.tools import tool
+from tests.support.tools import tool
 
 CASES = Path(__file__).parent / "rules"
 CONVENTIONAL = Path(__file__).parent / "conventional" / "quiet.yaml"

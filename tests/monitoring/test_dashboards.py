@@ -19,7 +19,7 @@ from deploy.dashboards.panel_list import with_panel_list
 from tests.chart.rendering import render
 from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples
 from tests.monitoring.chart_rules import shown_alerts
-from tests.tools import tool
+from tests.support.tools import tool
 
 RENEW = "python -m deploy.dashboards"
 GRID = 24

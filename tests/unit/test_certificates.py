@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.service import tls as certificates
 from pipelinerl.service.tls import RenewedCertificates
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 
 @pytest.mark.parametrize("look", ["check_pair", "check_ca", "_shake_hands"])

@@ -30,7 +30,7 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
 from services.trainer.server import InitialFiles, StepFeed, TrainerService, initial_files
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 TINY = {
     "name": "tiny",

@@ -21,7 +21,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
 from pipelinerl.telemetry.spans import is_on, root
 from pipelinerl.telemetry.tracing import TracingSettings, TracingSwitch, tracing
-from tests.collector import Collector, collecting
+from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
 COLLECTOR = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}

@@ -1,0 +1,143 @@
+"""The suite as a whole: which worker runs which file, time budgets per folder, and skips that are errors in CI.
+
+A pytest plugin that tests/conftest.py registers. It does not change what a single test does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DURATIONS = ROOT / "tests" / "durations.json"
+"""What the suite took when it was last measured (`make durations`)."""
+REQUIRED = os.environ.get("PIPELINERL_TEST_TOOLS") == "required"
+MAY_SKIP = ("tests/gpu/", "tests/optional/")
+"""Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers."""
+OVER = 1.5
+"""A folder fails when it takes longer than its recorded time by this factor."""
+
+
+class Suite:
+    """Sums up durations of one pytest invocation: with xdist in the controlling process only."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.recorded: dict[str, Any] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        self.is_worker = hasattr(config, "workerinput")
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calibration_s = calibrate()
+        self.exceeded: list[str] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """One worker runs a whole file, so that its fixtures are set up once, and one worker all tests with engines."""
+        from xdist.scheduler.loadgroup import LoadGroupScheduling
+
+        class FileScheduling(LoadGroupScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                return super()._split_scope(nodeid).partition("::")[0]
+
+        return FileScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """With several workers, engines come first and then the longest files, so that no worker is left with a long one."""
+        if not self.is_worker:
+            return
+        seconds = self.recorded.get("files", {})
+
+        def key(item: pytest.Item) -> tuple[bool, float, str]:
+            name = file_of(item.nodeid)
+            return (not needs_engine(item), -seconds.get(name, 0.0), name)
+
+        items.sort(key=key)
+        for item in filter(needs_engine, items):
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
+        report = yield
+        return skip_is_error(report)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
+        report = yield
+        return skip_is_error(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not self.is_worker:
+            self.seconds[file_of(report.nodeid)] += report.duration
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.is_worker:
+            return
+        slower = max(self.calibration_s, calibrate())
+        folders = by_folder(self.seconds)
+        if path := self.config.getoption("--write-durations"):
+            write(Path(path), self.seconds, slower)
+        elif REQUIRED and self.recorded:
+            factor = max(1.0, slower / self.recorded["calibration_s"]) * OVER
+            budgets = self.recorded["folders"]
+            self.exceeded = [
+                f"{folder}: {seconds:.0f} s, more than {OVER} times the recorded {budgets[folder]:.0f} s"
+                for folder, seconds in folders.items()
+                if folder in budgets and seconds > max(30.0, budgets[folder] * factor)
+            ]
+            if self.exceeded and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.exceeded:
+            terminalreporter.write_line(f"TIME BUDGET {line}; make durations measures anew", red=True)
+
+
+def needs_engine(item: pytest.Item) -> bool:
+    """Whether it starts a vLLM engine or a whole run: one at a time, beside the tests of other workers."""
+    return item.get_closest_marker("engine") is not None or item.get_closest_marker("e2e") is not None
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def by_folder(files: dict[str, float]) -> dict[str, float]:
+    """Seconds per folder under tests/, e.g. `tests/unit`."""
+    found: dict[str, float] = defaultdict(float)
+    for name, seconds in files.items():
+        found["/".join(Path(name).parts[:2])] += seconds
+    return dict(found)
+
+
+def calibrate() -> float:
+    """Seconds of a fixed amount of arithmetic: how fast this machine is, and how busy."""
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        sum(number * number for number in range(1_000_000))
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def skip_is_error(report: Any) -> Any:
+    """In CI a test that is skipped fails: a tool that is missing there is a mistake, and so is a broken import."""
+    if REQUIRED and report.skipped and not hasattr(report, "wasxfail") and not report.nodeid.startswith(MAY_SKIP):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if "GPU" not in reason:
+            report.outcome = "failed"
+            report.longrepr = f"{reason}\nA skipped test is an error when PIPELINERL_TEST_TOOLS=required"
+    return report
+
+
+def write(path: Path, files: dict[str, float], calibration_s: float) -> None:
+    slow = {name: round(seconds, 1) for name, seconds in sorted(files.items()) if seconds >= 1.0}
+    folders = {name: round(seconds) for name, seconds in sorted(by_folder(files).items())}
+    data = {"calibration_s": round(calibration_s, 4), "folders": folders, "files": slow}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
