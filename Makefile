@@ -72,12 +72,13 @@ gpu-check:  ## Tests that need a GPU, and the trainer's speed on it: some minute
 	@$(GPU_PYTHON) -m pytest -m gpu -v -rA $(ARGS) tests/gpu
 	@$(GPU_PYTHON) -m benchmarks.trainer_gpu --short
 
-check: $(STAMP)  ## Lint, types, import contracts, generated stubs up to date, Dockerfiles
+check: $(STAMP)  ## Lint, types, import contracts, Dockerfiles, documents and generated files up to date
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory proto-check lint-images
+	@$(PYTEST) -q tests/documents/check_*.py
 
 format: $(STAMP)  ## Format and fix what can be fixed
 	@$(BIN)/ruff check --fix .

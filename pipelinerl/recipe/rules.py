@@ -42,7 +42,7 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 
 def _warm_start_task(recipe: Recipe) -> Iterator[FieldError]:
     """A warm-started model has seen worked sums, and reads nothing else. The first field that says otherwise is named."""
-    task = recipe.task
+    task, value = recipe.task, ""
     if recipe.model.source != "warmstart":
         return
     if task.source != "reasoning_gym":
