@@ -94,29 +94,20 @@ class Report:
     not run."""
 
 
-class LightReceiver:
-    """Implements `services.actor.engine.WeightReceiver` over plain tensors."""
+class TensorReceiver:
+    """Implements `services.actor.engine.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
 
-    def __init__(self, spec: MemberSpec, reports: Connection) -> None:
-        self._spec, self._reports = spec, reports
+    `address`: on which other ranks reach it; `stall_timeout_s`: the longest that one chunk may take.
+    """
+
+    def __init__(self, address: str, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+        self._address, self._stall_timeout_s = address, stall_timeout_s
         self._manifest: Manifest | None = None
         self._group: WeightGroup | None = None
         self._staged: dict[str, Tensor] = {}
         self._aborted = threading.Event()
         self._idle = threading.Lock()
-        self._broken = False
-        self._longest_pause_s = 0.0
         self.weights: dict[str, Tensor] = {}
-
-    def say(self, report: Report) -> None:
-        self._reports.send_bytes(json.dumps(asdict(replace(report, at_s=time.monotonic()))).encode())
-
-    async def watch_pauses(self) -> None:
-        """Runs until cancelled."""
-        while True:
-            before_s = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            self._longest_pause_s = max(self._longest_pause_s, time.monotonic() - before_s - _TICK_S)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         self._manifest = manifest
@@ -126,11 +117,9 @@ class LightReceiver:
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
     ) -> None:
         host, _, port = store_address.rpartition(":")
-        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", self._spec.address)
+        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", self._address)
         self._leave()
         self._group = await asyncio.to_thread(WeightGroup.connect, spec, deadline_s)
-        self.say(Report("joined", epoch))
-        await asyncio.to_thread(self._reach, "joining", None)
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         return await asyncio.to_thread(self._receive, version, deadline_s)
@@ -141,26 +130,22 @@ class LightReceiver:
         with self._idle:
             receiver = Receiver(
                 self._group, self._manifest, version, timeout_s=deadline_s,
-                stall_timeout_s=self._spec.stall_timeout_s, aborted=self._aborted,
+                stall_timeout_s=self._stall_timeout_s, aborted=self._aborted,
             )  # fmt: skip
             self._staged = {}
             try:
                 for name, tensor in receiver.tensors():
                     self._staged[name] = tensor.clone()
-                    self._reach("receiving", version)
+                    self.reach("receiving", version)
             except TransferError:
                 self._leave()
                 raise
-            self._reach("staged", version)
+            self.reach("staged", version)
             receipt = receiver.receipt
             return StagedWeights(receipt.checksum, receipt.num_bytes, receipt.receive_s, 0.0)
 
     async def commit(self, version: PolicyVersion) -> float:
-        await asyncio.to_thread(self._reach, "committing", version)
         self.weights, self._staged = self._staged, {}
-        pause_s, self._longest_pause_s = self._longest_pause_s, 0.0
-        self.say(Report("serves", version.number, weights_checksum(self.weights), pause_s=pause_s))
-        await asyncio.to_thread(self._reach, "serving", version)
         return 0.0
 
     async def discard(self) -> None:
@@ -177,7 +162,43 @@ class LightReceiver:
         if group is not None:
             group.close()
 
-    def _reach(self, phase: Phase, version: PolicyVersion | None) -> None:
+    def reach(self, phase: Phase, version: PolicyVersion | None) -> None:
+        """Called at each phase, not on the event loop's thread. May raise `TransferError`."""
+
+
+class LightReceiver(TensorReceiver):
+    """One that breaks as its `spec` says, and reports what it does."""
+
+    def __init__(self, spec: MemberSpec, reports: Connection) -> None:
+        super().__init__(spec.address, spec.stall_timeout_s)
+        self._spec, self._reports = spec, reports
+        self._broken = False
+        self._longest_pause_s = 0.0
+
+    def say(self, report: Report) -> None:
+        self._reports.send_bytes(json.dumps(asdict(replace(report, at_s=time.monotonic()))).encode())
+
+    async def watch_pauses(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._longest_pause_s = max(self._longest_pause_s, time.monotonic() - before_s - _TICK_S)
+
+    async def join_group(self, *, epoch: int, **about: Any) -> None:
+        await super().join_group(epoch=epoch, **about)
+        self.say(Report("joined", epoch))
+        await asyncio.to_thread(self.reach, "joining", None)
+
+    async def commit(self, version: PolicyVersion) -> float:
+        await asyncio.to_thread(self.reach, "committing", version)
+        await super().commit(version)
+        pause_s, self._longest_pause_s = self._longest_pause_s, 0.0
+        self.say(Report("serves", version.number, weights_checksum(self.weights), pause_s=pause_s))
+        await asyncio.to_thread(self.reach, "serving", version)
+        return 0.0
+
+    def reach(self, phase: Phase, version: PolicyVersion | None) -> None:
         breaks = self._spec.breaks
         if self._broken or breaks is None or breaks.phase != phase:
             return
