@@ -33,7 +33,7 @@ from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.observers import RunObservers, Sinks
 from services.trainer.reporting.page import add_page, guarded, page_hosts
-from services.trainer.reporting.trackers.run_trackers import run_trackers
+from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
 
 SERVICE = "pipelinerl.v1.TrainerService"

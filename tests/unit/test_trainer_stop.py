@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.observers import RunObservers, Sinks
-from services.trainer.reporting.trackers.run_trackers import RunTrackers
+from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.session import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -48,14 +48,27 @@ class Heard:
         self.reasons.append(reason)
 
 
-@dataclass
 class Tracked:
-    """What a tracker's process would be sent."""
+    """A tracker that takes its calls at once."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.finished: bool | None = None
 
-    def send(self, message: dict[str, Any]) -> None:
-        self.messages.append(message)
+    def send(self, call: Callable[[Tracked], None]) -> None:
+        call(self)
+
+    def step(self, step: int, time_s: float, figures: dict[str, float]) -> None:
+        self.points.append((step, figures))
+
+    heldout = step
+
+    def end(self, call_or_figures: Any, *, finished: bool | None = None) -> None:
+        if finished is None:
+            call_or_figures(self)
+        else:
+            self.points.append((0, call_or_figures))
+            self.finished = finished
 
 
 @asynccontextmanager
@@ -153,11 +166,11 @@ async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) 
         run._observers.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
         policy.may_step.set()
         await running
-        (tracked,) = run._observers._trackers._processes
-        heldout, step, end = tracked.messages  # type: ignore[attr-defined]
-    assert (heldout["version"], heldout["figures"]) == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
-    assert (step["step"], step["figures"]["sequences/trained"]) == (2, 2.0)
-    assert (end["finished"], end["figures"]["summary/steps"]) == (False, 1.0)
+        (tracked,) = run._observers._trackers._trackers
+    heldout, (step, figures), (_, summary) = tracked.points  # type: ignore[attr-defined]
+    assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
+    assert (step, figures["sequences/trained"]) == (2, 2.0)
+    assert (tracked.finished, summary["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
 
 
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(

@@ -36,7 +36,7 @@ from services.trainer.reporting.report import RunReport
 from services.trainer.reporting.scaling import ReplicaAdvice
 from services.trainer.reporting.status import RunStatus
 from services.trainer.reporting.token_pieces import TokenPieces
-from services.trainer.reporting.trackers.run_trackers import RunTrackers
+from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MemberChange

@@ -1,0 +1,259 @@
+"""The clients of the experiment trackers. Each imports its library when it is made, so that none is needed without it.
+
+A client is configured by its library's own environment variables. What the libraries log or print is silenced, since it may
+hold secrets. No code, console output, artifact or measurement of the machine is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelinerl.errors import MissingPackage
+
+PROJECT = "pipelinerl"
+"""MLflow's experiment and W&B's project, unless the environment names one."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """`params`: the recipe's fields by dotted path. `version`: optimizer steps that count when the trainer starts, 0 for a
+    run that begins. `incarnation`: how many times its trainer has started, from 1."""
+
+    name: str
+    description: str
+    run_dir: Path
+    params: Mapping[str, str | int | float | bool]
+    incarnation: int
+    version: int
+
+
+class Tracker(Protocol):
+    """Called on one thread; each call may wait for a network and raise what its library raises."""
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens the run, or goes on with it if an earlier trainer opened it. Called again when it raised."""
+
+    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        """Figures of one optimizer step. `time_s`: Unix time."""
+
+    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
+        """One evaluation of policy version `version`, which may be older than the last step."""
+
+    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
+        """The run's summary, and all that is not sent yet. `finished`: to its last step, or stopped before."""
+
+
+def open_tracker(name: str) -> Tracker:
+    """`name` as in the recipe's field `trackers`. Raises `MissingPackage` if its library cannot be imported."""
+    clients: dict[str, type[Tracker]]
+    clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
+    try:
+        return clients[name]()
+    except ImportError as error:
+        raise MissingPackage(f"{error}; pip install 'pipelinerl[{name}]', or leave it out of trackers") from error
+
+
+class RunId:
+    """The identity that a tracker gave a run, kept in the run directory so that a later trainer goes on with the same run."""
+
+    def __init__(self, run_dir: Path, tracker: str) -> None:
+        self._path = run_dir / "trackers" / f"{tracker}.json"
+
+    def read(self) -> str | None:
+        """None before it was written. Raises `ValueError` or `KeyError` for a file that is not ours."""
+        return str(json.loads(self._path.read_text(encoding="utf-8"))["id"]) if self._path.is_file() else None
+
+    def write(self, value: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"id": value}) + "\n", encoding="utf-8")
+        os.replace(partial, self._path)
+
+
+def _silence(*loggers: str) -> None:
+    for name in loggers:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [logging.NullHandler()], False
+
+
+class TensorBoardTracker:
+    """Event files in `<run dir>/tensorboard`, by TensorBoard's own writer: needs neither torch nor TensorFlow."""
+
+    def __init__(self) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        _silence("tensorboard")
+        self._event, self._summary, self._open = event_pb2, summary_pb2, EventFileWriter
+        self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
+        self._step = 0
+
+    def start(self, run: TrackedRun) -> None:
+        """If a restart undid steps, readers leave out those from `run.version` on."""
+        self._step = run.version
+        self._writer = self._open(str(run.run_dir / "tensorboard"))
+        if run.incarnation > 1:
+            session = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._add(time.time(), run.version + 1, session_log=session)
+        self._add(time.time(), run.version, summary=self._summary.Summary(value=[self._recipe_table(run.params)]))
+
+    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        self._step = step
+        self._scalars(step, time_s, figures)
+
+    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
+        self._scalars(version, time_s, figures)
+
+    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
+        self._scalars(self._step, time.time(), figures)
+        self._writer.close()
+
+    def _scalars(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._add(time_s, step, summary=self._summary.Summary(value=values))
+
+    def _add(self, time_s: float, step: int, **what: Any) -> None:
+        self._writer.add_event(self._event.Event(wall_time=time_s, step=step, **what))
+        self._writer.flush()
+
+    def _recipe_table(self, params: Mapping[str, object]) -> Any:
+        """In Markdown, as the text plugin shows it."""
+        rows = [
+            f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |".replace("\n", " ")
+            for name, value in params.items()
+        ]
+        text = "\n".join(["| field | value |", "|---|---|", *rows])
+        shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        return self._summary.Summary.Value(
+            tag="recipe/text_summary",
+            metadata=self._summary.SummaryMetadata(plugin_data=plugin),
+            tensor=self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape),
+        )
+
+
+class MlflowTracker:
+    """At `MLFLOW_TRACKING_URI`, or else in an SQLite file `<run dir>/mlflow.db`."""
+
+    _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
+    """What MLflow takes."""
+
+    def __init__(self) -> None:
+        # It prints the run's address when a run ends, with the login that the tracking URI may have.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        from mlflow import entities
+        from mlflow.tracking import MlflowClient
+
+        _silence("mlflow", "alembic", "sqlalchemy", "sqlalchemy.engine", "huey")
+        self._entities, self._open = entities, MlflowClient
+        self._run_id, self._step = "", 0
+
+    def start(self, run: TrackedRun) -> None:
+        self._client = self._open(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.run_dir}/mlflow.db")
+        self._step = run.version
+        kept = RunId(run.run_dir, "mlflow")
+        run_id = kept.read()
+        if run_id is None:
+            tags = {"mlflow.note.content": run.description} if run.description else {}
+            run_id = str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
+            kept.write(run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+        self._log_params(run)
+
+    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        self._step = step
+        self._log(step, time_s, figures)
+
+    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
+        self._log(version, time_s, figures)
+
+    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
+        self._log(self._step, time.time(), figures)
+        self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
+
+    def _experiment(self) -> str:
+        """Its id; the experiment is made if there is none of its name."""
+        if os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return os.environ["MLFLOW_EXPERIMENT_ID"]
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def _log_params(self, run: TrackedRun) -> None:
+        """A parameter cannot be changed: a value that a later trainer was started with becomes a tag."""
+        known = self._client.get_run(self._run_id).data.params
+        values = {name: str(value)[: self._LONGEST_VALUE] for name, value in run.params.items()}
+        fresh = [self._entities.Param(name, value) for name, value in values.items() if name not in known]
+        for first in range(0, len(fresh), self._PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=fresh[first : first + self._PARAMS_PER_CALL])
+        for name, value in values.items():
+            if known.get(name, value) != value:
+                self._client.set_tag(self._run_id, f"{name} of incarnation {run.incarnation}", value)
+
+    def _log(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        metrics = [self._entities.Metric(name, value, round(time_s * 1000), step) for name, value in figures.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+
+class WandbTracker:
+    """Project, team, key and mode are W&B's own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...).
+
+    Its files are in `<run dir>/wandb`, from which `wandb sync` sends what could not be sent.
+    """
+
+    def __init__(self) -> None:
+        import wandb
+
+        _silence("wandb")
+        self._wandb = wandb
+        self._incarnation = 1
+
+    def start(self, run: TrackedRun) -> None:
+        self._incarnation = run.incarnation
+        quiet = {"console": "off", "silent": True}
+        figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            id=self._run_id(run),
+            resume="allow",
+            name=run.name,
+            notes=run.description or None,
+            dir=str(run.run_dir),
+            config=dict(run.params),
+            allow_val_change=True,
+            settings=self._wandb.Settings(**quiet, **figures_only),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("heldout/*", step_metric="heldout/version")
+
+    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+        """W&B's own step only ever grows, so the run's is a figure: a trainer that starts again takes some of them twice."""
+        self._run.log({"step": step, "incarnation": self._incarnation, **figures})
+
+    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
+        self._run.log({"heldout/version": version, **figures})
+
+    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
+        self._run.summary.update(dict(figures))
+        self._run.finish(exit_code=0 if finished else 1)
+
+    @staticmethod
+    def _run_id(run: TrackedRun) -> str:
+        """The run's name and a random part, since a name may be used again in another folder; kept for later trainers."""
+        kept = RunId(run.run_dir, "wandb")
+        run_id = kept.read()
+        if run_id is None:
+            run_id = f"{run.name}-{secrets.token_hex(4)}"
+            kept.write(run_id)
+        return run_id
