@@ -32,7 +32,6 @@ from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round
 from pipelinerl.bus import jetstream
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
-from pipelinerl.local.run_dir import RunDir, create_run_dir
 from pipelinerl.local.services import (
     ServiceCommands,
     ServiceLaunches,
@@ -44,6 +43,7 @@ from pipelinerl.local.services import (
 from pipelinerl.messages.sequences import PromptGroup
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.run_dir import RunDir, create_run_dir
 from services.actor.vllm_engine import VllmEngine, start_engine
 
 RESULT = Path(__file__).parent / "results" / "actor_overhead.json"

@@ -26,10 +26,10 @@ from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
 from benchmarks.observed_trainer import GOAL, Unmeasured
 from benchmarks.page_client import fetched
 from benchmarks.spread import spread
-from pipelinerl.local.run_dir import create_run_dir
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, initial_model
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry

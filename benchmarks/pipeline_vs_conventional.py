@@ -34,9 +34,9 @@ from benchmarks.table import table
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.processes import log_tail
 from pipelinerl.local.services import available_cores
-from pipelinerl.local.summary import read_jsonl
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.run_summary import read_jsonl
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "pipeline_vs_conventional"

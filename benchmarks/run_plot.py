@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import table
-from pipelinerl.local.summary import read_jsonl
+from pipelinerl.run_summary import read_jsonl
 
 COLUMNS = (
     "step", "time_s", "reward_mean", "heldout_accuracy", "lag_mean", "ess", "grad_norm", "completion_tokens_mean",

@@ -66,7 +66,7 @@ def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:
 
 def _trainer_lives(run_dir: Path) -> bool:
     from pipelinerl.local.processes import living
-    from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.run_dir import RunDir
 
     try:
         return "trainer" in living(RunDir(run_dir, ""))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from pipelinerl.local.run_dir import RunDir
     from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.run_dir import RunDir
 
 NAME = "run"
 HELP = "train a recipe on this machine"
@@ -95,9 +95,9 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     from datetime import datetime
 
     from pipelinerl.local.resume import held
-    from pipelinerl.local.run_dir import create_run_dir
     from pipelinerl.recipe.loading import load_recipe
     from pipelinerl.recipe.preflight import check_environment
+    from pipelinerl.run_dir import create_run_dir
 
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or go on with a run by --resume DIR")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Waits until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
     from pipelinerl.local.actors import check_count, running_pids, write_wish
-    from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.run_dir import RunDir
 
     run_dir = RunDir(args.run_dir, args.run_dir.name)
     check_count(args.count)
@@ -63,7 +63,7 @@ async def _phases(folder: Path) -> dict[str, str]:
     """What each actor of the run says it is at. Raises `FieldError` when the run has ended meanwhile."""
     from pipelinerl.local.actors import running_pids
     from pipelinerl.local.following import actor_view
-    from pipelinerl.local.run_dir import RunDir
+    from pipelinerl.run_dir import RunDir
     from pipelinerl.service.address import read_address
 
     run_dir = RunDir(folder, folder.name)

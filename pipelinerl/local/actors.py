@@ -17,8 +17,8 @@ from itertools import count as numbers
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import ServiceDied, lives, read_pids
-from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.local.supervisor import SupervisedService
+from pipelinerl.run_dir import RunDir, write_json
 
 MOST_ACTORS = 64
 """On one machine; more is a slip of the finger."""

@@ -20,12 +20,11 @@ from typing import Any, TextIO
 from pipelinerl.errors import FieldError, PipelineRLError
 from pipelinerl.local.processes import ServiceDied
 from pipelinerl.local.progress import duration, number, percent
-from pipelinerl.local.run_dir import RunDir, write_json
-from pipelinerl.local.summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.run_folder import trainer_starts
+from pipelinerl.run_dir import RunDir, trainer_starts, write_json
+from pipelinerl.run_summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64

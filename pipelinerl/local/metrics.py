@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.processes import living
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, write_address
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness

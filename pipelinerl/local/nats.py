@@ -30,8 +30,8 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.following import pid_ended
 from pipelinerl.local.processes import ServiceDied, log_tail
-from pipelinerl.local.run_dir import write_json
 from pipelinerl.local.supervisor import RestartsInARow
+from pipelinerl.run_dir import write_json
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 
 _TICK_S = 0.01

@@ -36,7 +36,7 @@ from typing import TypeVar
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, read_address, split_host_port
 
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
-from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.summary import is_finished, read_summary
 from pipelinerl.recipe.changes import Change, check_resumable
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, read_recipe, recipe_from_data
-from pipelinerl.run_folder import missing_from, newest_state, resumable
+from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state
+from pipelinerl.run_summary import is_finished, read_summary
 
 OPTION = "--resume"
 _LOCK = ".running"
@@ -70,7 +69,7 @@ def plan_resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[
     changes = tuple(check_resumable(old, new))
     check_ended(run_dir)
     _check_complete(run_dir, new)
-    version = newest_checkpoint(run_dir)
+    version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     scaled = asked or any(change.field == "actor.count" for change in changes)
@@ -104,11 +103,6 @@ def check_ended(run_dir: RunDir) -> None:
     if pids:
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
         raise FieldError(OPTION, str(run_dir.path), f"the run goes on: {named}; wait for its end, or stop it")
-
-
-def newest_checkpoint(run_dir: RunDir) -> int | None:
-    """Version of the newest checkpoint that a trainer can go on from."""
-    return max(resumable(run_dir.path), default=None)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.local.actors import running_pids
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 
 _STORE = "jetstream"
 """What nats-server calls the folder of its streams."""

@@ -25,13 +25,12 @@ from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer, SupervisedNats
 from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.progress import Display, RunState
-from pipelinerl.local.resume import newest_checkpoint
-from pipelinerl.local.run_dir import RunDir, write_json, write_whole
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, available_cores, initial_model, plan_threads
-from pipelinerl.local.summary import is_finished, kept_records, read_jsonl, read_summary
 from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget, SupervisedService
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json, write_whole
+from pipelinerl.run_summary import is_finished, kept_records, read_jsonl, read_summary
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.telemetry.metrics import RunRegistry
 
@@ -258,7 +257,7 @@ class LocalRun:
         self._metrics.restarts(name)
         where = ""
         if name == TRAINER:
-            version = newest_checkpoint(self.run_dir) or 0
+            version = newest_checkpoint(self.run_dir.path) or 0
             self._state.rewind(version)
             where = f", and goes on from version {version}"
         self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")

@@ -28,8 +28,8 @@ from pathlib import Path
 from pipelinerl.initial_model import THREADS, build_config, built_folder, filling, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, why_taken
-from pipelinerl.local.run_dir import RunDir
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, split_host_port
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")

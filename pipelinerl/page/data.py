@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import Any
 
-from pipelinerl.local.summary import lag_totals
+from pipelinerl.run_summary import lag_totals
 
 Record = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from pipelinerl.messages.control import RunEnd, encode_control
 from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.run_folder import RunSummary
+from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from pipelinerl.local.run_dir import RunDir
 from pipelinerl.messages.verification import VerifyStatus
 from pipelinerl.recipe import reference
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.lag import StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
-from pipelinerl.run_folder import KEYS, RUNNER_KEYS
+from pipelinerl.run_dir import RunDir
+from pipelinerl.run_summary import KEYS, RUNNER_KEYS
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 from tests.e2e.conftest import RunningCommand
 from tests.e2e.test_run import PARITY_NATS, checkpoint_loads_and_agrees, ledger_adds_up
 from tests.faults.matrix import audit

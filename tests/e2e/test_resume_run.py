@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import read_address
 from tests.e2e.conftest import RunningCommand
 from tests.e2e.exposed import all_are_shown

@@ -27,10 +27,10 @@ import yaml
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import read_pids, session_pids
 from pipelinerl.local.progress import open_display
-from pipelinerl.local.run_dir import RunDir, create_run_dir
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.supervisor import RestartPolicy
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.run_dir import RunDir, create_run_dir
 from tests.faults.points import POINTS, Watcher
 
 SERVICES = ("trainer", "actor-0", "verifier", "nats")

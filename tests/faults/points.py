@@ -16,7 +16,7 @@ import grpc
 import httpx
 
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.local.run_dir import RunDir
+from pipelinerl.run_dir import RunDir
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 LOOK_S = 0.005

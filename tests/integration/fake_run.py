@@ -15,12 +15,12 @@ from typing import Any
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import session_pids
 from pipelinerl.local.progress import PlainDisplay
-from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.services import ServiceCommands
 from pipelinerl.local.supervisor import RestartPolicy
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.run_dir import RunDir, write_json
 
 FAKES = Path(__file__).with_name("fake_services.py")
 SERVICES = ("nats", "verifier", "actor-0", "trainer")

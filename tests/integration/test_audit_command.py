@@ -16,8 +16,8 @@ import pytest
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.bus.jetstream import JetStreamBus, connect
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.messages.sequences import VersionSpan, decode_group
+from pipelinerl.run_dir import RunDir, write_json
 from tests.contract.roles import guarded
 from tests.support.certificates import Authority
 from tests.unit.builders import RUN, make_group

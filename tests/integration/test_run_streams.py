@@ -9,8 +9,8 @@ import pytest
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.errors import FieldError
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.run_dir import RunDir, write_json
 from pipelinerl.local.run_streams import RunStreams
+from pipelinerl.run_dir import RunDir, write_json
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from pipelinerl.local.ending import (
     script_json,
     write_report,
 )
-from pipelinerl.local.summary import jsonl_ends
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import NEWEST, early_and_late, heldout_points, mean_by_bucket, report_data, thinned
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.run_summary import jsonl_ends
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 

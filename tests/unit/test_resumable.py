@@ -16,10 +16,10 @@ import pytest
 from pipelinerl.errors import FieldError
 from pipelinerl.local.actors import running_pids
 from pipelinerl.local.processes import lives, living
-from pipelinerl.local.resume import Resumption, find_run, held, newest_checkpoint, plan_resume
-from pipelinerl.local.run_dir import RunDir, write_json
+from pipelinerl.local.resume import Resumption, find_run, held, plan_resume
 from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
 """Says a line when it is up: before that the kernel may not know its arguments yet."""
@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     plan = plan_resume(find_run(tmp_path))
     assert (plan.run_dir.name, plan.recipe.trainer.steps, plan.version, plan.changes) == ("tiny-run", 200, 100, ())
     assert list(plan.notes()) == ["tiny-run: goes on from the checkpoint of version 100"]
-    assert newest_checkpoint(run) == 100
+    assert newest_checkpoint(run.path) == 100
 
 
 def test_without_a_checkpoint_it_starts_again_and_says_so(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_a_folder_is_free_again_when_its_command_was_killed(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     code = (
-        "import sys, pathlib; from pipelinerl.local.resume import held; from pipelinerl.local.run_dir import RunDir\n"
+        "import sys, pathlib; from pipelinerl.local.resume import held; from pipelinerl.run_dir import RunDir\n"
         "with held(RunDir(pathlib.Path(sys.argv[1]), 'r')): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

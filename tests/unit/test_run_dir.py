@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.local.run_dir import RunDir, create_run_dir, stamped_name, write_json
+from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 

@@ -10,10 +10,10 @@ import pytest
 
 from pipelinerl.initial_model import build_config, cache_key
 from pipelinerl.local.processes import Launch
-from pipelinerl.local.run_dir import RunDir
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, cache_folder
 from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget
 from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.settings import (
     ActorSettings,

@@ -13,8 +13,12 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish, read_run
 from pipelinerl.local.processes import ServiceDied
-from pipelinerl.local.run_dir import RunDir
-from pipelinerl.local.summary import (
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.run_dir import RunDir
+from pipelinerl.run_summary import (
+    KEYS,
     is_finished,
     kept_records,
     lag_summary,
@@ -22,10 +26,6 @@ from pipelinerl.local.summary import (
     read_jsonl,
     summary_from_metrics,
 )
-from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
-from pipelinerl.rl.ledger import LedgerCounts
-from pipelinerl.run_folder import KEYS
 from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.report import RunReport

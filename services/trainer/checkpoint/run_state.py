@@ -33,7 +33,7 @@ from pipelinerl.recipe.changes import check_resumable
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.grouping import CompletedGroup
 from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage
-from pipelinerl.run_folder import CHECKPOINTS, LINEAGE, missing_from, resumable
+from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_durably, write_json_durably
 from services.trainer.data.intake import HeldSequences

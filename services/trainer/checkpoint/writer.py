@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl.run_folder import CHECKPOINTS
+from pipelinerl.run_dir import CHECKPOINTS
 from services.trainer.checkpoint.files import partial_folder, prune, put_in_place, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState
 

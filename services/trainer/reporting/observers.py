@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Ledger, Outcome
-from pipelinerl.run_folder import RunSummary
+from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start

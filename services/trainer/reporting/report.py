@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.advantages import all_equal
-from pipelinerl.run_folder import RunSummary
+from pipelinerl.run_summary import RunSummary
 from services.trainer.data.actor_client import ActorLoad
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
 from services.trainer.learn.batch import TrainingGroup

@@ -1,4 +1,8 @@
-"""The folder of one local run: what is where, and how a new one gets its name. Knows nothing of what is in the files."""
+"""The folder of one run: which file is where, how a new folder is made, and whether a run can go on from what it holds.
+
+Something that is missing must not look like a run that is new: the trainer asks `missing_from` before it starts, and
+`pipelinerl run --resume` before it starts anything. Says nothing of what the figures in the files mean.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.audit.journal import JOURNAL, read_events
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 
 _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
+LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
+RUN_STATE = Path("resume", "run.json")
+"""Within a checkpoint: without it nothing can go on from there."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Layout of `runs/<name>/`."""
+    """Layout of `runs/<name>/`, for a run on this machine."""
 
     path: Path
     name: str
@@ -72,7 +80,7 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         """`step-<version>/` for each of the last ones."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def nats_store(self) -> Path:
@@ -88,14 +96,14 @@ class RunDir:
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
-    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut to 21 characters: the whole is a run's name, 40 at most."""
+    """`<recipe name>-<YYYYmmdd-HHMMSS>`, the recipe's name cut to 21 characters: a run's name has 40 at most."""
     room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
 
 def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None) -> RunDir:
-    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given. It
-    says from then on which run it is of.
+    """Makes the folder of a new run: `path` if given, else `runs/<name>`, the name stamped with `now` unless given, and
+    writes into it which run it belongs to.
 
     Raises `FieldError` when the name cannot be used, or the folder is not empty.
     """
@@ -116,15 +124,14 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
 
 
 def _unused(stamped: str) -> RunDir:
+    Path("runs").mkdir(exist_ok=True)
     for attempt in count(1):
         name = stamped if attempt == 1 else f"{stamped}-{attempt}"
-        folder = Path("runs", name)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir()
+            Path("runs", name).mkdir()
         except FileExistsError:
             continue
-        return RunDir(folder, name)
+        return RunDir(Path("runs", name), name)
     raise AssertionError("count() does not end")
 
 
@@ -139,11 +146,8 @@ def _make_empty(run: RunDir, option: str) -> None:
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
     if run.recipe.name in held:
-        raise FieldError(
-            option,
-            value,
-            "holds another run; go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one",
-        )
+        fix = "go on with it (pipelinerl run --resume), give a new folder or --name, or remove this one"
+        raise FieldError(option, value, f"holds another run; {fix}")
     if held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
         raise FieldError(
@@ -161,3 +165,54 @@ def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
+
+
+def resumable(run_dir: Path) -> dict[int, Path]:
+    """run.json of each checkpoint that a run can go on from, by version, the newest last."""
+    found = (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
+    names = {path.parent.parent.name.removeprefix("step-"): path for path in found}
+    return dict(sorted((int(name), path) for name, path in names.items() if name.isdecimal()))
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """Version of the newest checkpoint that a trainer can go on from."""
+    return max(resumable(run_dir), default=None)
+
+
+def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
+    """run.json of the newest of them. Raises `ValueError` for one that is no JSON."""
+    found = resumable(run_dir)
+    if not found:
+        return None
+    content: Mapping[str, Any] = json.loads(found[max(found)].read_text(encoding="utf-8"))
+    return content
+
+
+def trainer_starts(run_dir: Path) -> list[int]:
+    """The policy version that each of the run's trainers began at, for people: empty where the folder does not say."""
+    try:
+        return [int(start) for start in json.loads((run_dir / LINEAGE).read_text(encoding="utf-8"))["starts"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def missing_from(run_dir: Path) -> str:
+    """What is missing, and what to do about it; empty for a folder that is whole, or new. Raises `ValueError`."""
+    state, journal = newest_state(run_dir), run_dir / JOURNAL
+    size = journal.stat().st_size if journal.is_file() else 0
+    if not (run_dir / LINEAGE).is_file():
+        if state is None and not size:
+            return ""
+        return f"{LINEAGE} is missing: restore it (its starts are those in {JOURNAL}), or give the run another folder"
+    if state is not None and state["journal_bytes"] > size:
+        return (
+            f"{JOURNAL} has {size:,} bytes, and the checkpoint of version {state['policy_version']} was written when it had "
+            f"{state['journal_bytes']:,}: restore it; without it nobody knows which sequences are out"
+        )
+    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+    if state is None and written:
+        return (
+            f"a checkpoint of version {max(written)} was written, and {CHECKPOINTS}/ holds none to go on from: restore it, "
+            "or start a new run from the policy in checkpoint/ (model.source: path)"
+        )
+    return ""

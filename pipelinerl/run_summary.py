@@ -1,6 +1,7 @@
-"""summary.json's last words: what only the runner knows, and a summary out of metrics.jsonl when the trainer left none.
+"""A run's figures out of its steps: the records of metrics.jsonl and the keys of summary.json (docs/run-directory.md).
 
-The trainer writes the summary at its end; the runner adds to it and changes nothing in it. Pure but for what reads files.
+The trainer writes the summary at its end; where it could not, the runner writes what metrics.jsonl tells, with None for the
+rest. The type checker holds both to the same keys. Pure but for what reads files.
 """
 
 from __future__ import annotations
@@ -10,16 +11,54 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.run_folder import RunSummary
 from pipelinerl.telemetry.throughput import ThroughputTotals
 
 Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
+
+
+class RunSummary(TypedDict):
+    """Every key of a run's summary; None = not known."""
+
+    recipe: str
+    mode: str
+    seed: int
+    steps: int
+    steps_skipped: int | None
+    policy_version: int | None
+    interrupted: bool
+    wall_s: float | None
+    heldout_accuracy_first: float | None
+    heldout_accuracy_last: float | None
+    heldout: list[dict[str, Any]]
+    tokens_generated: int
+    tokens_trained: int
+    sequences: dict[str, int]
+    sequence_reasons: dict[str, dict[str, int]] | None
+    lag: dict[str, float | None]
+    ess: dict[str, float | None]
+    sequences_multi_version_fraction: float | None
+    weight_updates: dict[str, Any]
+    membership: dict[str, Any]
+    logprob_mismatch_max: float | None
+    parity_failures: int | None
+    mismatch_kl_mean: float | None
+    actor_busy_fraction: float | None
+    trainer_busy_fraction: float | None
+    tokens_per_s: dict[str, float | None]
+    mfu_mean: float | None
+    memory_peak_gib: float | None
+    idle_s_mean: float | None
+
+
+KEYS = tuple(RunSummary.__annotations__)
+RUNNER_KEYS = ("restarts", "error")
+"""What the runner adds to either; `error` only to a run that failed."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
