@@ -26,7 +26,6 @@ from pipelinerl.messages.control import (
     Serving,
     Staged,
     decode_control,
-    encode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
@@ -87,30 +86,43 @@ class SimulatedMember:
 
     async def _answer(self, order: object) -> None:
         match order:
-            case EpochStart() if self._name in actors_of(order):
+            case EpochStart() if any(member.actor == self._name for member in order.members):
                 self._epoch = order.epoch
-                await self._say("joined", EpochJoined(self._name, order.incarnation, order.epoch))
+                await self._say(
+                    "joined", EpochJoined(actor=self._name, incarnation=order.incarnation, epoch=order.epoch)
+                )
             case Announce() if order.epoch == self._epoch:
                 staged = Staged(
-                    self._name, order.incarnation, order.epoch, order.version, CHECKSUM, MANIFEST.total_bytes, 0.0, 0.0
+                    actor=self._name,
+                    incarnation=order.incarnation,
+                    epoch=order.epoch,
+                    version=order.version,
+                    checksum=CHECKSUM,
+                    bytes=MANIFEST.total_bytes,
+                    receive_s=0.0,
+                    prepare_s=0.0,
                 )
                 await self._say("staged", staged)
             case Commit() if order.epoch == self._epoch:
                 self.gate.serve(PolicyVersion(order.incarnation, order.version))
-                await self._say("serving", Serving(self._name, order.incarnation, order.epoch, order.version, 0.0))
+                await self._say(
+                    "serving",
+                    Serving(
+                        actor=self._name,
+                        incarnation=order.incarnation,
+                        epoch=order.epoch,
+                        version=order.version,
+                        stall_s=0.0,
+                    ),
+                )
 
     async def _say(self, kind: str, answer: EpochJoined | Staged | Serving) -> None:
-        await self._bus.publish_control(kind, encode_control(answer), self._name)
+        await self._bus.publish_control(kind, answer.SerializeToString(), self._name)
 
 
 @lru_cache(maxsize=16)
 def decoded(kind: str, payload: bytes) -> object:
     return decode_control(payload, ORDERS[kind])
-
-
-@lru_cache(maxsize=16)
-def actors_of(epoch: EpochStart) -> frozenset[str]:
-    return frozenset(member.actor for member in epoch.members)
 
 
 async def _live(url: str, names: Sequence[str], limits: StreamLimits, orders: Connection) -> None:

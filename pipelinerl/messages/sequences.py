@@ -397,9 +397,9 @@ def encode_sequence(sequence: Sequence) -> bytes:
         return message.SerializeToString()
 
 
-def decode_sequence(data: bytes, *, expected_run: str = "", max_bytes: int = 0) -> Sequence:
-    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" and `max_bytes` 0 = any."""
-    message = parse(pb.Sequence(), data, _SEQUENCE_codec, max_bytes)
+def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
+    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    message = parse(pb.Sequence(), data, _SEQUENCE_codec)
     sequence = Sequence(
         run=message.run,
         sequence_id=message.sequence_id,
@@ -430,7 +430,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "", max_bytes: int = 0) 
 def sequence_id_in(data: bytes, *, run: str) -> str:
     """The id that a sequence message of `run` names, although `decode_sequence` may refuse it; "" when it names none."""
     try:
-        message = parse(pb.Sequence(), data, _SEQUENCE_codec, 0)
+        message = parse(pb.Sequence(), data, _SEQUENCE_codec)
     except MessageError:
         return ""
     return str(message.sequence_id) if message.run == run else ""
@@ -457,9 +457,9 @@ def encode_group(group: PromptGroup) -> bytes:
         ).SerializeToString()
 
 
-def decode_group(data: bytes, *, expected_run: str = "", max_bytes: int = 0) -> PromptGroup:
-    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" and `max_bytes` 0 = any."""
-    message = parse(pb.PromptGroup(), data, _GROUP_codec, max_bytes)
+def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
+    """Arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    message = parse(pb.PromptGroup(), data, _GROUP_codec)
     group = PromptGroup(
         run=message.run,
         group_id=message.group_id,
@@ -483,7 +483,7 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
     """What names the samples of a group that `decode_group` refuses: a group of `run` without a prompt. None when the
     message does not say that much. Not to be generated from: it accounts for samples that nobody can generate."""
     try:
-        message = parse(pb.PromptGroup(), data, _GROUP_codec, 0)
+        message = parse(pb.PromptGroup(), data, _GROUP_codec)
     except MessageError:
         return None
     if message.run != run or not (message.group_id and message.task and 1 <= message.num_samples <= MAX_SAMPLES):
@@ -521,7 +521,7 @@ def encode_dead_letter(letter: DeadLetter) -> bytes:
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
     """Raises `MessageError`; `expected_run` "" = any."""
-    message = parse(pb.DeadLetter(), data, _DEAD_codec, 0)
+    message = parse(pb.DeadLetter(), data, _DEAD_codec)
     letter = DeadLetter(
         run=message.run,
         msg_id=message.msg_id,

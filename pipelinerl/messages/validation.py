@@ -13,10 +13,8 @@ from pipelinerl.errors import MessageError
 _Proto = TypeVar("_Proto", bound=Message)
 
 
-def parse(message: _Proto, data: bytes, kind: str, max_bytes: int) -> _Proto:
-    """Fills `message` from `data`. Raises `MessageError` when it does not parse or exceeds `max_bytes` (0 = any)."""
-    if max_bytes and len(data) > max_bytes:
-        raise MessageError(kind, "", f"{len(data)} bytes exceed the limit of {max_bytes}")
+def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
+    """Fills `message` from `data` and returns it. Raises `MessageError` when it does not parse."""
     try:
         message.ParseFromString(data)
     except DecodeError as error:

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
-from pipelinerl.messages.control import LowRankFields, decode_manifest, encode_manifest
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.messages.validation import parse
+from pipelinerl.v1 import control_pb2
 
 
 class ManifestDiffers(ManifestMismatch):
@@ -291,23 +293,39 @@ def _validate_low_rank(manifest: Manifest) -> None:
             raise FieldError(f"low_rank[{item.name}].shape", item.shape, f"that of B·A, with A {a} and B {b}")
         if item.dtype not in DTYPE_BYTES:
             raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")
+        if not math.isfinite(item.scaling):
+            raise FieldError(f"low_rank[{item.name}].scaling", item.scaling, "a finite number")
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Raises `MessageError` for what `manifest_from_bytes` would refuse."""
-    parameters = ((spec.name, spec.shape, spec.dtype) for spec in manifest.parameters)
-    low_rank = (LowRankFields(*astuple(item)) for item in manifest.low_rank)
-    return encode_manifest(manifest.manifest_id, parameters, manifest.chunk_bytes, manifest.wire_dtype, low_rank)
+    """The `WeightManifest` message of the control channel."""
+    return control_pb2.WeightManifest(
+        manifest_id=manifest.manifest_id,
+        parameters=[control_pb2.ParameterSpec(**vars(spec)) for spec in manifest.parameters],
+        chunk_bytes=manifest.chunk_bytes,
+        wire_dtype=manifest.wire_dtype,
+        low_rank=[control_pb2.LowRank(**vars(item)) for item in manifest.low_rank],
+    ).SerializeToString()
 
 
 def manifest_from_bytes(data: bytes) -> Manifest:
     """Raises `MessageError` when the message does not parse or its id is not that of its content."""
-    fields = decode_manifest(data)
-    parameters = tuple(ParameterSpec(name, shape, dtype) for name, shape, dtype in fields.parameters)
-    low_rank = tuple(LowRank(*item) for item in fields.low_rank)
-    manifest = Manifest(parameters, fields.chunk_bytes, fields.wire_dtype, low_rank)
-    if manifest.manifest_id != fields.manifest_id:
-        raise MessageError(
-            "WeightManifest", "manifest_id", f"{fields.manifest_id} is not that of its content, {manifest.manifest_id}"
+    kind = "WeightManifest"
+    message = parse(control_pb2.WeightManifest(), data, kind)
+    low_rank = (
+        LowRank(item.name, tuple(item.shape), item.dtype, item.a, item.b, item.scaling, item.transposed)
+        for item in message.low_rank
+    )
+    try:
+        manifest = build_manifest(
+            ((spec.name, spec.shape, spec.dtype) for spec in message.parameters),
+            wire_dtype=message.wire_dtype,
+            chunk_bytes=message.chunk_bytes,
+            low_rank=low_rank,
         )
+    except FieldError as error:
+        raise MessageError(kind, error.field, str(error)) from error
+    if manifest.manifest_id != message.manifest_id:
+        problem = f"{message.manifest_id} is not that of its content, {manifest.manifest_id}"
+        raise MessageError(kind, "manifest_id", problem)
     return manifest

@@ -25,7 +25,7 @@ from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError
 from pipelinerl.kube.client import KubeClient, KubeError
 from pipelinerl.kube.pod_watch import Pauses
-from pipelinerl.messages.control import Phase, Registration, encode_control
+from pipelinerl.messages.control import Phase, Registration
 from services.actor.engine import InferenceEngine
 from services.actor.generation import ServingGate
 from services.actor.hand_over import HeldGroups, Remainder
@@ -138,7 +138,7 @@ class Heartbeat:
         """Runs until cancelled, or until `leave`. A bus that does not take a beat gets the next one; one line says so."""
         while not self._left:
             try:
-                await self._bus.put_member(self._actor, encode_control(self.registration()))
+                await self._bus.put_member(self._actor, self.registration().SerializeToString())
             except BusError as error:
                 log.log(logging.DEBUG if self._away else logging.WARNING, "cannot register, will try again: %s", error)
                 self._away = True
@@ -157,7 +157,7 @@ class Heartbeat:
         try:
             async with asyncio.timeout(LEAVE_WITHIN_S):
                 if self._gate.draining:
-                    await self._bus.put_member(self._actor, encode_control(self.registration()))
+                    await self._bus.put_member(self._actor, self.registration().SerializeToString())
                 await self._bus.remove_member(self._actor)
         except (BusError, TimeoutError) as error:
             log.warning("cannot remove the registration, it will expire: %s", error or "no answer in time")

@@ -20,7 +20,7 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
-from pipelinerl.messages.control import RunEnd, encode_control
+from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
@@ -334,9 +334,14 @@ class TrainingRun:
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
-        end = RunEnd(self._incarnation, self._loop.version, finished, "" if finished else "stopped early")
+        end = RunEnd(
+            incarnation=self._incarnation,
+            version=self._loop.version,
+            ok=finished,
+            reason="" if finished else "stopped early",
+        )
         try:
-            await self._bus.publish_control("end", encode_control(end))
+            await self._bus.publish_control("end", end.SerializeToString())
         except BusError as error:
             log.warning("the end of the run could not be announced: %s", error)
 

@@ -116,7 +116,7 @@ async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_an
         await stage.all_on(1, [a])
         epochs = {message.epoch for message in stage.said if isinstance(message, EpochStart)}
         assert epochs == {1}
-        await stage.until(lambda: Commit(1, 1, 1) in stage.said)
+        await stage.until(lambda: Commit(incarnation=1, epoch=1, version=1) in stage.said)
 
 
 async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(

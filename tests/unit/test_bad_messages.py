@@ -19,7 +19,6 @@ from pipelinerl.messages.control import (
     EpochMember,
     EpochStart,
     RunEnd,
-    encode_control,
 )
 from pipelinerl.messages.sequences import (
     PartialSequence,
@@ -122,23 +121,68 @@ def test_a_message_too_large_for_its_dead_letter_is_given_up_all_the_same() -> N
 
 # --- CONTROL
 
-ME = EpochMember("a", "p1", 1, 1)
-EPOCH = EpochStart(9, 1, "127.0.0.1:1", "gloo", 2, (ME,), MANIFEST.manifest_id, 5.0)
+ME = EpochMember(actor="a", process="p1", first_rank=1, ranks=1)
+EPOCH = EpochStart(
+    incarnation=9,
+    epoch=1,
+    store_address="127.0.0.1:1",
+    backend="gloo",
+    world_size=2,
+    members=(ME,),
+    manifest_id=MANIFEST.manifest_id,
+    deadline_s=5.0,
+)
 GOOD_ORDERS = {
     "manifest": manifest_to_bytes(MANIFEST),
-    "epoch": encode_control(EPOCH),
-    "announce": encode_control(Announce(9, 1, 3, MANIFEST.manifest_id, 5.0)),
-    "commit": encode_control(Commit(9, 1, 3)),
+    "epoch": EPOCH.SerializeToString(),
+    "announce": Announce(
+        incarnation=9, epoch=1, version=3, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
+    ).SerializeToString(),
+    "commit": Commit(incarnation=9, epoch=1, version=3).SerializeToString(),
 }
 FOREIGN_ORDERS = [
-    ("epoch", encode_control(EpochStart(8, 1, "x:1", "gloo", 2, (EpochMember("a", "p0", 1, 1),), "m", 5.0))),
-    ("epoch", encode_control(EpochStart(9, 7, "x:1", "gloo", 2, (ME,), "another manifest", 5.0))),
-    ("announce", encode_control(Announce(8, 1, 40, MANIFEST.manifest_id, 5.0))),
-    ("announce", encode_control(Announce(9, 2, 1, MANIFEST.manifest_id, 5.0))),
-    ("commit", encode_control(Commit(8, 1, 40))),
-    ("commit", encode_control(Commit(9, 1, 2))),
-    ("abort", encode_control(Abort(8, 1, 40, "of another incarnation"))),
-    ("end", encode_control(RunEnd(8, 40, True))),
+    (
+        "epoch",
+        EpochStart(
+            incarnation=8,
+            epoch=1,
+            store_address="x:1",
+            backend="gloo",
+            world_size=2,
+            members=(EpochMember(actor="a", process="p0", first_rank=1, ranks=1),),
+            manifest_id="m",
+            deadline_s=5.0,
+        ).SerializeToString(),
+    ),
+    (
+        "epoch",
+        EpochStart(
+            incarnation=9,
+            epoch=7,
+            store_address="x:1",
+            backend="gloo",
+            world_size=2,
+            members=(ME,),
+            manifest_id="another manifest",
+            deadline_s=5.0,
+        ).SerializeToString(),
+    ),
+    (
+        "announce",
+        Announce(
+            incarnation=8, epoch=1, version=40, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
+        ).SerializeToString(),
+    ),
+    (
+        "announce",
+        Announce(
+            incarnation=9, epoch=2, version=1, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
+        ).SerializeToString(),
+    ),
+    ("commit", Commit(incarnation=8, epoch=1, version=40).SerializeToString()),
+    ("commit", Commit(incarnation=9, epoch=1, version=2).SerializeToString()),
+    ("abort", Abort(incarnation=8, epoch=1, version=40, reason="of another incarnation").SerializeToString()),
+    ("end", RunEnd(incarnation=8, version=40, ok=True).SerializeToString()),
 ]
 """Well-formed, and not for this actor: of another incarnation, another epoch, another manifest, another process."""
 ORDERS = st.sampled_from([*GOOD_ORDERS.values(), *(payload for _, payload in FOREIGN_ORDERS)])

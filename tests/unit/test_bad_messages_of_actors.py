@@ -15,7 +15,6 @@ from pipelinerl.messages.control import (
     Registration,
     Serving,
     Staged,
-    encode_control,
 )
 from pipelinerl.messages.sequences import Sequence, VersionSpan, encode_sequence
 from pipelinerl.rl.ledger import Outcome
@@ -104,11 +103,22 @@ async def two_groups(one: Desk) -> list[Sequence]:
 
 
 ANSWERS = {
-    "joined": encode_control(EpochJoined("a", 1, 1)),
-    "staged": encode_control(Staged("a", 1, 1, 3, 7, 8, 0.5, 0.5)),
-    "serving": encode_control(Serving("a", 1, 1, 3, 0.5)),
-    "failed": encode_control(Abort(1, 1, 3, "why", "a")),
-    "registration": encode_control(Registration("a", "p", "host:1", 1, "m", 3, 1, "serving")),
+    "joined": EpochJoined(actor="a", incarnation=1, epoch=1).SerializeToString(),
+    "staged": Staged(
+        actor="a", incarnation=1, epoch=1, version=3, checksum=7, bytes=8, receive_s=0.5, prepare_s=0.5
+    ).SerializeToString(),
+    "serving": Serving(actor="a", incarnation=1, epoch=1, version=3, stall_s=0.5).SerializeToString(),
+    "failed": Abort(incarnation=1, epoch=1, version=3, reason="why", actor="a").SerializeToString(),
+    "registration": Registration(
+        actor="a",
+        process="p",
+        grpc_address="host:1",
+        ranks=1,
+        manifest_id="m",
+        policy_version=3,
+        incarnation=1,
+        phase="serving",
+    ).SerializeToString(),
 }
 
 

@@ -16,11 +16,7 @@ from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, sta
 from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
 from benchmarks.samples import milliseconds, paired_ratio, percentile
-from benchmarks.simulated_members import actors_of
 from benchmarks.weight_update import merged
-from pipelinerl.messages.control import EpochMember, EpochStart
-from services.trainer.weight_sync.coordinator import Member
-from services.trainer.weight_sync.session import epoch_members
 
 STEPS = [Step(1.0, 10, "1:0"), Step(2.0, 10, "1:0"), Step(3.0, 10, "1:0"), Step(5.5, 10, "1:1"), Step(6.5, 20, "1:1")]
 """One step a second, and 1.5 s in which a swap let nothing run."""
@@ -94,12 +90,6 @@ def test_a_row_of_the_recovery_table_has_medians_and_maxima() -> None:
     made = row("staged", "freezes", "short", measured)
     assert (made["served_s"], made["served_max_s"], made["trainer_s"], made["trainer_max_s"]) == (2.0, 3.0, 4.0, 9.0)
     assert (made["pause_ms"], made["pause_max_ms"], made["meetings"], made["repeats"]) == (2.0, 9.0, 2, 3)
-
-
-def test_a_simulated_member_finds_itself_in_an_epoch() -> None:
-    members = epoch_members((Member("a", "p1"), Member("b", "p2", ranks=2)))
-    assert members[1] == EpochMember("b", "p2", 2, 2)
-    assert actors_of(EpochStart(1, 1, "h:1", "gloo", 4, members, "m", 60.0)) == {"a", "b"}
 
 
 def test_a_result_keeps_the_models_that_were_not_measured_this_time() -> None:

@@ -424,15 +424,6 @@ def test_another_runs_message_is_refused() -> None:
     assert decode_sequence(encode_sequence(a_sequence()), expected_run="demo").run == "demo"
 
 
-def test_an_oversized_message_is_refused_before_it_is_parsed() -> None:
-    data = encode_sequence(a_sequence())
-    assert decode_sequence(data, max_bytes=len(data)).run == "demo"
-    with pytest.raises(MessageError, match="exceed the limit"):
-        decode_sequence(data, max_bytes=len(data) - 1)
-    with pytest.raises(MessageError, match="exceed the limit"):
-        decode_group(bytes(100), max_bytes=99)
-
-
 @pytest.mark.parametrize(
     ("field", "changes"),
     [

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import Backend, Registration, RunEnd, encode_control
+from pipelinerl.messages.control import Backend, Registration, RunEnd
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest, manifest_to_bytes
@@ -122,8 +122,10 @@ class RunningActor:
     async def register(
         self, process: str = "p1", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
     ) -> None:
-        registration = Registration(self.name, process, f"{self.name}:1", ranks, phase=phase, pod_uid=pod_uid)
-        await self.bus.put_member(self.name, encode_control(registration))
+        registration = Registration(
+            actor=self.name, process=process, grpc_address=f"{self.name}:1", ranks=ranks, phase=phase, pod_uid=pod_uid
+        )
+        await self.bus.put_member(self.name, registration.SerializeToString())
 
 
 @dataclass

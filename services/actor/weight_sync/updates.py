@@ -30,7 +30,6 @@ from pipelinerl.messages.control import (
     Serving,
     Staged,
     decode_control,
-    encode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.retry import retry_forever
@@ -171,7 +170,10 @@ class UpdateListener:
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
         self._metrics.updates.labels("refused").inc()
-        await self._answer("failed", Abort(0, 0, 0, str(error)[:REASON_CHARACTERS], self._instance))
+        await self._answer(
+            "failed",
+            Abort(incarnation=0, epoch=0, version=0, reason=str(error)[:REASON_CHARACTERS], actor=self._instance),
+        )
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
@@ -202,7 +204,9 @@ class UpdateListener:
             return
         self.epoch = epoch
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
-        await self._answer("joined", EpochJoined(self._instance, epoch.incarnation, epoch.epoch))
+        await self._answer(
+            "joined", EpochJoined(actor=self._instance, incarnation=epoch.incarnation, epoch=epoch.epoch)
+        )
 
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
@@ -265,7 +269,13 @@ class UpdateListener:
         self._metrics.stall_seconds.observe(stall_s)
         await self._answer(
             "serving",
-            Serving(self._instance, commit.incarnation, commit.epoch, commit.version, stall_s),
+            Serving(
+                actor=self._instance,
+                incarnation=commit.incarnation,
+                epoch=commit.epoch,
+                version=commit.version,
+                stall_s=stall_s,
+            ),
             headers_of(trace_of(span)),
         )
 
@@ -302,13 +312,21 @@ class UpdateListener:
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
         await self._answer(
-            "failed", Abort(about.incarnation, about.epoch, version, reason, self._instance, group_broke)
+            "failed",
+            Abort(
+                incarnation=about.incarnation,
+                epoch=about.epoch,
+                version=version,
+                reason=reason,
+                actor=self._instance,
+                group_broke=group_broke,
+            ),
         )
 
     async def _answer(
         self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS
     ) -> None:
-        payload = encode_control(message)
+        payload = message.SerializeToString()
         await retry_forever(
             lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}"
         )

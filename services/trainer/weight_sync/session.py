@@ -240,18 +240,29 @@ class TransferSession:
                 await self._form_group(epoch, members)
             case c.SendVersion(epoch, version):
                 announce = Announce(
-                    around.incarnation, epoch, version, around.port.manifest.manifest_id, around.deadline_s
+                    incarnation=around.incarnation,
+                    epoch=epoch,
+                    version=version,
+                    manifest_id=around.port.manifest.manifest_id,
+                    deadline_s=around.deadline_s,
                 )
                 with self.trace.order("announce", epoch) as span:
                     await self._say("announce", announce, headers_of(trace_of(span)))
                 assert self._group is not None
                 self._task = around.spawn(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
-                await self._say("commit", Commit(around.incarnation, epoch, version), self.trace.commit(epoch))
+                await self._say(
+                    "commit",
+                    Commit(incarnation=around.incarnation, epoch=epoch, version=version),
+                    self.trace.commit(epoch),
+                )
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
                 self.trace.aborted(reason)
-                await self._say("abort", Abort(around.incarnation, epoch, version, reason, ""))
+                await self._say(
+                    "abort",
+                    Abort(incarnation=around.incarnation, epoch=epoch, version=version, reason=reason, actor=""),
+                )
                 await self._stop_transfer()
             case c.SetDeadline(token):
                 self._set_deadline(token)
@@ -333,7 +344,9 @@ def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
     """Rank layout: rank 0 is the trainer, then each actor's ranks in the members' order. Pure."""
     laid_out, next_rank = [], 1
     for member in members:
-        laid_out.append(EpochMember(member.actor, member.process, next_rank, member.ranks))
+        laid_out.append(
+            EpochMember(actor=member.actor, process=member.process, first_rank=next_rank, ranks=member.ranks)
+        )
         next_rank += member.ranks
     return tuple(laid_out)
 

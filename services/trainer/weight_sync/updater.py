@@ -26,7 +26,6 @@ from pipelinerl.messages.control import (
     Serving,
     Staged,
     decode_control,
-    encode_control,
 )
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.transfer.manifest import manifest_to_bytes
@@ -430,7 +429,7 @@ class WeightUpdater:
             self._served_changed.notify_all()
 
     async def _say(self, kind: str, order: Order, actor: str, headers: Headers) -> None:
-        payload = encode_control(order)
+        payload = order.SerializeToString()
         await retry_forever(lambda: self._bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
