@@ -118,6 +118,13 @@ def test_torch_for_cpu_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "calls").exists()
 
 
+def test_the_installation_leaves_pips_log_out() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "PIP := $(BIN)/python -m pip --quiet --quiet" in makefile
+    installs = [line for line in makefile.splitlines() if "pip install" in line or "install_torch.sh" in line]
+    assert [line for line in installs if "--quiet" not in line] == []
+
+
 def test_pips_settings_go_into_the_build_with_the_folders_they_name(tmp_path: Path) -> None:
     (tmp_path / "index" / "simple").mkdir(parents=True)
     certificates = tmp_path / "ca.crt"
