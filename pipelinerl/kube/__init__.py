@@ -1,4 +1,4 @@
-"""What the services ask of the Kubernetes API, over the official client: watch pods, annotate a pod, create Events.
+"""What the services ask of the Kubernetes API: to watch pods, annotate a pod and create Events.
 
-Light: no torch, and `kubernetes` itself is imported at the first call. Nothing here decides what a pod's end means for a run.
+Nothing here decides what a pod's end means for a run.
 """

@@ -1,10 +1,8 @@
-"""Which Events are worth sending, so that something that flaps cannot flood the API. Pure: no clock, no socket.
+"""Kubernetes Events about pods: made as data, bounded, sent in the background, never waited for.
 
-Kubernetes Events about pods: made as data, bounded, sent in the background, never waited for.
-
-Consumes `emit` calls, produces core v1 Events. It waits for the API server; while that is away the queue holds what is left,
-and what does not fit is dropped: Events are for people, the logs have everything. How often the same happened is left to the
-API server and to those who read.
+`EventRateLimiter` decides which are worth sending, so that something that flaps cannot flood the API; it is pure.
+`EventRecorder` consumes `emit` calls and produces core v1 Events. It waits for the API server; while that is away a bounded
+queue holds them and the rest is dropped: Events are for people, the logs have everything.
 """
 
 from __future__ import annotations
@@ -19,10 +17,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipelinerl.kube.client import KubeClient, KubeError
-from pipelinerl.kube.pod_watch import Pauses
+from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError
+
+log = logging.getLogger(__name__)
 
 MOST_KEYS = 1024
+"""Kinds and objects that the limiter remembers."""
 
 
 @dataclass
@@ -69,8 +69,6 @@ class EventRateLimiter:
         return True
 
 
-log = logging.getLogger(__name__)
-
 QUEUE_SIZE = 200
 TRIES = 5
 """Of one Event where the server does not answer."""
@@ -111,7 +109,7 @@ def event_body(
 
 
 class EventRecorder:
-    """See the module. Used on one event loop."""
+    """Sends Events of one component; used on one event loop."""
 
     def __init__(
         self,
@@ -119,15 +117,15 @@ class EventRecorder:
         *,
         component: str,
         instance: str,
-        bound: EventRateLimiter | None = None,
-        pauses: Pauses | None = None,
+        limiter: EventRateLimiter | None = None,
+        backoff: KubeBackoff = BACKOFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._component, self._instance = client, component, instance
-        self._bound, self._pauses, self._clock = bound or EventRateLimiter(), pauses or Pauses(), clock
+        self._limiter, self._backoff, self._clock = limiter or EventRateLimiter(), backoff, clock
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_SIZE)
         self._denied_until_s = 0.0
-        self._told: tuple[object, ...] = ()
+        self._logged: tuple[object, ...] = ()
         self.num_dropped = 0
         """Not sent: no room, no permission, or no answer."""
 
@@ -136,7 +134,7 @@ class EventRecorder:
     ) -> None:
         """Takes it and returns. One that `EventRateLimiter` leaves out is counted in the next message of its kind; one that
         happens but once is to be sent `always`."""
-        left_out = 0 if always else self._bound.passes(reason, about.name, self._clock())
+        left_out = 0 if always else self._limiter.passes(reason, about.name, self._clock())
         if left_out is None:
             return
         text = f"{message} ({left_out} more like this since the last one)" if left_out else message
@@ -151,8 +149,7 @@ class EventRecorder:
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            event = await self._queue.get()
-            await self._send(event)
+            await self._send(await self._queue.get())
             self._queue.task_done()
 
     async def drained(self) -> None:
@@ -167,20 +164,16 @@ class EventRecorder:
             try:
                 await self._client.create_event(event)
             except KubeError as error:
-                self._away(error)
+                why = (error.denied, error.status)  # a warning for each new reason, until an Event goes through
+                log.log(logging.DEBUG if why == self._logged else logging.WARNING, "no Kubernetes Events: %s", error)
+                self._logged = why
                 if error.denied:
-                    self._denied_until_s = self._clock() + self._pauses.denied_s
+                    self._denied_until_s = self._clock() + self._backoff.denied_s
                 if 400 <= error.status < 500 and error.status != 429:
                     break
                 if tries < TRIES:
-                    await asyncio.sleep(self._pauses.after(error, tries))
+                    await asyncio.sleep(self._backoff.after(error, tries))
             else:
-                self._told = ()
+                self._logged = ()
                 return
         self.num_dropped += 1
-
-    def _away(self, error: KubeError) -> None:
-        """Says it once, until an Event goes through or it is for another reason."""
-        why = (error.denied, error.status)
-        log.log(logging.DEBUG if why == self._told else logging.WARNING, "no Kubernetes Events: %s", error)
-        self._told = why

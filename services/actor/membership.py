@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError
-from pipelinerl.kube.client import KubeClient, KubeError
-from pipelinerl.kube.pod_watch import Pauses
+from pipelinerl.kube.client import KubeBackoff, KubeClient, KubeError
 from pipelinerl.messages.control import Phase, Registration
 from services.actor.engine import InferenceEngine
 from services.actor.generation import ServingGate
@@ -71,23 +70,28 @@ class DeletionCost:
         pod: str,
         uid: str,
         every_s: float = EVERY_S,
-        pauses: Pauses | None = None,
+        backoff: KubeBackoff | None = None,
     ) -> None:
         self._client, self._held, self._engine, self._metrics = client, held, engine, metrics
         self._pod, self._uid, self._every_s = pod, uid, every_s
-        self._pauses = pauses or Pauses(first_s=every_s, most_s=20 * every_s)
+        self._backoff = backoff or KubeBackoff(first_s=every_s, most_s=20 * every_s)
         self._told: int | None = None
         self._failures = 0
         self._not_before_s = 0.0
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        while True:
-            cost = work_in_hand(self._held.remainders(), self._engine.progress())
-            self._metrics.deletion_cost.set(cost)
-            if self._client is not None and worth_telling(self._told, cost) and _now() >= self._not_before_s:
-                await self._tell(self._client, cost)
-            await asyncio.sleep(self._every_s * random.uniform(0.8, 1.2))  # actors that start together do not stay so
+        try:
+            while True:
+                cost = work_in_hand(self._held.remainders(), self._engine.progress())
+                self._metrics.deletion_cost.set(cost)
+                if self._client is not None and worth_telling(self._told, cost) and _now() >= self._not_before_s:
+                    await self._tell(self._client, cost)
+                # actors that start together do not stay so
+                await asyncio.sleep(self._every_s * random.uniform(0.8, 1.2))
+        finally:
+            if self._client is not None:
+                await self._client.close()
 
     async def _tell(self, client: KubeClient, cost: int) -> None:
         try:
@@ -100,7 +104,7 @@ class DeletionCost:
                 "the deletion cost of this pod is not kept up to date, scaling down may stop a busy actor: %s",
                 error,
             )
-            self._not_before_s = _now() + self._pauses.after(error, self._failures)
+            self._not_before_s = _now() + self._backoff.after(error, self._failures)
         else:
             if self._failures:
                 log.info("the deletion cost of this pod is kept up to date again")

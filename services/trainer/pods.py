@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from pipelinerl.kube.client import in_cluster
-from pipelinerl.kube.pod_watch import PodWatch
+from pipelinerl.kube.pods import PodWatch
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.weight_sync.updater import WeightUpdater
 
@@ -25,4 +25,7 @@ async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) ->
     if not settings.actor_selector:
         log.warning("PIPELINERL_ACTOR_SELECTOR is empty: no pods are watched, %s", WITHOUT)
         return
-    await PodWatch(client, settings.actor_selector, updater.pod_ends, without=WITHOUT).run()
+    try:
+        await PodWatch(client, settings.actor_selector, updater.pod_ends, without=WITHOUT).run()
+    finally:
+        await client.close()

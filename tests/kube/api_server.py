@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipelinerl.kube.client import ACTOR, TRAINER, Permission
+from pipelinerl.kube.client import ACTOR, TRAINER, KubeClient, Permission
 
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
@@ -262,6 +262,16 @@ async def api_server(context: ssl.SSLContext) -> AsyncIterator[ApiServer]:
     finally:
         server.silent = False
         await server.stop()
+
+
+@asynccontextmanager
+async def kube_client(account: Path, request_s: float = 2.0) -> AsyncIterator[KubeClient]:
+    """A client as a pod's, closed at the end."""
+    client = KubeClient(NAMESPACE, account, request_s=request_s)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def service_account(folder: Path, ca: Path, token: str) -> Path:

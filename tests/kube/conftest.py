@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.kube.client import KubeClient
-from tests.kube.api_server import NAMESPACE, ApiServer, api_server, service_account
-from tests.kube.certificates import make_certificates
+from tests.kube.api_server import ApiServer, api_server, kube_client, service_account
+from tests.support.certificates import Authority
 
 
 @pytest.fixture(scope="session")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    folder = tmp_path_factory.mktemp("tls")
-    return folder / "ca.crt", make_certificates(folder)
+    folder = Authority().issue(tmp_path_factory.mktemp("tls"), "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    return folder / "ca.crt", context
 
 
 @pytest.fixture
@@ -33,10 +35,12 @@ def account(tmp_path: Path, tls: tuple[Path, ssl.SSLContext]) -> Callable[[str],
 
 
 @pytest.fixture
-def trainer(api: ApiServer, account: Callable[[str], Path]) -> KubeClient:
-    return KubeClient(NAMESPACE, account("trainer-token"), request_s=2.0)
+async def trainer(api: ApiServer, account: Callable[[str], Path]) -> AsyncIterator[KubeClient]:
+    async with kube_client(account("trainer-token")) as client:
+        yield client
 
 
 @pytest.fixture
-def actor(api: ApiServer, account: Callable[[str], Path]) -> KubeClient:
-    return KubeClient(NAMESPACE, account("actor-token"), request_s=2.0)
+async def actor(api: ApiServer, account: Callable[[str], Path]) -> AsyncIterator[KubeClient]:
+    async with kube_client(account("actor-token")) as client:
+        yield client

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.kube import client as client_module
 from pipelinerl.kube.client import (
     ACTOR,
     CREATE_EVENTS,
     LIST_PODS,
-    PATCH_PODS,
     TRAINER,
-    WATCH_PODS,
     KubeClient,
     KubeError,
     PodChange,
     in_cluster,
 )
 from services.trainer.reporting.events import REASONS
-from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer
+from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_client
+from tests.support.certificates import Authority
 from tests.unit.builders import RUN
 
 
@@ -85,60 +82,42 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(
     api: ApiServer, account: Callable[[str], Path]
 ) -> None:
     folder = account("trainer-token")
-    client = KubeClient(NAMESPACE, folder)
-    await client.list_pods(SELECTOR)
-    api.rights = {"second-token": TRAINER}
-    with pytest.raises(KubeError, match="does not accept the ServiceAccount's token"):
+    async with kube_client(folder) as client:
         await client.list_pods(SELECTOR)
-    (folder / "token").write_text("second-token")
-    listing = await client.list_pods(SELECTOR)
-    async with client.watch_pods(SELECTOR, listing.resource_version):
-        assert api.refused == [401, 401, 401]
-
-
-async def test_the_official_client_reads_a_rotated_token_by_itself(
-    api: ApiServer, account: Callable[[str], Path]
-) -> None:
-    """Long before the old one expires; without a refusal in between."""
-    folder = account("trainer-token")
-    client = KubeClient(NAMESPACE, folder)
-    await client.list_pods(SELECTOR)
-    api.rights["second-token"] = TRAINER
-    (folder / "token").write_text("second-token")
-    loader = client._api.api_client.configuration.refresh_api_key_hook.__closure__[0].cell_contents
-    loader.token_expires_at -= loader._token_refresh_period
-    await client.list_pods(SELECTOR)
-    del api.rights["trainer-token"]
-    await client.list_pods(SELECTOR)
-    assert api.refused == []
+        api.rights = {"second-token": TRAINER}
+        with pytest.raises(KubeError, match="does not accept the ServiceAccount's token"):
+            await client.list_pods(SELECTOR)
+        (folder / "token").write_text("second-token")
+        listing = await client.list_pods(SELECTOR)
+        async with client.watch_pods(SELECTOR, listing.resource_version):
+            assert api.refused == [401, 401, 401]
 
 
 async def test_no_answer_is_an_error_within_the_limit(api: ApiServer, account: Callable[[str], Path]) -> None:
-    client = KubeClient(NAMESPACE, account("trainer-token"), request_s=0.2)
-    api.silent = True
-    with pytest.raises(KubeError, match="no answer") as raised:
-        await client.list_pods(SELECTOR)
-    assert raised.value.status == 0
-    await api.stop()
-    with pytest.raises(KubeError, match="no answer"):
-        await client.create_event({"metadata": {"name": "e"}})
+    async with kube_client(account("trainer-token"), request_s=0.2) as client:
+        api.silent = True
+        with pytest.raises(KubeError, match="no answer: TimeoutError") as raised:
+            await client.list_pods(SELECTOR)
+        assert raised.value.status == 0
+        with pytest.raises(KubeError, match="no answer"):
+            async with client.watch_pods(SELECTOR, "1"):
+                pass
+        await api.stop()
+        with pytest.raises(KubeError, match="no answer"):
+            await client.create_event({"metadata": {"name": "e"}})
 
 
-async def test_without_a_service_account_it_says_what_is_not_there(api: ApiServer, tmp_path: Path) -> None:
+async def test_without_a_service_account_the_error_says_what_is_missing(api: ApiServer, tmp_path: Path) -> None:
     with pytest.raises(KubeError, match="token file does not exist"):
         await KubeClient(NAMESPACE, tmp_path).list_pods(SELECTOR)
 
 
 async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> None:
-    from tests.kube.certificates import make_certificates
-
-    other = tmp_path / "other"
-    other.mkdir()
-    make_certificates(other)
     folder = account("trainer-token")
-    (folder / "ca.crt").write_bytes((other / "ca.crt").read_bytes())
-    with pytest.raises(KubeError, match="certificate verify failed"):
-        await KubeClient(NAMESPACE, folder).list_pods(SELECTOR)
+    Authority("another CA").write_ca(folder)
+    async with kube_client(folder) as client:
+        with pytest.raises(KubeError, match="certificate verify failed"):
+            await client.list_pods(SELECTOR)
     assert api.calls == []
 
 
@@ -159,31 +138,13 @@ async def test_a_line_that_comes_in_pieces_is_one_change(api: ApiServer, trainer
             assert await anext(changes) == PodChange("BOOKMARK", None, "7")
 
 
-async def test_leaving_a_silent_watch_ends_its_thread(
-    api: ApiServer, trainer: KubeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading, next_line = threading.Event(), client_module._WatchStream.next_line
-
-    def note_and_read(stream: client_module._WatchStream) -> bytes | None:
-        reading.set()
-        return next_line(stream)
-
-    monkeypatch.setattr(client_module._WatchStream, "next_line", note_and_read)
-
-    async def threads_end() -> None:
-        async with asyncio.timeout(SOON_S):
-            while any(thread.name == "kubernetes" for thread in threading.enumerate()):
-                await asyncio.sleep(0.005)
-
-    await threads_end()
+async def test_leaving_a_silent_watch_closes_its_connection(api: ApiServer, trainer: KubeClient) -> None:
     async with trainer.watch_pods(SELECTOR, "1000") as changes:
         waiting = asyncio.ensure_future(anext(changes))
         await api.watched()
-        assert await asyncio.to_thread(reading.wait, SOON_S)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
-    await threads_end()
     await api.watched(0)
 
 
@@ -195,9 +156,3 @@ def test_outside_kubernetes_there_is_no_client() -> None:
     client = in_cluster(ActorSettings(**where, pod_namespace="train"))
     assert client is not None
     assert client.namespace == "train"
-
-
-def test_permissions_are_the_least() -> None:
-    assert {str(permission) for permission in ACTOR} == {"patch pods"}
-    assert {str(permission) for permission in TRAINER} == {"list pods", "watch pods", "create events"}
-    assert {PATCH_PODS.api_group, WATCH_PODS.api_group} == {""}

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeClient
-from pipelinerl.kube.pod_watch import Pauses
+from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeBackoff, KubeClient
 from pipelinerl.messages.sequences import PartialSequence, VersionSpan
 from services.actor.hand_over import HeldGroups
 from services.actor.membership import (
@@ -101,11 +100,11 @@ class Running:
 
 @asynccontextmanager
 async def telling(
-    client: KubeClient | None, *, uid: str = "u1", pauses: Pauses | None = None
+    client: KubeClient | None, *, uid: str = "u1", backoff: KubeBackoff | None = None
 ) -> AsyncIterator[Running]:
     held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
     held.take(group, Delivery())  # type: ignore[arg-type]
-    cost = DeletionCost(client, held, progress, metrics, pod="actor-x", uid=uid, every_s=0.005, pauses=pauses)  # type: ignore[arg-type]
+    cost = DeletionCost(client, held, progress, metrics, pod="actor-x", uid=uid, every_s=0.005, backoff=backoff)  # type: ignore[arg-type]
     task = asyncio.create_task(cost.run())
     try:
         yield Running(progress, group.sequence_id(0), metrics)
@@ -138,7 +137,7 @@ async def test_without_the_right_one_warning_says_so_and_the_gauge_goes_on(
 ) -> None:
     api.add_pod("actor-x", "u1")
     api.rights["actor-token"] = frozenset()
-    async with telling(actor, pauses=Pauses(denied_s=0.01)) as running:
+    async with telling(actor, backoff=KubeBackoff(denied_s=0.01)) as running:
         await api.until(lambda: len(api.refused) == 3)
         running.progress.tokens[running.sequence_id] = 77
         await running.until_shown(77)
@@ -150,7 +149,7 @@ async def test_without_the_right_one_warning_says_so_and_the_gauge_goes_on(
 
 async def test_a_refusal_is_not_asked_for_again_soon(api: ApiServer, actor: KubeClient) -> None:
     api.rights["actor-token"] = frozenset()
-    async with telling(actor, pauses=Pauses(denied_s=1000.0)) as running:
+    async with telling(actor, backoff=KubeBackoff(denied_s=1000.0)) as running:
         await api.until(lambda: len(api.refused) == 1)
         for tokens in (500, 5000, 0):
             running.progress.tokens[running.sequence_id] = tokens

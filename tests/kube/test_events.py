@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeClient
+from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackoff, KubeClient
 from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, PodRef, event_body
-from pipelinerl.kube.pod_watch import Pauses
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.writer import WrittenCheckpoint
@@ -29,13 +28,13 @@ from tests.kube.api_server import NAMESPACE, SOON_S, ApiServer
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER_POD = PodRef(NAMESPACE, "pipelinerl-trainer-0", "t-uid")
 ACTOR = Member("actor-x", "p1", pod_uid="a-uid")
-SHORT = Pauses(first_s=0.01, most_s=0.02, denied_s=1000.0)
+SHORT = KubeBackoff(first_s=0.01, most_s=0.02, denied_s=1000.0)
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @asynccontextmanager
 async def recording(client: KubeClient, **options: Any) -> AsyncIterator[EventRecorder]:
-    recorder = EventRecorder(client, component="pipelinerl-trainer", instance="t-0", pauses=SHORT, **options)
+    recorder = EventRecorder(client, component="pipelinerl-trainer", instance="t-0", backoff=SHORT, **options)
     task = asyncio.create_task(recorder.run())
     try:
         yield recorder
@@ -158,7 +157,7 @@ async def test_an_actor_that_flaps_does_not_flood_and_the_runs_own_events_pass(
     api: ApiServer, trainer: KubeClient
 ) -> None:
     now_s = [0.0]
-    async with recording(trainer, bound=EventRateLimiter(burst=4), clock=lambda: now_s[0]) as recorder:
+    async with recording(trainer, limiter=EventRateLimiter(burst=4), clock=lambda: now_s[0]) as recorder:
         events = RunEvents("demo", TRAINER_POD, recorder)
         for _ in range(500):
             events.member(MemberChange("joined", ACTOR, 1, 0), 1)

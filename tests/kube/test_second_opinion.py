@@ -14,9 +14,9 @@ import aiohttp.test_utils
 import kmock
 import pytest
 
-from pipelinerl.kube.client import KubeClient, KubeError
+from pipelinerl.kube.client import KubeError
 from pipelinerl.kube.events import PodRef, event_body
-from tests.kube.api_server import NAMESPACE, SELECTOR
+from tests.kube.api_server import NAMESPACE, SELECTOR, kube_client
 from tests.kube.test_events import AT
 
 
@@ -38,25 +38,25 @@ async def server(
 async def test_pods_are_listed_watched_and_annotated(
     server: kmock.KubernetesEmulator, account: Callable[[str], Path]
 ) -> None:
-    client = KubeClient(NAMESPACE, account("any"))
     pod = {"metadata": {"name": "a", "namespace": NAMESPACE, "uid": "u1"}, "status": {"phase": "Running"}}
     server.objects["v1/pods", NAMESPACE, "a"] = pod
-    (listed,) = (await client.list_pods(SELECTOR)).pods
-    assert (listed.name, listed.uid, listed.phase, listed.terminating) == ("a", "u1", "Running", False)
-    async with client.watch_pods(SELECTOR, "1") as changes:
-        assert (await anext(changes)).kind == "ADDED"
-        await client.annotate_pod("a", "u1", {"cost": "7"})
-        assert (await anext(changes)).kind == "MODIFIED"
-    assert server.objects["v1/pods", NAMESPACE, "a"]["metadata"]["annotations"] == {"cost": "7"}
-    with pytest.raises(KubeError) as raised:
-        await client.annotate_pod("b", "", {"cost": "7"})
+    async with kube_client(account("any")) as client:
+        (listed,) = (await client.list_pods(SELECTOR)).pods
+        async with client.watch_pods(SELECTOR, "1") as changes:
+            assert (await anext(changes)).kind == "ADDED"
+            await client.annotate_pod("a", "u1", {"cost": "7"})
+            assert (await anext(changes)).kind == "MODIFIED"
+        with pytest.raises(KubeError) as raised:
+            await client.annotate_pod("b", "", {"cost": "7"})
     assert raised.value.status == 404
+    assert (listed.name, listed.uid, listed.phase, listed.terminating) == ("a", "u1", "Running", False)
+    assert server.objects["v1/pods", NAMESPACE, "a"]["metadata"]["annotations"] == {"cost": "7"}
 
 
 async def test_an_event_is_stored_once(server: kmock.KubernetesEmulator, account: Callable[[str], Path]) -> None:
-    client = KubeClient(NAMESPACE, account("any"))
     body = event_body(PodRef(NAMESPACE, "a"), "RunStarted", "text", "Normal", component="c", instance="i", now=AT)
-    await client.create_event(body)
-    await client.create_event(body)
+    async with kube_client(account("any")) as client:
+        await client.create_event(body)
+        await client.create_event(body)
     stored = server.objects["v1/events", NAMESPACE, body["metadata"]["name"]]
     assert (stored["reason"], stored["lastTimestamp"]) == ("RunStarted", "2026-01-02T03:04:05+00:00")

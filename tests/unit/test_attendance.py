@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pipelinerl.kube.client import (
-    KnownPods,
-    Pod,
-    PodChange,
-    PodEnd,
-)
+from pipelinerl.kube.client import Pod, PodChange
+from pipelinerl.kube.pods import KnownPods, PodEnd
 from services.trainer.weight_sync.coordinator import Member, MembersLeaving
 from services.trainer.weight_sync.membership import (
     MOST_REMEMBERED,
@@ -44,11 +40,13 @@ def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
 def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its_heartbeat() -> None:
     pods, departures = KnownPods(), Departures()
     pods.listed([Pod("a", "u1")])
-    (end,) = pods.changed(PodChange("DELETED", Pod("a", "u1"), "9"))
+    end = pods.changed(PodChange("DELETED", Pod("a", "u1"), "9"))
+    assert end is not None
     assert departures.leaving(end, {"a": A}) == MembersLeaving((A,), "its pod was deleted, or relabelled", False)
     assert not departures.has_left(A)
     pods.listed([Pod("a", "u1", terminating=True)])
-    (end,) = pods.changed(PodChange("DELETED", Pod("a", "u1"), "10"))
+    end = pods.changed(PodChange("DELETED", Pod("a", "u1"), "10"))
+    assert end is not None
     departures.leaving(end, {})
     assert departures.has_left(A)
 

@@ -123,6 +123,7 @@ async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
             async with asyncio.timeout(LAST_EVENTS_S):
                 await recorder.drained()
         sending.cancel()
+        await client.close()
 
 
 def _alone(error: BaseException) -> BaseException:

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from pipelinerl.kube.client import PodEnd
+from pipelinerl.kube.pods import PodEnd
 from services.trainer.weight_sync.coordinator import Member, MembersLeaving
 
 MOST_REMEMBERED = 4096

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.kube.client import PodEnd
+from pipelinerl.kube.pods import PodEnd
 from pipelinerl.messages.control import (
     Abort,
     EpochJoined,

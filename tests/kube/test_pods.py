@@ -16,14 +16,14 @@ from pipelinerl.kube.client import (
     LIST_PODS,
     TRAINER,
     WATCH_PODS,
+    KubeBackoff,
     KubeClient,
     KubeError,
-    PodEnd,
 )
-from pipelinerl.kube.pod_watch import Pauses, PodWatch
-from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer
+from pipelinerl.kube.pods import PodEnd, PodWatch
+from tests.kube.api_server import SELECTOR, SOON_S, ApiServer, kube_client
 
-SHORT = Pauses(first_s=0.01, most_s=0.05, denied_s=0.02)
+SHORT = KubeBackoff(first_s=0.01, most_s=0.05, denied_s=0.02)
 DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
 UNSEEN = "its pod was deleted, or relabelled"
 
@@ -47,10 +47,10 @@ class Told:
 
 
 @asynccontextmanager
-async def watching(client: KubeClient, pauses: Pauses = SHORT) -> AsyncIterator[Told]:
+async def watching(client: KubeClient, backoff: KubeBackoff = SHORT) -> AsyncIterator[Told]:
     told = Told()
     task = asyncio.create_task(
-        PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell", pauses=pauses).run()
+        PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell", backoff=backoff).run()
     )
     try:
         yield told
@@ -215,7 +215,7 @@ async def test_a_new_reason_for_not_watching_is_told_too(
 async def test_a_watch_outlives_its_token(api: ApiServer, account: Callable[[str], Path]) -> None:
     folder = account("trainer-token")
     api.add_pod("a")
-    async with watching(KubeClient(NAMESPACE, folder)) as told:
+    async with kube_client(folder) as client, watching(client) as told:
         await api.watched()
         api.rights = {"second-token": TRAINER}
         (folder / "token").write_text("second-token")
@@ -228,6 +228,6 @@ async def test_a_watch_outlives_its_token(api: ApiServer, account: Callable[[str
 
 def test_pauses_double_to_a_most_and_a_refusal_waits_long() -> None:
     away, denied = KubeError(LIST_PODS, 0, "refused"), KubeError(LIST_PODS, 403, "Forbidden")
-    pauses = Pauses(first_s=0.5, most_s=30.0, denied_s=300.0)
-    assert [pauses.after(away, failures) for failures in (1, 2, 3, 7, 100)] == [0.5, 1.0, 2.0, 30.0, 30.0]
-    assert pauses.after(denied, 1) == 300.0
+    backoff = KubeBackoff(first_s=0.5, most_s=30.0, denied_s=300.0)
+    assert [backoff.after(away, failures) for failures in (1, 2, 3, 7, 100)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+    assert backoff.after(denied, 1) == 300.0
