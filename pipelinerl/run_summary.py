@@ -1,14 +1,16 @@
 """A run's figures out of its steps: the records of metrics.jsonl and the keys of summary.json (docs/run-directory.md).
 
-The trainer writes the summary at its end; where it could not, the runner writes what metrics.jsonl tells, with None for the
-rest. The type checker holds both to the same keys. Pure but for what reads files.
+The trainer adds up its steps as they happen and writes the summary at its end; where it could not, the runner adds up what
+metrics.jsonl holds, with None for what that does not tell. Pure but for what reads files.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
@@ -16,9 +18,9 @@ from typing import Any, TypedDict
 import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.telemetry.throughput import ThroughputTotals
 
 Record = Mapping[str, Any]
+"""One optimizer step, as metrics.jsonl holds it."""
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
 
 
@@ -29,7 +31,7 @@ class RunSummary(TypedDict):
     mode: str
     seed: int
     steps: int
-    steps_skipped: int | None
+    steps_skipped: int
     policy_version: int | None
     interrupted: bool
     wall_s: float | None
@@ -46,7 +48,7 @@ class RunSummary(TypedDict):
     weight_updates: dict[str, Any]
     membership: dict[str, Any]
     logprob_mismatch_max: float | None
-    parity_failures: int | None
+    parity_failures: int
     mismatch_kl_mean: float | None
     actor_busy_fraction: float | None
     trainer_busy_fraction: float | None
@@ -58,7 +60,244 @@ class RunSummary(TypedDict):
 
 KEYS = tuple(RunSummary.__annotations__)
 RUNNER_KEYS = ("restarts", "error")
-"""What the runner adds to either; `error` only to a run that failed."""
+"""What the runner adds; `error` only to a run that failed."""
+
+
+@dataclass
+class ThroughputTotals:
+    """Sums over the steps that tell; `add` each step's record."""
+
+    compute_s: float = 0.0
+    tokens_trained: int = 0
+    tokens_computed: int = 0
+    known_s: float = 0.0
+    """Compute seconds of the steps whose MFU is known."""
+    utilized_s: float = 0.0
+    """Σ MFU · compute seconds."""
+    idle_s: float = 0.0
+    idle_steps: int = 0
+    memory_peak_gib: float | None = None
+
+    def add(self, record: Record) -> None:
+        """A key that the record lacks is left out of the sums."""
+        seconds = (record.get("step_s") or {}).get("compute")
+        if seconds is not None and "tokens_computed" in record:
+            self.compute_s += seconds
+            self.tokens_trained += record.get("tokens_trained") or 0
+            self.tokens_computed += record["tokens_computed"]
+        if seconds is not None and record.get("mfu") is not None:
+            self.known_s += seconds
+            self.utilized_s += record["mfu"] * seconds
+        if record.get("idle_s") is not None:
+            self.idle_s += record["idle_s"]
+            self.idle_steps += 1
+        if record.get("memory_peak_gib") is not None:
+            self.memory_peak_gib = max(self.memory_peak_gib or 0.0, record["memory_peak_gib"])
+
+    @property
+    def tokens_per_s(self) -> dict[str, float | None]:
+        """Tokens of all steps over the seconds that they took."""
+        return {
+            "trained": _ratio(self.tokens_trained, self.compute_s),
+            "computed": _ratio(self.tokens_computed, self.compute_s),
+        }
+
+    @property
+    def mfu_mean(self) -> float | None:
+        """Over compute time, not over steps."""
+        return _ratio(self.utilized_s, self.known_s)
+
+    @property
+    def idle_s_mean(self) -> float | None:
+        return _ratio(self.idle_s, self.idle_steps)
+
+
+@dataclass
+class RunTotals:
+    """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
+
+    heldout: list[tuple[int, float, int | None]] = field(default_factory=list)
+    """(version, accuracy, problems without a verdict) of each evaluation."""
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    sequences_trained: int = 0
+    sequences_multi_version: float = 0
+    lag_histogram: dict[int, int] = field(default_factory=dict)
+    """Trained tokens by their lag in optimizer steps."""
+    ess: list[float] = field(default_factory=list)
+    mismatch_kl: list[float] = field(default_factory=list)
+    logprob_mismatch: list[float] = field(default_factory=list)
+    """Nats, of probes that could be compared."""
+    parity_failures: int = 0
+    update_bytes: int = 0
+    transfer_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)
+    join_s: list[float] = field(default_factory=list)
+    """Seconds in which a side group brought an actor to the served version."""
+    compute_s: float = 0.0
+    throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
+    steps: int = 0
+    steps_skipped: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        copies = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict)}
+        return {**own, **copies, "throughput": asdict(self.throughput)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
+        """What `to_state` gave, perhaps by way of JSON."""
+        own = {
+            "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
+            "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
+            "throughput": ThroughputTotals(**state["throughput"]),
+        }
+        return cls(**{**state, **own})
+
+    def add_step(self, record: Record) -> None:
+        """What the step itself took and trained on. A key that the record lacks, as those of older versions may, adds 0."""
+        self.steps += 1
+        self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
+        self.compute_s += (record.get("step_s") or {}).get("compute") or 0.0
+        self.throughput.add(record)
+        if record.get("skipped"):
+            self.steps_skipped += 1
+            return
+        self.tokens_trained += record.get("tokens_trained") or 0
+        for lag, tokens in (record.get("lag_histogram") or {}).items():
+            self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens
+        for values, key in ((self.ess, "ess"), (self.mismatch_kl, "mismatch_kl")):
+            if record.get(key) is not None:
+                values.append(record[key])
+        if record.get("multi_version_fraction") is not None:
+            sequences = record.get("sequences_trained", 1)
+            self.sequences_trained += sequences
+            self.sequences_multi_version += record["multi_version_fraction"] * sequences
+
+    def add_events(self, record: Record) -> None:
+        """What arrived since the step before. The trainer counts it when it arrives, the runner from the record."""
+        if record.get("heldout_accuracy") is not None:
+            version = record.get("heldout_version", record.get("step"))
+            self.heldout.append((version, record["heldout_accuracy"], record.get("heldout_unanswered")))
+        self.parity_failures += record.get("parity_failures") or 0
+        if record.get("logprob_mismatch") is not None:
+            self.logprob_mismatch.append(record["logprob_mismatch"])
+        if update := record.get("weight_update"):
+            stall_s = update.get("stall_s")
+            self.add_update(update.get("bytes") or 0, update["transfer_s"], [] if stall_s is None else [stall_s])
+        self.join_s += [join["join_s"] for join in record.get("joins") or []]
+
+    def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
+        """One version that is served; `stalls_s`: seconds in which each actor generated nothing because of it."""
+        self.update_bytes += num_bytes
+        self.transfer_s.append(transfer_s)
+        self.stall_s.extend(stalls_s)
+
+    def summary(
+        self,
+        recipe: Recipe,
+        version: int | None,
+        sequences: Mapping[str, int],
+        *,
+        reasons: Mapping[str, Mapping[str, int]] | None = None,
+        interrupted: bool = False,
+        wall_s: float | None = None,
+        evictions: int | None = None,
+        actor_busy_fraction: float | None = None,
+        trainer_busy_fraction: float | None = None,
+    ) -> RunSummary:
+        """`reasons`: sequences by outcome and reason, from the ledger. What has the default None may be unknown."""
+        return {
+            "recipe": recipe.name,
+            "mode": recipe.mode,
+            "seed": recipe.seed,
+            "steps": self.steps,
+            "steps_skipped": self.steps_skipped,
+            "policy_version": version,
+            "interrupted": interrupted,
+            "wall_s": wall_s,
+            "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
+            "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
+            "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in self.heldout],
+            "tokens_generated": self.tokens_generated,
+            "tokens_trained": self.tokens_trained,
+            "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
+            "sequence_reasons": None
+            if reasons is None
+            else {name: dict(counts) for name, counts in reasons.items() if counts},
+            "lag": lag_summary(self.lag_histogram),
+            "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
+            "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
+            "weight_updates": {
+                "count": len(self.transfer_s),
+                "bytes": self.update_bytes,
+                "transfer_s_p50": _percentile(self.transfer_s, 50),
+                "stall_s_p50": _percentile(self.stall_s, 50),
+                "stall_s_p99": _percentile(self.stall_s, 99),
+            },
+            "membership": {
+                "joins": len(self.join_s),
+                "join_s_p50": _percentile(self.join_s, 50),
+                "evictions": evictions,
+            },
+            "logprob_mismatch_max": max(self.logprob_mismatch, default=None),
+            "parity_failures": self.parity_failures,
+            "mismatch_kl_mean": _mean(self.mismatch_kl),
+            "actor_busy_fraction": actor_busy_fraction,
+            "trainer_busy_fraction": trainer_busy_fraction,
+            "tokens_per_s": self.throughput.tokens_per_s,
+            "mfu_mean": self.throughput.mfu_mean,
+            "memory_peak_gib": self.throughput.memory_peak_gib,
+            "idle_s_mean": self.throughput.idle_s_mean,
+        }
+
+
+def summary_from_metrics(recipe: Recipe, records: list[Record]) -> RunSummary:
+    """What metrics.jsonl alone tells, as far as the run got."""
+    totals, last = RunTotals(), records[-1] if records else {}
+    for record in records:
+        totals.add_step(record)
+        totals.add_events(record)
+    return totals.summary(
+        recipe,
+        last.get("policy_version"),
+        last.get("sequences") or {},
+        actor_busy_fraction=last.get("actor_busy_fraction"),
+        trainer_busy_fraction=last.get("trainer_busy_fraction"),
+    )
+
+
+def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
+    """Token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
+    tokens = sum(histogram.values())
+    if tokens == 0:
+        return {"mean": None, "p95": None, "max": None}
+    passed, p95 = 0, 0
+    for lag, count in sorted(histogram.items()):
+        if passed < 0.95 * tokens:
+            p95 = lag
+        passed += count
+    mean = sum(lag * count for lag, count in histogram.items()) / tokens
+    return {"mean": mean, "p95": float(p95), "max": float(max(histogram))}
+
+
+def _ratio(amount: float, per: float) -> float | None:
+    return amount / per if per else None
+
+
+def _mean(values: list[float]) -> float | None:
+    """Of the finite ones."""
+    finite = [value for value in values if math.isfinite(value)]
+    return _ratio(sum(finite), len(finite))
+
+
+def _percentile(values: list[float], percent: int) -> float | None:
+    """Linear between neighbours."""
+    return float(np.percentile(values, percent)) if values else None
+
+
+# Reading
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -92,7 +331,7 @@ def _null(_constant: str) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """The trainer's summary, None when it left none."""
+    """None where there is none."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"), parse_constant=_null)
     except (FileNotFoundError, json.JSONDecodeError):
@@ -100,8 +339,8 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def is_finished(summary: Mapping[str, Any] | None) -> bool:
-    """Whether it is of a run that came to its own end."""
+def is_finished(summary: Record | None) -> bool:
+    """Whether the run of that summary came to its own end."""
     return summary is not None and summary.get("interrupted") is False and "error" not in summary
 
 
@@ -114,142 +353,11 @@ def kept_records(records: Iterable[Record]) -> list[Record]:
         while step is not None and kept and (kept[-1].get("step") or 0) >= step:
             kept.pop()
         kept.append(record)
-    return _with_rising_time(kept)
-
-
-def _with_rising_time(records: list[Record]) -> list[Record]:
     shift_s, before_s = 0.0, 0.0
-    rising: list[Record] = []
-    for record in records:
+    for index, record in enumerate(kept):
         time_s = record.get("time_s")
         if time_s is not None:
             shift_s = before_s if time_s + shift_s < before_s else shift_s
             before_s = time_s + shift_s
-            record = {**record, "time_s": before_s} if shift_s else record
-        rising.append(record)
-    return rising
-
-
-def summary_from_metrics(recipe: Recipe, records: Sequence[Record]) -> RunSummary:
-    """What metrics.jsonl alone tells, under the summary's names; what it does not tell is None."""
-    last: Record = records[-1] if records else {}
-    heldout, ess = _heldout(records), _values(records, "ess")
-    throughput = _throughput(records)
-    return {
-        "recipe": recipe.name,
-        "mode": recipe.mode,
-        "seed": recipe.seed,
-        "steps": last.get("step", 0),
-        "steps_skipped": _count(records, "skipped"),
-        "policy_version": last.get("policy_version"),
-        "interrupted": False,
-        "wall_s": None,
-        "heldout_accuracy_first": heldout[0]["accuracy"] if heldout else None,
-        "heldout_accuracy_last": heldout[-1]["accuracy"] if heldout else None,
-        "heldout": heldout,
-        "tokens_generated": int(max(_values(records, "tokens_generated"), default=0)),
-        "tokens_trained": int(sum(_values(records, "tokens_trained"))),
-        "sequences": {name: (last.get("sequences") or {}).get(name, 0) for name in _SEQUENCES},
-        "sequence_reasons": None,
-        "lag": lag_summary(lag_totals(records)),
-        "ess": {"mean": _mean(ess), "min": min(ess, default=None)},
-        "sequences_multi_version_fraction": _mean(_values(records, "multi_version_fraction")),
-        "weight_updates": _weight_updates(records),
-        "membership": _membership(records),
-        "logprob_mismatch_max": max(_values(records, "logprob_mismatch"), default=None),
-        "parity_failures": _count(records, "parity_failures"),
-        "mismatch_kl_mean": _mean(_values(records, "mismatch_kl")),
-        "actor_busy_fraction": last.get("actor_busy_fraction"),
-        "trainer_busy_fraction": last.get("trainer_busy_fraction"),
-        "tokens_per_s": throughput.tokens_per_s,
-        "mfu_mean": throughput.mfu_mean,
-        "memory_peak_gib": throughput.memory_peak_gib,
-        "idle_s_mean": throughput.idle_s_mean,
-    }
-
-
-def _throughput(records: Iterable[Record]) -> ThroughputTotals:
-    totals = ThroughputTotals()
-    for record in records:
-        totals.add(record)
-    return totals
-
-
-def lag_totals(records: Iterable[Record]) -> dict[int, int]:
-    """Trained tokens of the whole run by their lag in optimizer steps, in rising order."""
-    totals: Counter[int] = Counter()
-    for record in records:
-        for lag, tokens in (record.get("lag_histogram") or {}).items():
-            totals[int(lag)] += tokens
-    return dict(sorted(totals.items()))
-
-
-def lag_summary(totals: Mapping[int, int]) -> dict[str, float | None]:
-    """Token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
-    tokens = sum(totals.values())
-    if tokens == 0:
-        return {"mean": None, "p95": None, "max": None}
-    passed, p95 = 0, 0
-    for lag, count in sorted(totals.items()):
-        if passed < 0.95 * tokens:
-            p95 = lag
-        passed += count
-    return {"mean": sum(lag * n for lag, n in totals.items()) / tokens, "p95": float(p95), "max": float(max(totals))}
-
-
-def weight_updates(records: Iterable[Record]) -> list[Record]:
-    """The completed weight updates, each once."""
-    by_version = {record["weight_update"].get("version"): record["weight_update"] for record in records
-                  if record.get("weight_update")}  # fmt: skip
-    return list(by_version.values())
-
-
-def _weight_updates(records: Sequence[Record]) -> dict[str, Any]:
-    updates = weight_updates(records)
-    stalls = _values(updates, "stall_s")
-    return {
-        "count": len(updates),
-        "bytes": int(sum(_values(updates, "bytes"))),
-        "transfer_s_p50": _quantile(_values(updates, "transfer_s"), 50),
-        "stall_s_p50": _quantile(stalls, 50),
-        "stall_s_p99": _quantile(stalls, 99),
-    }
-
-
-def _heldout(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Each evaluation at the version that it measured."""
-    return [
-        {
-            "version": record.get("heldout_version", record.get("step")),
-            "accuracy": record["heldout_accuracy"],
-            "unanswered": record.get("heldout_unanswered"),
-        }
-        for record in records
-        if record.get("heldout_accuracy") is not None
-    ]
-
-
-def _membership(records: Iterable[Record]) -> dict[str, Any]:
-    """Joins so far. The steps do not tell of evictions."""
-    joins_s = _values([join for record in records for join in record.get("joins") or []], "join_s")
-    return {"joins": len(joins_s), "join_s_p50": _quantile(joins_s, 50), "evictions": None}
-
-
-def _count(records: Sequence[Record], key: str) -> int | None:
-    """Sum over the steps, a text counting as 1 where it is not empty; None where a step does not tell."""
-    if not all(key in record for record in records):
-        return None
-    return sum(bool(value) if isinstance(value, str) else value or 0 for value in (record[key] for record in records))
-
-
-def _values(records: Iterable[Record], key: str) -> list[float]:
-    return [record[key] for record in records if record.get(key) is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _quantile(values: Sequence[float], q: int) -> float | None:
-    """Linear between neighbours, as NumPy's percentile."""
-    return float(np.percentile(values, q)) if values else None
+            kept[index] = {**record, "time_s": before_s} if shift_s else record
+    return kept

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import Any
-
-from pipelinerl.run_summary import lag_totals
 
 Record = Mapping[str, Any]
 
@@ -44,7 +42,7 @@ def report_data(
         "description": description,
         "summary": dict(summary),
         "records": [shown_record(record) for record in thinned(records)],
-        "heldout": heldout_points(summary, records),
+        "heldout": heldout_points(summary.get("heldout") or [], records),
         "lag_totals": {str(lag): tokens for lag, tokens in lag_totals(records).items()},
         "ess_by_lag": mean_by_bucket([record.get("ess_by_lag") or {} for record in records]),
         "samples": {"early": [shown_sample(one) for one in early], "late": [shown_sample(one) for one in late]},
@@ -52,20 +50,22 @@ def report_data(
     }
 
 
-def heldout_points(summary: Record, records: Sequence[Record]) -> list[dict[str, float | None]]:
-    """Each evaluation as {step, time_s, accuracy}: at the policy version it measured, not at the step it ended in.
-
-    The summary also has the last one, which no optimizer step follows.
-    """
-    listed = summary.get("heldout") or [
-        {"version": record.get("heldout_version", record.get("step")), "accuracy": record["heldout_accuracy"]}
-        for record in records
-        if record.get("heldout_accuracy") is not None
-    ]
+def heldout_points(evaluations: Sequence[Record], records: Sequence[Record]) -> list[dict[str, float | None]]:
+    """Each of the summary's evaluations as {step, time_s, accuracy}: at the policy version it measured, not at the step it
+    ended in."""
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
     return [
-        {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]} for one in listed
+        {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]}
+        for one in evaluations
     ]
+
+
+def lag_totals(records: Sequence[Record]) -> dict[int, int]:
+    """Trained tokens of the whole run by their lag in optimizer steps, in rising order."""
+    totals: Counter[int] = Counter()
+    for record in records:
+        totals.update({int(lag): tokens for lag, tokens in (record.get("lag_histogram") or {}).items()})
+    return dict(sorted(totals.items()))
 
 
 def thinned(records: Sequence[Record], limit: int = MAX_RECORDS) -> list[Record]:

@@ -1,6 +1,6 @@
 """How fast and how well a step used its devices: the figures of one optimizer step from what was measured. Pure.
 
-Not here: the measuring (`learn/meter.py`, `learn/phases.py`), sums over a run (`pipelinerl/telemetry/throughput.py`).
+Not here: the measuring (`learn/meter.py`, `learn/phases.py`), sums over a run (`pipelinerl/run_summary.py`).
 
 What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
 
@@ -14,13 +14,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from pipelinerl.telemetry.throughput import ThroughputTotals
 from services.trainer.learn.meter import mfu
 
 GIB = 1024**3
@@ -170,83 +169,3 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
         return None
-
-
-@dataclass
-class RunTotals:
-    """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""
-
-    heldout: list[tuple[int, float, int]] = field(default_factory=list)
-    """(version, accuracy, problems without a verdict) of each evaluation."""
-    tokens_generated: int = 0
-    tokens_trained: int = 0
-    sequences_trained: int = 0
-    sequences_multi_version: int = 0
-    lag_histogram: dict[int, int] = field(default_factory=dict)
-    ess: list[float] = field(default_factory=list)
-    mismatch_kl: list[float] = field(default_factory=list)
-    logprob_mismatch: list[float] = field(default_factory=list)
-    """Nats, of probes that could be compared."""
-    parity_failures: int = 0
-    update_bytes: int = 0
-    transfer_s: list[float] = field(default_factory=list)
-    stall_s: list[float] = field(default_factory=list)
-    join_s: list[float] = field(default_factory=list)
-    """Seconds in which a side group brought an actor to the served version."""
-    compute_s: float = 0.0
-    throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
-    steps: int = 0
-    steps_skipped: int = 0
-
-    def to_state(self) -> dict[str, Any]:
-        """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        copies = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict)}
-        return {**own, **copies, "throughput": asdict(self.throughput)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """What `to_state` gave, perhaps by way of JSON."""
-        own = {
-            "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
-            "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
-            "throughput": ThroughputTotals(**state["throughput"]),
-        }
-        return cls(**{**state, **own})
-
-    def add_lags(self, histogram: Mapping[int, int]) -> None:
-        for lag, tokens in histogram.items():
-            self.lag_histogram[lag] = self.lag_histogram.get(lag, 0) + tokens
-
-    def lag_summary(self) -> dict[str, float | None]:
-        """Token-weighted mean, 95th percentile and maximum, in optimizer steps."""
-        if not self.lag_histogram:
-            return {"mean": None, "p95": None, "max": None}
-        lags = np.array(sorted(self.lag_histogram))
-        tokens = np.array([self.lag_histogram[int(lag)] for lag in lags])
-        share = np.cumsum(tokens) / tokens.sum()
-        return {
-            "mean": float((lags * tokens).sum() / tokens.sum()),
-            "p95": float(lags[int(np.searchsorted(share, 0.95))]),
-            "max": float(lags[-1]),
-        }
-
-    def weight_updates(self) -> dict[str, float | int | None]:
-        return {
-            "count": len(self.transfer_s),
-            "bytes": self.update_bytes,
-            "transfer_s_p50": percentile(self.transfer_s, 50),
-            "stall_s_p50": percentile(self.stall_s, 50),
-            "stall_s_p99": percentile(self.stall_s, 99),
-        }
-
-
-def percentile(values: list[float], q: float) -> float | None:
-    """None of nothing."""
-    return float(np.percentile(values, q)) if values else None
-
-
-def mean(values: list[float]) -> float | None:
-    """Mean of the finite ones; None of nothing."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None

@@ -75,17 +75,12 @@ def test_data_holds_what_the_page_draws() -> None:
 
 
 def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
-    steps = [
-        record(1, heldout_accuracy=0.4, heldout_version=0),
-        record(2),
-        record(3, heldout_accuracy=0.6, heldout_version=2),
-    ]
-    assert heldout_points({}, steps) == [
+    evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version} for version in (0, 2, 3)]
+    assert heldout_points(evaluations, [record(1), record(2), record(3)]) == [
         {"step": 0, "time_s": 0.0, "accuracy": 0.4},
-        {"step": 2, "time_s": 4.0, "accuracy": 0.6},
+        {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6)},
+        {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7)},
     ]
-    summary = {"heldout": [{"version": 0, "accuracy": 0.4}, {"version": 3, "accuracy": 0.9}]}
-    assert heldout_points(summary, steps)[-1] == {"step": 3, "time_s": 6.0, "accuracy": 0.9}
 
 
 def test_buckets_are_averaged_over_the_steps_that_have_them_and_sorted_by_lag() -> None:

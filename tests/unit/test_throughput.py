@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from pipelinerl.telemetry.throughput import ThroughputTotals
+from pipelinerl.run_summary import ThroughputTotals
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak
 from services.trainer.learn.model import wrap_model

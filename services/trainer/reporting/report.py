@@ -20,19 +20,13 @@ from numpy.typing import NDArray
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.advantages import all_equal
-from pipelinerl.run_summary import RunSummary
+from pipelinerl.run_summary import RunSummary, RunTotals
 from services.trainer.data.actor_client import ActorLoad
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.probe import Parity
-from services.trainer.records import (
-    RunFiles,
-    RunTotals,
-    StepRecord,
-    mean,
-    percentile,
-)
+from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.token_pieces import TokenPieces
 from services.trainer.weight_sync.session import UpdateRecord
@@ -149,9 +143,7 @@ class RunReport:
 
     def update_served(self, update: UpdateRecord) -> None:
         self._latest.update = update
-        self.totals.update_bytes += update.num_bytes
-        self.totals.transfer_s.append(update.transfer_s)
-        self.totals.stall_s.extend(update.stall_s.values())
+        self.totals.add_update(update.num_bytes, update.transfer_s, update.stall_s.values())
         self._metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
@@ -163,7 +155,7 @@ class RunReport:
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Completes one step's record, writes it everywhere and returns it. `figures` under SAMPLED_WEIGHTS are for samples."""
         record = self._complete(figures, batch, tokens_arrived)
-        self._add_up(record, batch)
+        self.totals.add_step(record)
         self._latest = _Latest()
         self._files.write_step(record)
         self._metrics.observe(record)
@@ -202,29 +194,6 @@ class RunReport:
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
         }
 
-    def _add_up(self, record: StepRecord, batch: list[TrainingGroup]) -> None:
-        totals = self.totals
-        totals.steps += 1
-        totals.tokens_generated = record["tokens_generated"]
-        totals.compute_s += record["step_s"]["compute"]
-        totals.throughput.add(record)
-        if record["skipped"]:
-            totals.steps_skipped += 1
-        else:
-            self._add_up_trained(record, batch)
-
-    def _add_up_trained(self, record: StepRecord, batch: list[TrainingGroup]) -> None:
-        """What a step that changed weights adds."""
-        totals = self.totals
-        totals.tokens_trained += record["tokens_trained"]
-        totals.add_lags(record["lag_histogram"])
-        for values, key in ((totals.ess, "ess"), (totals.mismatch_kl, "mismatch_kl")):
-            if record.get(key) is not None:
-                values.append(record[key])
-        sequences = [sequence for group in batch for sequence in group.sequences]
-        totals.sequences_trained += len(sequences)
-        totals.sequences_multi_version += sum(sequence.num_versions > 1 for sequence in sequences)
-
     def _write_sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
@@ -246,44 +215,18 @@ class RunReport:
         evictions: int = 0,
     ) -> RunSummary:
         """summary.json from everything so far. `reasons`: sequences by outcome and reason, from the ledger."""
-        totals, wall_s = self.totals, time.monotonic() - self._started_at
-        summary: RunSummary = {
-            "recipe": self._recipe.name,
-            "mode": self._recipe.mode,
-            "seed": self._recipe.seed,
-            "steps": totals.steps,
-            "steps_skipped": totals.steps_skipped,
-            "policy_version": version,
-            "interrupted": interrupted,
-            "wall_s": wall_s,
-            "heldout_accuracy_first": totals.heldout[0][1] if totals.heldout else None,
-            "heldout_accuracy_last": totals.heldout[-1][1] if totals.heldout else None,
-            "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in totals.heldout],
-            "tokens_generated": totals.tokens_generated,
-            "tokens_trained": totals.tokens_trained,
-            "sequences": dict(sequences),
-            "sequence_reasons": {outcome: dict(counts) for outcome, counts in reasons.items() if counts},
-            "lag": totals.lag_summary(),
-            "ess": {"mean": mean(totals.ess), "min": min(totals.ess, default=None)},
-            "sequences_multi_version_fraction": (
-                totals.sequences_multi_version / totals.sequences_trained if totals.sequences_trained else None
-            ),
-            "weight_updates": totals.weight_updates(),
-            "membership": {
-                "joins": len(totals.join_s),
-                "join_s_p50": percentile(totals.join_s, 50),
-                "evictions": evictions,
-            },
-            "logprob_mismatch_max": max(totals.logprob_mismatch, default=None),
-            "parity_failures": totals.parity_failures,
-            "mismatch_kl_mean": mean(totals.mismatch_kl),
-            "actor_busy_fraction": self.actor_busy_fraction(),
-            "trainer_busy_fraction": totals.compute_s / wall_s,
-            "tokens_per_s": totals.throughput.tokens_per_s,
-            "mfu_mean": totals.throughput.mfu_mean,
-            "memory_peak_gib": totals.throughput.memory_peak_gib,
-            "idle_s_mean": totals.throughput.idle_s_mean,
-        }
+        wall_s = time.monotonic() - self._started_at
+        summary = self.totals.summary(
+            self._recipe,
+            version,
+            sequences,
+            reasons=reasons,
+            interrupted=interrupted,
+            wall_s=wall_s,
+            evictions=evictions,
+            actor_busy_fraction=self.actor_busy_fraction(),
+            trainer_busy_fraction=self.totals.compute_s / wall_s,
+        )
         self._files.write_summary(summary)
         return summary
 
