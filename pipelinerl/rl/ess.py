@@ -1,4 +1,4 @@
-"""Effective sample size of importance weights: (Σ w)² / (N Σ w²), 1 when on-policy (architecture, section 2).
+"""Effective sample size of importance weights: (Σ w)² / (N Σ w²), 1 when on-policy.
 
 Weights are unclamped, whatever the loss does. Sums are kept as logarithms, so that weights of e^±1000 neither overflow
 nor vanish, and sums of two micro-batches (or, later, two ranks) add up to the sums of both.

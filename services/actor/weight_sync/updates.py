@@ -1,6 +1,6 @@
 """A member's spans of one weight update: receiving beside the live weights, preparing them, and the swap with its stall.
 
-The actor's side of the weight-update protocol (architecture, section 5): listens, stages, commits, answers.
+The actor's side of the weight-update protocol: listens, stages, commits, answers.
 
 Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`. Receiving
 runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages of
