@@ -1,22 +1,15 @@
-"""Can a finished sequence be trained on at all? Checked once, when it arrives, so that the learner may trust its input.
-
-Not here: staleness (`staleness.py`) and whether the message parses (`pipelinerl.messages.sequences`).
-
-Sequences of a stream, in any order and perhaps repeated, into complete groups.
+"""Sequences of a stream, in any order and perhaps repeated, into complete groups, and why one cannot be trained on.
 
 The caller says which groups it issued; everything else that arrives is counted and ignored. Memory is bounded by the
-groups that are open. Not here: advantages, staleness, outcomes.
+groups that are open. Sequences have passed `decode_sequence`. Not here: advantages, staleness, outcomes.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.sequences import Sequence, TokenIds
+from pipelinerl.messages.sequences import Sequence
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
@@ -26,41 +19,11 @@ def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) ->
     """
     if sequence.failure:
         return sequence.failure
-    if len(sequence.prompt_token_ids) == 0:
-        return "empty prompt"
-    if len(sequence.completion_token_ids) == 0:
-        return "empty completion"
     if sequence.num_tokens > max_context:
         return "longer than the context"
-    return _number_problem(sequence, vocab_size)
-
-
-def _number_problem(sequence: Sequence, vocab_size: int) -> str:
-    if not math.isfinite(sequence.reward):
-        return "reward not finite"
-    if len(sequence.behaviour_logprobs) != len(sequence.completion_token_ids):
-        return "logprobs and tokens differ in number"
-    if not np.isfinite(sequence.behaviour_logprobs).all():
-        return "logprob not finite"
-    if not (
-        _in_vocabulary(sequence.prompt_token_ids, vocab_size)
-        and _in_vocabulary(sequence.completion_token_ids, vocab_size)
-    ):
+    if max(sequence.prompt_token_ids.max(), sequence.completion_token_ids.max()) >= vocab_size:
         return "token outside the vocabulary"
-    return "" if _spans_cover(sequence) else "version spans have gaps"
-
-
-def _in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
-    return bool(token_ids.min() >= 0 and token_ids.max() < vocab_size)
-
-
-def _spans_cover(sequence: Sequence) -> bool:
-    position = 0
-    for span in sequence.spans:
-        if span.start != position or span.end <= span.start:
-            return False
-        position = span.end
-    return position == sequence.num_completion_tokens
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,17 +79,13 @@ class GroupAssembler:
             return None
         if sequence.group_size != group.num_samples:
             raise MessageError("Sequence", "group_size", f"{sequence.group_size}, issued with {group.num_samples}")
-        if not 0 <= sequence.sample_index < group.num_samples:
-            raise MessageError("Sequence", "sample_index", f"{sequence.sample_index} of {group.num_samples}")
         if sequence.sample_index in group.members:
             self.duplicates += 1
             return None
         group.members[sequence.sample_index] = sequence
-        return self._open.pop(sequence.group_id).complete(sequence.group_id) if self._full(group) else None
-
-    @staticmethod
-    def _full(group: _OpenGroup) -> bool:
-        return len(group.members) == group.num_samples
+        if len(group.members) < group.num_samples:
+            return None
+        return self._open.pop(sequence.group_id).complete(sequence.group_id)
 
     def discard(self, group_id: str) -> tuple[Sequence, ...]:
         """Gives an open group up (its prompt was delivered too often) and returns what had arrived of it."""

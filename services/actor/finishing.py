@@ -19,7 +19,7 @@ import numpy as np
 
 from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_dead_letter, encode_sequence
+from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import BoundedLabels
@@ -65,11 +65,11 @@ class DeadLetters:
     async def _store(self, letter: DeadLetter, msg_id: str) -> None:
         """One that is too large is stored without the message. Raises `BusError`."""
         try:
-            await self._bus.publish_dead_letter(encode_dead_letter(letter), msg_id)
+            await self._bus.publish_dead_letter(letter.SerializeToString(), msg_id)
         except PayloadTooLarge:
-            reason = f"{letter.reason} (its {len(letter.prompt_group)} bytes are too many to be kept)"
-            bare = encode_dead_letter(replace(letter, prompt_group=b"", reason=reason))
-            await self._bus.publish_dead_letter(bare, msg_id)
+            letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be kept)"
+            letter.ClearField("prompt_group")
+            await self._bus.publish_dead_letter(letter.SerializeToString(), msg_id)
 
 
 WORKERS = 4

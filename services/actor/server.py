@@ -22,7 +22,6 @@ from pipelinerl.messages.sequences import (
     FinishReason,
     SamplingParams,
     TokenIds,
-    array_to_bytes,
     finish_reason_to_proto,
     sampling_from_proto,
     spans_to_proto,
@@ -127,7 +126,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             except EngineError as error:
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return actor_pb2.ScoreResponse(
-            logprobs=array_to_bytes(logprobs), policy_version=served.number, incarnation=served.incarnation
+            logprobs=logprobs.tobytes(), policy_version=served.number, incarnation=served.incarnation
         )
 
     async def _complete(
@@ -140,8 +139,8 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
         return actor_pb2.GenerateResult(
             id=key,
-            completion_token_ids=array_to_bytes(generation.token_ids),
-            behaviour_logprobs=array_to_bytes(np.asarray(generation.behaviour_logprobs, dtype=np.float32)),
+            completion_token_ids=generation.token_ids.tobytes(),
+            behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
             spans=spans_to_proto(generation.spans),
             finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
             completion_text=self._parts.engine.decode(generation.token_ids),

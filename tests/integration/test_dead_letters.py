@@ -11,14 +11,28 @@ import pytest
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.cli import main
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.messages.sequences import DeadLetter, encode_dead_letter, encode_group
+from pipelinerl.messages.sequences import DeadLetter, encode_group
 from tests.unit.builders import make_group
 
 LETTERS = (
     DeadLetter(
-        "demo", "g00000007", encode_group(make_group(7, run="demo")), "redelivered_too_often", 6, "actor-1", 1.7e9
+        run="demo",
+        msg_id="g00000007",
+        prompt_group=encode_group(make_group(7, run="demo")),
+        reason="redelivered_too_often",
+        deliveries=6,
+        actor="actor-1",
+        at_s=1.7e9,
     ),
-    DeadLetter("demo", "g00000008/actor-0-1f", b"\xff\xff", "unreadable_group: no\nwire format", 1, "actor-0", 1e300),
+    DeadLetter(
+        run="demo",
+        msg_id="g00000008/actor-0-1f",
+        prompt_group=b"\xff\xff",
+        reason="unreadable_group: no\nwire format",
+        deliveries=1,
+        actor="actor-0",
+        at_s=1e300,
+    ),
 )
 
 
@@ -34,7 +48,7 @@ async def run_dir(tmp_path: Path) -> Path:
     """Of a run that has ended."""
     folder = tmp_path / "demo"
     async with NatsServer(folder / "nats") as server:
-        await store(server, *map(encode_dead_letter, LETTERS), b"\x0a\x01x")
+        await store(server, *(letter.SerializeToString() for letter in LETTERS), b"\x0a\x01x")
     return folder
 
 

@@ -23,7 +23,6 @@ from pipelinerl.messages.sequences import (
     decode_dead_letter,
     decode_group,
     decode_sequence,
-    encode_dead_letter,
     encode_group,
     encode_sequence,
     finish_reason_from_proto,
@@ -311,23 +310,15 @@ def test_a_flipped_byte_is_an_error_or_a_valid_sequence(sequence: Sequence, data
     encode_sequence(survivor)
 
 
-LETTERS = st.builds(
-    DeadLetter, NAME, TEXT, st.binary(max_size=50), TEXT, st.integers(0, 2**32 - 1), TEXT, st.floats(0, 1e12)
-)
-
-
-@given(LETTERS)
-def test_any_dead_letter_comes_back_unchanged(letter: DeadLetter) -> None:
-    assert decode_dead_letter(encode_dead_letter(letter), expected_run=letter.run) == letter
-
-
-@given(st.binary(max_size=100))
-def test_random_bytes_are_no_dead_letter_or_a_valid_one(data: bytes) -> None:
-    try:
-        letter = decode_dead_letter(data)
-    except MessageError:
-        return
-    encode_dead_letter(letter)
+def test_a_dead_letter_is_of_this_run_and_has_a_time() -> None:
+    letter = DeadLetter(run="demo", msg_id="g7", prompt_group=b"\xff", reason="unreadable", deliveries=6, at_s=1.7e9)
+    assert decode_dead_letter(letter.SerializeToString(), expected_run="demo") == letter
+    for wrong, run in ((letter.SerializeToString(), "other"), (b"\xff", "demo")):
+        with pytest.raises(MessageError):
+            decode_dead_letter(wrong, expected_run=run)
+    letter.at_s = float("nan")
+    with pytest.raises(MessageError, match="at_s"):
+        decode_dead_letter(letter.SerializeToString())
 
 
 def test_what_remains_of_an_unreadable_group_knows_its_done_samples() -> None:

@@ -1,6 +1,9 @@
-"""Groups from a stream in any order, with repeats, strangers and failures."""
+"""Groups from a stream in any order, with repeats, unknown sequences and failures, and what cannot be trained on."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import Sequence, VersionSpan
-from pipelinerl.rl.grouping import GroupAssembler
+from pipelinerl.rl.grouping import GroupAssembler, untrainable_reason
 
 
 def sample(group_id: str, index: int, size: int = 3, failure: str = "", reward: float = 0.0) -> Sequence:
@@ -55,7 +58,7 @@ def test_failed_members_complete_a_group_and_stand_apart() -> None:
     assert [sequence.failure for sequence in group.failed] == ["verifier timeout"]
 
 
-def test_repeats_and_strangers_are_counted_and_change_nothing() -> None:
+def test_repeats_and_unknown_sequences_are_counted_and_change_nothing() -> None:
     assembler = expecting("a", size=2)
     first = sample("a", 0, size=2, reward=1.0)
     assembler.add(first)
@@ -68,14 +71,10 @@ def test_repeats_and_strangers_are_counted_and_change_nothing() -> None:
     assert (assembler.duplicates, assembler.unexpected) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("sequence", "problem"),
-    [(sample("a", 0, size=4), "group_size: 4, issued with 3"), (sample("a", 3), "sample_index: 3 of 3")],
-)
-def test_a_sequence_that_contradicts_its_group_is_set_aside(sequence: Sequence, problem: str) -> None:
+def test_a_sequence_that_contradicts_its_group_is_set_aside() -> None:
     assembler = expecting("a")
-    with pytest.raises(MessageError, match=problem):
-        assembler.add(sequence)
+    with pytest.raises(MessageError, match="group_size: 4, issued with 3"):
+        assembler.add(sample("a", 0, size=4))
     assert assembler.held() == ()
 
 
@@ -115,3 +114,18 @@ def test_any_order_with_repeats_gives_each_group_once(data: st.DataObject) -> No
     assert sorted(group.group_id for group in groups) == ids
     assert all([sequence.sample_index for sequence in group.sequences] == [0, 1, 2] for group in groups)
     assert assembler.duplicates + assembler.unexpected == len(repeats)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"failure": "verifier timeout"}, "verifier timeout"),
+        ({"prompt_token_ids": np.array([1, 1, 1, 1], dtype=np.int32)}, "longer than the context"),
+        ({"completion_token_ids": np.array([6], dtype=np.int32)}, "token outside the vocabulary"),
+        ({"prompt_token_ids": np.array([1, 6], dtype=np.int32)}, "token outside the vocabulary"),
+    ],
+)
+def test_why_a_sequence_cannot_be_trained_on(change: dict[str, Any], reason: str) -> None:
+    good = replace(sample("a", 0), prompt_token_ids=np.array([1, 2, 5], dtype=np.int32))
+    assert untrainable_reason(replace(good, **change), max_context=4, vocab_size=6) == reason

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, array_to_bytes, spans_to_proto
+from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, spans_to_proto
 from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
@@ -39,7 +39,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             elif prompt.id not in self.silent:
                 yield actor_pb2.GenerateResult(
                     id=prompt.id,
-                    completion_token_ids=array_to_bytes(np.array([1], dtype=np.int32)),
+                    completion_token_ids=np.array([1], dtype=np.int32).tobytes(),
                     spans=spans_to_proto([VersionSpan(self.version, 0, 1)]),
                     completion_text=f"text of {prompt.id}",
                 )
@@ -47,7 +47,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             await asyncio.sleep(600)
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
-        logprobs = array_to_bytes(np.array(self.logprobs, dtype=np.float32))
+        logprobs = np.array(self.logprobs, dtype=np.float32).tobytes()
         return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1)
 
 

@@ -18,7 +18,6 @@ from pipelinerl.messages.sequences import (
     SamplingParams,
     TokenIds,
     VersionSpan,
-    array_to_bytes,
     logprobs_from_bytes,
     sampling_to_proto,
     spans_from_proto,
@@ -81,7 +80,7 @@ class ActorClient:
         """Completions as they finish. `trace`: what the actor's span follows. Raises `ServiceError`, `MessageError`."""
         request = actor_pb2.GenerateRequest(
             prompts=[
-                actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=array_to_bytes(tokens))
+                actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=tokens.tobytes())
                 for problem_id, tokens in prompts.items()
             ],
             sampling=sampling_to_proto(sampling),
@@ -106,7 +105,7 @@ class ActorClient:
     async def score(self, token_ids: TokenIds, timeout_s: float) -> tuple[Logprobs, PolicyVersion]:
         """Log-probabilities [tokens - 1] and the version that gave them. Raises `ServiceError`, `MessageError`."""
         try:
-            request = actor_pb2.ScoreRequest(token_ids=array_to_bytes(token_ids))
+            request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
             response = await self._stub.Score(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._unreachable("Score", error) from error
