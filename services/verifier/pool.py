@@ -1,14 +1,12 @@
-"""Items waiting for a worker. Bounded; an item whose caller has gone is passed over.
+"""Scores items in worker processes, so that a reward that hangs, dies or takes all memory costs its own item only.
 
-Scores items in worker processes, so that a reward that hangs, dies or takes all memory costs its own item only.
+Each worker's loop consumes chunks of the queue and produces results; it waits for items, for the worker's next result and for
+the reward's deadline. Callers unblock the first, workers the second, the clock the third.
 
-Each worker's loop consumes chunks of the queue and produces results; it waits for items, for the worker's next result
-and for the reward's deadline. Callers unblock the first, workers the second, the clock the third.
-
-Several items go to a worker in one message; results come one by one, so the item that runs is always known. Past its
-deadline a worker is killed, with what it started, and that item has timed out. When a worker dies, the item under way
-is tried once more alone, since what died may have been shot from outside or hurt by an earlier item; a second death is
-its own. The other items of the chunk go back to the queue, and do so already when one item keeps them waiting.
+Several items go to a worker in one message; results come one by one, so the item that runs is always known. Past its deadline a
+worker is killed, with what it started, and that item has timed out. When a worker dies, the item under way is tried once more
+alone, since what died may have been shot from outside or hurt by an earlier item; a second death is its own. The other items of
+the chunk go back to the queue, and do so already when one item keeps them waiting.
 """
 
 from __future__ import annotations
@@ -22,10 +20,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
-from services.verifier.frames import WorkerSetup
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker_process import WorkerGone, WorkerProcess, start_worker
+from services.verifier.worker_process import WorkerGone, WorkerProcess, WorkerSetup, start_worker
+
+log = logging.getLogger(__name__)
+
+Loss = Literal["timeout", "death", "retirement"]
+
+MOST_DEATHS = 2
+CHUNK_S = 0.02
+"""Work that one message to a worker should hold, seconds."""
+MOST_CHUNK = 64
+SHARE_AFTER_S = 0.1
+"""How long one item may keep the rest of its chunk from the other workers, seconds."""
 
 
 class QueueFull(PipelineRLError):
@@ -49,10 +58,15 @@ class Job:
     """Workers that died on it."""
     is_queued: bool = False
 
-    def settle(self, result: verifier_pb2.VerifyResult) -> None:
+    def resolve(self, result: verifier_pb2.VerifyResult) -> None:
+        """Only the first result counts."""
         if not self.future.done():
             self.future.set_result(result)
             self.on_result(result)
+
+    def fail(self, status: verifier_pb2.VerifyStatus, message: str, seconds: float = 0.0) -> None:
+        item = self.item.sequence_id
+        self.resolve(verifier_pb2.VerifyResult(sequence_id=item, status=status, message=message, seconds=seconds))
 
     @property
     def is_wanted(self) -> bool:
@@ -61,7 +75,8 @@ class Job:
 
 
 class JobQueue:
-    """First in, first out; what is put back comes first."""
+    """Items waiting for a worker, first in, first out; what is put back comes first. Bounded; an item whose caller has left is
+    passed over."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -74,7 +89,7 @@ class JobQueue:
     def put(self, jobs: Sequence[Job]) -> None:
         """All or none of them. Raises `QueueFull`."""
         if len(self._jobs) + len(jobs) > self.capacity:
-            self._drop_abandoned()
+            self._jobs = deque(job for job in self._jobs if not job.future.done())
         if len(self._jobs) + len(jobs) > self.capacity:
             raise QueueFull(len(jobs), len(self._jobs), self.capacity)
         self._enter(jobs)
@@ -118,22 +133,6 @@ class JobQueue:
             job.is_queued = True
         self._filled.set()
 
-    def _drop_abandoned(self) -> None:
-        self._jobs = deque(job for job in self._jobs if not job.future.done())
-
-
-log = logging.getLogger(__name__)
-
-Loss = Literal["timeout", "death", "retirement"]
-
-MOST_DEATHS = 2
-CHUNK_S = 0.02
-"""Work that one message to a worker should hold, seconds."""
-MOST_CHUNK = 64
-SHARE_AFTER_S = 0.1
-"""How long one item may keep the rest of its chunk from the other workers, seconds."""
-RESTART_FIRST_S, RESTART_MOST_S = 0.1, 5.0
-
 
 @asynccontextmanager
 async def run_pool(
@@ -149,7 +148,12 @@ async def run_pool(
     Raises `UserError` when the recipe's reward does not exist, `ServiceError` when a worker does not come up at first.
     """
     pool = RewardPool(setup, metrics, num_workers=workers, max_queue=max_queue, on_workers=on_workers)
-    first = await _start_all(setup, workers)
+    starts = await asyncio.gather(*(start_worker(setup) for _ in range(workers)), return_exceptions=True)
+    first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
+    for failure in starts:
+        if isinstance(failure, BaseException):  # all of them or none
+            await asyncio.gather(*(worker.kill() for worker in first))
+            raise failure
     async with asyncio.TaskGroup() as slots:
         tasks = [slots.create_task(pool.run_slot(worker), name="reward-worker") for worker in first]
         try:
@@ -157,17 +161,6 @@ async def run_pool(
         finally:
             for task in tasks:
                 task.cancel()
-
-
-async def _start_all(setup: WorkerSetup, num_workers: int) -> list[WorkerProcess]:
-    """All of them or none."""
-    starts = await asyncio.gather(*(start_worker(setup) for _ in range(num_workers)), return_exceptions=True)
-    workers = [worker for worker in starts if isinstance(worker, WorkerProcess)]
-    failures = [failure for failure in starts if isinstance(failure, BaseException)]
-    if failures:
-        await asyncio.gather(*(worker.kill() for worker in workers))
-        raise failures[0]
-    return workers
 
 
 class RewardPool:
@@ -219,17 +212,11 @@ class RewardPool:
                 self._count_up(-1)
                 await worker.kill()
             self._metrics.worker_restarts.labels(loss).inc()
-            worker = await self._replacement()
-
-    async def _replacement(self) -> WorkerProcess:
-        delay_s = RESTART_FIRST_S
-        while True:
-            try:
-                return await start_worker(self._setup)
-            except (UserError, ServiceError, OSError) as error:
-                log.error("cannot start a reward worker, trying again in %.1f s: %s", delay_s, error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, RESTART_MOST_S)
+            worker = await retry_forever(
+                lambda: start_worker(self._setup),
+                "start a reward worker",
+                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
+            )
 
     def _count_up(self, change: int) -> None:
         self._up += change
@@ -263,14 +250,17 @@ class RewardPool:
         return None
 
     async def _score_chunk(self, worker: WorkerProcess, chunk: Sequence[Job]) -> Loss | None:
-        """Settles the chunk's jobs, or puts them back; None when the worker can go on."""
+        """Resolves the chunk's jobs, or puts them back; None when the worker can go on."""
         worker.send(job.item for job in chunk)
         for position, job in enumerate(chunk):
             rest = () if worker.is_stopping else chunk[position + 1 :]
             try:
                 result = await self._next_result(worker, job, rest)
             except TimeoutError:
-                self._overdue(job)
+                self._metrics.timeouts.inc()
+                log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, self._timeout_s)
+                problem = f"the reward took more than reward.timeout_s = {self._timeout_s:g} s and was killed"
+                job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, self._timeout_s)
                 self._queue.put_back(() if worker.is_stopping else rest)
                 return "timeout"
             except WorkerGone as gone:
@@ -279,7 +269,7 @@ class RewardPool:
                 return "retirement" if gone.retired else "death"
             if result is None:
                 return None
-            job.settle(result)
+            job.resolve(result)
         return await self._wait_for_stop(worker) if worker.is_stopping else None
 
     async def _next_result(
@@ -314,28 +304,10 @@ class RewardPool:
             return "retirement" if gone.retired else "death"
         return None
 
-    def _overdue(self, job: Job) -> None:
-        self._metrics.timeouts.inc()
-        job.settle(
-            verifier_pb2.VerifyResult(
-                sequence_id=job.item.sequence_id,
-                status=verifier_pb2.VERIFY_STATUS_TIMEOUT,
-                message=f"the reward took more than reward.timeout_s = {self._timeout_s:g} s and was killed",
-                seconds=self._timeout_s,
-            )
-        )
-        log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, self._timeout_s)
-
     def _died(self, job: Job, gone: WorkerGone) -> None:
         if gone.retired:
             return
         job.deaths += 1
         log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
         if job.deaths >= MOST_DEATHS:
-            job.settle(
-                verifier_pb2.VerifyResult(
-                    sequence_id=job.item.sequence_id,
-                    status=verifier_pb2.VERIFY_STATUS_CRASHED,
-                    message=f"the reward's process died: {gone}"[:500],
-                )
-            )
+            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"the reward's process died: {gone}"[:500])

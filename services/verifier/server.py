@@ -1,20 +1,15 @@
-"""The verifier's spans of one call: one for each item that has a trace, and in it one for its reward.
+"""The verifier's process: the gRPC service, its workers, its health, the spans of its calls.
 
-One item, one result, whatever the reward does short of ending the process.
-
-The verifier's process: the gRPC service, its workers, its health. Scores nothing itself and imports no reward.
+It scores nothing itself and imports no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import grpc
 from grpc import aio
@@ -31,18 +26,21 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_of, traces_in
-from pipelinerl.v1 import sequence_pb2, verifier_pb2, verifier_pb2_grpc
-from services.verifier.frames import WorkerSetup
-from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
+from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics, status_name
 from services.verifier.pool import QueueFull, RewardPool, run_pool
-from services.verifier.rewards.compose import ComposedReward, Reward
-from services.verifier.rewards.item import BadReference, BadReward, RewardInput
+from services.verifier.worker_process import WorkerSetup
 
-METHOD = "pipelinerl.v1.VerifierService/Verify"
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "pipelinerl.v1.VerifierService"
 
 
 class CallSpans:
-    """From the call's arrival to `end`. `metadata`: the call's; `items`: its items, in order."""
+    """The spans of one call, from its arrival to `end`: one for each item that has a trace, and in it one for its reward.
+
+    `metadata`: the call's; `items`: its items, in order.
+    """
 
     def __init__(
         self, metadata: Iterable[tuple[str, str | bytes]] | None, items: Sequence[verifier_pb2.VerifyItem]
@@ -51,7 +49,7 @@ class CallSpans:
         for position, trace in traces_in(metadata).items():
             if position < len(items):
                 item = items[position]
-                about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(METHOD)}
+                about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(f"{SERVICE_NAME}/Verify")}
                 span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
                 self._spans[item.sequence_id] = span
 
@@ -59,8 +57,8 @@ class CallSpans:
         """As soon as it is: the reward's span ends now. What was before it is the wait for a worker."""
         span = self._spans.get(result.sequence_id)
         if span is not None:
-            status = verifier_pb2.VerifyStatus.Name(result.status).removeprefix("VERIFY_STATUS_").lower()
-            about = {a.STATUS: status, a.REWARD: result.reward}
+            status = status_name(result.status)
+            about: a.Attributes = {a.STATUS: status, a.REWARD: result.reward}
             reward = child(trace_of(span), "reward.score", attributes=about, began_at=before_ns(result.seconds))
             if result.status != verifier_pb2.VERIFY_STATUS_OK:
                 reward.set_status(Status(StatusCode.ERROR, status))
@@ -73,76 +71,6 @@ class CallSpans:
             if code != "OK":
                 span.set_status(Status(StatusCode.ERROR, code))
             span.end()
-
-
-_SHORT = 500
-_FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
-
-
-def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-    """Never raises: what the reward raises is the result's status."""
-    started_s = time.perf_counter()
-    result = _outcome(reward, item)
-    result.sequence_id = item.sequence_id
-    result.seconds = time.perf_counter() - started_s
-    return result
-
-
-def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-    try:
-        return _ok(reward(_input(reward, item)))
-    except BadReference as error:
-        return _failed(verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error))
-    except BadReward as error:
-        return _failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
-    except MemoryError:
-        pass  # the traceback holds what filled the memory; it is let go before anything else is done
-    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
-        traceback.print_exc()
-        return _failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the reward raised {type(error).__name__}: {error}")
-    return _failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib")
-
-
-def _input(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> RewardInput:
-    return RewardInput(
-        prompt=item.prompt_text,
-        completion=item.completion_text,
-        answer=reward.find_answer(item.completion_text),
-        reference=_reference(item.reference_json),
-        completion_tokens=item.completion_tokens,
-        max_tokens=item.max_tokens,
-        finish_reason=_FINISH_REASONS.get(item.finish_reason, ""),
-        task=item.task,
-        sequence_id=item.sequence_id,
-    )
-
-
-def _reference(text: str) -> dict[str, Any]:
-    try:
-        reference = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadReference("reference_json", f"not JSON: {error}") from error
-    if not isinstance(reference, dict):
-        raise BadReference("reference_json", f"a JSON object is needed, not {type(reference).__name__}")
-    return reference
-
-
-def _ok(reward: Reward) -> verifier_pb2.VerifyResult:
-    return verifier_pb2.VerifyResult(
-        status=verifier_pb2.VERIFY_STATUS_OK,
-        reward=reward.value,
-        components=reward.terms,
-        message=reward.reason[:_SHORT],
-    )
-
-
-def _failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
-    return verifier_pb2.VerifyResult(status=status, message=message[:_SHORT])
-
-
-log = logging.getLogger(__name__)
-
-SERVICE_NAME = "pipelinerl.v1.VerifierService"
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -209,7 +137,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         servicer = VerifierServicer(recipe.task.name, pool, metrics)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
-    setup = WorkerSetup(recipe.reward, recipe.task)
+    setup = WorkerSetup(reward=recipe.reward, task=recipe.task)
     async with (
         serve_http(health_app(readiness, registry), settings.http_host, settings.http_port) as http_port,
         run_pool(setup, metrics, workers=settings.workers, max_queue=settings.max_queue, on_workers=on_workers) as pool,

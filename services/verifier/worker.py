@@ -1,39 +1,143 @@
-"""What a worker process does to itself so that a reward can hurt one item and no more. Linux.
+"""A reward process: `python -m services.verifier.worker`, started by the verifier, never by a person. Linux.
 
-Limits address space and CPU time, dies with the verifier, and clears away processes that a reward left behind. It is
-no jail: a reward's code is the user's and is trusted not to attack the machine; what is not trusted is how long it runs
+Consumes frames of items on its standard input, produces one frame for each item on its standard output as soon as it is scored,
+so that the verifier knows which item runs. The verifier unblocks it. Before any reward's code is imported, both pipes move to
+descriptors that children do not inherit; a reward reads from nowhere and prints to the verifier's log.
+
+The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind.
+It is no jail: a reward's code is the user's and is trusted not to attack the machine; what is not trusted is how long it runs
 and how much it takes on a model's output.
-
-A reward process: `python -m services.verifier.worker`, started by the verifier, never by a person.
-
-Consumes frames of items on its standard input, produces one frame for each item on its standard output as soon as it is
-scored, so that the verifier knows which item runs. Before any reward's code is imported, both pipes move to descriptors
-that children do not inherit; a reward reads from nowhere and prints to the verifier's log. The verifier unblocks it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import select
 import signal
 import sys
+import time
+import traceback
+from typing import Any
 
 from pipelinerl.errors import UserError
-from pipelinerl.v1 import verifier_pb2
-from services.verifier.frames import RETIRED, WorkerHello, WorkerSetup, read_frame, write_frame
+from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.compose import ComposedReward, make_reward
-from services.verifier.server import score_item
-from services.verifier.worker_process import children, kill_tree
+from services.verifier.rewards.item import BadReference, BadReward, RewardInput
+from services.verifier.worker_process import (
+    RETIRED,
+    WorkerHello,
+    WorkerSetup,
+    children,
+    kill_tree,
+    read_frame,
+    write_frame,
+)
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
+_MESSAGE_CHARACTERS = 500
 _MIB = 1024**2
+_FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
-def attach_to_verifier() -> None:
+def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    """One item, one result. Never raises: what the reward raises is the result's status."""
+    started_s = time.perf_counter()
+    result = _outcome(reward, item)
+    result.sequence_id = item.sequence_id
+    result.seconds = time.perf_counter() - started_s
+    return result
+
+
+def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    try:
+        scored = reward(
+            RewardInput(
+                prompt=item.prompt_text,
+                completion=item.completion_text,
+                answer=reward.find_answer(item.completion_text),
+                reference=_reference(item.reference_json),
+                completion_tokens=item.completion_tokens,
+                max_tokens=item.max_tokens,
+                finish_reason=_FINISH_REASONS.get(item.finish_reason, ""),
+                task=item.task,
+                sequence_id=item.sequence_id,
+            )
+        )
+        return verifier_pb2.VerifyResult(
+            status=verifier_pb2.VERIFY_STATUS_OK,
+            reward=scored.value,
+            components=scored.terms,
+            message=scored.reason[:_MESSAGE_CHARACTERS],
+        )
+    except BadReference as error:
+        status, message = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error)
+    except BadReward as error:
+        status, message = verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error)
+    except MemoryError:  # the traceback holds what filled the memory; it is let go before anything else is done
+        status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib"
+    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
+        traceback.print_exc()
+        status = verifier_pb2.VERIFY_STATUS_CRASHED
+        message = f"the reward raised {type(error).__name__}: {error}"
+    return verifier_pb2.VerifyResult(status=status, message=message[:_MESSAGE_CHARACTERS])
+
+
+def _reference(text: str) -> dict[str, Any]:
+    try:
+        reference = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadReference("reference_json", f"not JSON: {error}") from error
+    if not isinstance(reference, dict):
+        raise BadReference("reference_json", f"a JSON object is needed, not {type(reference).__name__}")
+    return reference
+
+
+def main() -> int:
+    _attach_to_verifier()
+    requests, results = _take_pipes()
+    payload = read_frame(requests)
+    if payload is None:
+        return 0
+    setup = WorkerSetup.model_validate_json(payload)
+    try:
+        reward = make_reward(setup.reward, setup.task)
+    except UserError as error:
+        write_frame(results, WorkerHello(problem=str(error), users_mistake=True).model_dump_json().encode())
+        return 1
+    write_frame(results, WorkerHello().model_dump_json().encode())
+    return _serve(reward, setup, requests, results)
+
+
+def _serve(reward: ComposedReward, setup: WorkerSetup, requests: int, results: int) -> int:
+    """Item after item until the pipe ends. The exit code: `RETIRED` when the process is not as good as new any more."""
+    pid, memory, more_came = os.getpid(), _MemoryLimit(setup.reward.memory_mib), select.poll()
+    more_came.register(requests, select.POLLIN)
+    while (payload := read_frame(requests)) is not None:
+        items = verifier_pb2.VerifyRequest.FromString(payload).items
+        if not items:
+            write_frame(results, verifier_pb2.VerifyResult().SerializeToString())
+        for item in items:
+            _renew_cpu_limit(setup.reward.timeout_s)
+            result = score_item(reward, item)
+            if os.getpid() != pid:
+                os._exit(0)  # a reward forked, and its child came back as if it were the worker
+            is_clean = _clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
+            write_frame(results, result.SerializeToString())
+            if not is_clean:
+                return RETIRED
+            if more_came.poll(0):
+                break  # only one thing is sent before all results are there: to stop
+        if memory.is_half_gone():
+            return RETIRED
+    return 0
+
+
+def _attach_to_verifier() -> None:
     """SIGKILL when the verifier's thread that started this process ends; orphans of a reward's children come here."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
@@ -41,7 +145,16 @@ def attach_to_verifier() -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-class MemoryLimit:
+def _take_pipes() -> tuple[int, int]:
+    requests, results = os.dup(0), os.dup(1)  # descriptors that a program started by a reward does not get
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, results
+
+
+class _MemoryLimit:
     """Address space for rewards, beyond what the process has when this is made."""
 
     def __init__(self, memory_mib: int) -> None:
@@ -55,18 +168,14 @@ class MemoryLimit:
         return _address_space() - self._own > self._reserve // 2
 
 
-class CpuBackstop:
+def _renew_cpu_limit(timeout_s: float) -> None:
     """SIGXCPU for a reward that the verifier, whose deadline comes first, did not end: wall-clock limit times cores."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
-
-    def renew(self) -> None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + self._allowance_s)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
+    _lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)
 
 
-def clear_leftover_children() -> bool:
+def _clear_leftover_children() -> bool:
     """Kills and reaps every process that this one started or adopted; False when they come faster than they go.
 
     One system call when there is none.
@@ -91,66 +200,6 @@ def _address_space() -> int:
     """Bytes, as RLIMIT_AS counts them."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
-
-
-def main() -> int:
-    attach_to_verifier()
-    requests, results = _take_pipes()
-    payload = read_frame(requests)
-    if payload is None:
-        return 0
-    setup = WorkerSetup.from_json(payload)
-    try:
-        reward = make_reward(setup.reward, setup.task)
-    except UserError as error:
-        write_frame(results, WorkerHello(str(error), users_mistake=True).to_json())
-        return 1
-    write_frame(results, WorkerHello().to_json())
-    return _Loop(reward, setup, requests, results).run()
-
-
-class _Loop:
-    def __init__(self, reward: ComposedReward, setup: WorkerSetup, requests: int, results: int) -> None:
-        self._reward, self._requests, self._results = reward, requests, results
-        self._more_came = select.poll()
-        self._more_came.register(requests, select.POLLIN)
-        self._pid = os.getpid()
-        self._cpu = CpuBackstop(setup.reward.timeout_s)
-        self._memory = MemoryLimit(setup.reward.memory_mib)
-
-    def run(self) -> int:
-        while (payload := read_frame(self._requests)) is not None:
-            items = verifier_pb2.VerifyRequest.FromString(payload).items
-            if not items:
-                write_frame(self._results, verifier_pb2.VerifyResult().SerializeToString())
-            for item in items:
-                result, is_clean = self._score(item)
-                write_frame(self._results, result.SerializeToString())
-                if not is_clean:
-                    return RETIRED
-                if self._more_came.poll(0):
-                    break  # only one thing is sent before all results are there: to stop
-            if self._memory.is_half_gone():
-                return RETIRED
-        return 0
-
-    def _score(self, item: verifier_pb2.VerifyItem) -> tuple[verifier_pb2.VerifyResult, bool]:
-        """The result, and whether the process is as good as new for the next item."""
-        self._cpu.renew()
-        result = score_item(self._reward, item)
-        if os.getpid() != self._pid:
-            os._exit(0)  # a reward forked, and its child came back as if it were the worker
-        is_clean = clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
-        return result, is_clean
-
-
-def _take_pipes() -> tuple[int, int]:
-    requests, results = os.dup(0), os.dup(1)  # descriptors that a program started by a reward does not get
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return requests, results
 
 
 if __name__ == "__main__":

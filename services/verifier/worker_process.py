@@ -1,8 +1,11 @@
-"""Ends a process and everything it started, also what moved to another process group. Linux's /proc.
+"""One reward process as the verifier sees it, and the frames that pass between them over pipes.
 
-One reward process as the verifier sees it: started, given items, heard from, ended with everything it started.
+The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items: what a
+lost worker means for them is the pool's business.
 
-It decides nothing about items: what a lost worker means for them is the pool's business.
+Frames are length-prefixed. The first each way is JSON (the worker's setup, and whether it is up); then every frame to the
+worker is a `VerifyRequest` and every frame back one `VerifyResult`, in order. A request without items means: finish the item under way
+and forget the rest; its answer is a result without status. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,35 +15,77 @@ import contextlib
 import logging
 import os
 import signal
+import struct
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+from pydantic import BaseModel
 
 from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from pipelinerl.v1 import verifier_pb2
-from services.verifier.frames import RETIRED, FrameReader, WorkerHello, WorkerSetup, frame
+
+log = logging.getLogger(__name__)
+
+RETIRED = 75
+"""Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
+START_TIMEOUT_S = 120.0
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_LOGGED_BYTES = 4096
+_LENGTH = struct.Struct(">I")
+
+
+class WorkerSetup(BaseModel, frozen=True):
+    """What a worker needs to know. Its limits are `reward.timeout_s` and `reward.memory_mib`."""
+
+    reward: RewardConfig
+    task: TaskConfig
+
+
+class WorkerHello(BaseModel, frozen=True):
+    """A worker's first frame. `problem` is empty when it is up; `users_mistake`: it will be the same next time."""
+
+    problem: str = ""
+    users_mistake: bool = False
+
+
+def read_frame(pipe: int) -> bytes | None:
+    """The next frame of a descriptor, and not a byte more; None at the end of the pipe."""
+    header = _read_exactly(pipe, _LENGTH.size)
+    return None if header is None else _read_exactly(pipe, _LENGTH.unpack(header)[0])
+
+
+def _read_exactly(pipe: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(pipe, size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def write_frame(pipe: int, payload: bytes) -> None:
+    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of all of a process's threads; none when it is gone."""
+    """The direct children of all of a process's threads, by Linux's /proc; none when it is gone."""
     found: list[int] = []
-    for listing in _child_lists(pid):
-        with contextlib.suppress(OSError):  # the thread ended
-            found += map(int, listing.read_text().split())
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread ended
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
 
 
-def _child_lists(pid: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            yield Path(f"/proc/{pid}/task/{thread}/children")
-
-
 def kill_tree(pid: int) -> None:
-    """SIGKILL to the process, its descendants and its process group; reaps nothing.
+    """SIGKILL to the process, its descendants, also those in other process groups, and its own group; reaps nothing.
 
     Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
     """
@@ -51,10 +96,10 @@ def kill_tree(pid: int) -> None:
         stopped |= found
     for process in stopped:
         _signal(process, signal.SIGKILL)
-    kill_group(pid)
+    _kill_group(pid)
 
 
-def kill_group(leader: int) -> None:
+def _kill_group(leader: int) -> None:
     """SIGKILL to what is left of the process group that `leader` led, if it led one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
@@ -71,32 +116,12 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 120.0
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-_LOGGED_BYTES = 4096
-
-
 class WorkerGone(Exception):
     """The process ended. `retired`: of its own accord and between two items, so that no item is to blame."""
 
     def __init__(self, how: str, *, retired: bool) -> None:
         self.retired = retired
         super().__init__(how)
-
-
-def worker_environment() -> dict[str, str]:
-    """What a worker may know: where Python finds modules, the locale, one thread per numeric library. No secrets."""
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return passed_on | {
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "MALLOC_ARENA_MAX": "2",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
 
 
 class WorkerProcess:
@@ -106,7 +131,9 @@ class WorkerProcess:
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
-        self._stdin, self._frames = process.stdin, FrameReader(process.stdout)
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._length: int | None = None
+        """Of the frame whose payload is still to come."""
         self._last_output = ""
         self.is_stopping = False
         self._output = asyncio.create_task(self._log_output())
@@ -122,7 +149,8 @@ class WorkerProcess:
         self.write(verifier_pb2.VerifyRequest(items=items).SerializeToString())
 
     def write(self, payload: bytes) -> None:
-        self._stdin.write(frame(payload))
+        """Queues one frame."""
+        self._stdin.write(_LENGTH.pack(len(payload)) + payload)
 
     def stop_after_item(self) -> None:
         """Asks it to finish the item under way and to forget the rest of what was sent."""
@@ -145,14 +173,23 @@ class WorkerProcess:
         return result
 
     async def read(self, within_s: float) -> bytes:
+        """The next frame. Raises `TimeoutError` and `WorkerGone`."""
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    return await self._frames.read()
+                    return await self._next_frame()
             async with asyncio.timeout(0):  # it may have come while this loop was busy: what is there is in time
-                return await self._frames.read()
+                return await self._next_frame()
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self.gone() from None
+
+    async def _next_frame(self) -> bytes:
+        """A call that is cancelled loses nothing: the next one goes on where it stopped."""
+        if self._length is None:
+            self._length = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))[0]
+        payload = await self._stdout.readexactly(self._length)
+        self._length = None
+        return payload
 
     async def gone(self) -> WorkerGone:
         """How it ended. Its end of the pipe is closed, or it has exited."""
@@ -162,7 +199,9 @@ class WorkerProcess:
         code = self._process.returncode
         if code is None:
             return WorkerGone("it closed its pipe", retired=False)
-        how = f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
         said = f"; last output: {self._last_output[-200:]}" if self._last_output else ""
         return WorkerGone(how + said, retired=code == RETIRED)
 
@@ -171,7 +210,7 @@ class WorkerProcess:
         if self._process.returncode is None:
             kill_tree(self.pid)
         else:
-            kill_group(self.pid)
+            _kill_group(self.pid)
         await self.ended
         self._output.cancel()
         self._stdin.close()
@@ -184,44 +223,40 @@ class WorkerProcess:
             log.info("reward output: %s", self._last_output, extra={"worker": self.pid})
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
-
-
 async def start_worker(setup: WorkerSetup) -> WorkerProcess:
     """A process that has imported its reward and is ready for items.
 
-    Raises `UserError` when the recipe names a reward that does not exist, `ServiceError` when it does not come up.
+    It knows where Python finds modules, the locale, one thread per numeric library, and no secrets. Raises `UserError` when the
+    recipe names a reward that does not exist, `ServiceError` when the process does not come up.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.verifier.worker",
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=worker_environment(),
-        start_new_session=True,
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "MALLOC_ARENA_MAX": "2",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    worker = WorkerProcess(
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.verifier.worker"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
     )
-    worker = WorkerProcess(process)
     try:
-        await _greet(worker, setup)
-    except BaseException:
+        worker.write(setup.model_dump_json().encode())
+        hello = WorkerHello.model_validate_json(await worker.read(START_TIMEOUT_S))
+        if hello.problem:
+            raise UserError(hello.problem) if hello.users_mistake else ServiceError(hello.problem)
+    except BaseException as error:
         await worker.kill()
+        if isinstance(error, TimeoutError):
+            raise ServiceError(f"a reward worker did not come up within {START_TIMEOUT_S:.0f} s") from error
+        if isinstance(error, WorkerGone):
+            raise ServiceError(f"a reward worker ended while starting: {error}") from error
         raise
     return worker
-
-
-async def _greet(worker: WorkerProcess, setup: WorkerSetup) -> None:
-    worker.write(setup.to_json())
-    try:
-        hello = WorkerHello.from_json(await worker.read(START_TIMEOUT_S))
-    except TimeoutError as error:
-        raise ServiceError(f"a reward worker did not come up within {START_TIMEOUT_S:.0f} s") from error
-    except WorkerGone as gone:
-        raise ServiceError(f"a reward worker ended while starting: {gone}") from gone
-    if hello.problem:
-        raise UserError(hello.problem) if hello.users_mistake else ServiceError(hello.problem)

@@ -432,7 +432,7 @@ for module in pkgutil.walk_packages(services.verifier.__path__, "services.verifi
 from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
 from services.verifier.rewards.compose import make_reward
-from services.verifier.server import score_item
+from services.verifier.worker import score_item
 
 answers = {"json_schema": '{"const": 12}'}
 entry = {"question": "", "answer": "12", "metadata": {}}

@@ -14,14 +14,12 @@ from pydantic import ValidationError
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
-from services.verifier.rewards.compose import ComposedReward, Reward, make_reward
+from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
+from services.verifier.rewards.compose import ComposedReward, Reward, make_reward, overlong_penalty
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score
-from services.verifier.rewards.json_schema import json_schema_scorer
-from services.verifier.rewards.math import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
-from services.verifier.rewards.text import AnswerPattern, exact, overlong_penalty, regex
 from services.verifier.rewards.user import user_scorer
-from services.verifier.server import score_item
+from services.verifier.worker import score_item
 
 
 def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any) -> RewardInput:
@@ -41,20 +39,17 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
 # --- finding the answer
 
 
-def test_last_match_is_the_answer() -> None:
-    assert AnswerPattern(r"= *(-?\d+)").last_answer("3 + 4 = 7, 7 - 9 = -2") == "-2"
-
-
-def test_no_match_is_no_answer() -> None:
-    assert AnswerPattern(r"answer: (\d+)").last_answer("I do not know") is None
-
-
-def test_last_match_without_its_group_is_no_answer() -> None:
-    assert AnswerPattern(r"x(\d)?").last_answer("x1 x") is None
-
-
-def test_without_a_pattern_the_whole_completion_is_the_answer() -> None:
-    assert AnswerPattern("").last_answer("  42\n") == "42"
+@pytest.mark.parametrize(
+    ("pattern", "completion", "answer"),
+    [
+        (r"= *(-?\d+)", "3 + 4 = 7, 7 - 9 = -2", "-2"),
+        (r"answer: (\d+)", "I do not know", None),
+        (r"x(\d)?", "x1 x", None),  # the last match has no group
+        ("", "  42\n", "42"),
+    ],
+)
+def test_the_answer_is_the_group_of_the_last_match(pattern: str, completion: str, answer: str | None) -> None:
+    assert ComposedReward(RewardConfig(answer_pattern=pattern), exact).find_answer(completion) == answer
 
 
 # --- exact and regex

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from services.verifier.rewards.item import RewardInput
-from services.verifier.rewards.reasoning_gym import REFUSED, reasoning_gym_scorer
-from services.verifier.rewards.untrusted import GUARDS, is_arithmetic, is_board, is_formula
+from services.verifier.rewards.reasoning_gym import (
+    GUARDS,
+    REFUSED,
+    is_arithmetic,
+    is_board,
+    is_formula,
+    reasoning_gym_scorer,
+)
 
 EVALUATES = re.compile(r"\b(eval|exec|parse_expr|parse_latex|sympify|__import__)\(")
 ON_ITS_OWN_TEXT = {

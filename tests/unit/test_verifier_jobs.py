@@ -67,12 +67,12 @@ async def test_what_is_put_back_comes_first_and_beyond_the_bound() -> None:
     assert (await queue.take(share_of=1, most=2)) == taken
 
 
-async def test_settled_and_queued_items_are_not_put_back() -> None:
+async def test_resolved_and_queued_items_are_not_put_back() -> None:
     queue = JobQueue(3)
-    settled, queued, lost = jobs(3)
-    settled.settle(verifier_pb2.VerifyResult(reward=1.0))
+    resolved, queued, lost = jobs(3)
+    resolved.resolve(verifier_pb2.VerifyResult(reward=1.0))
     queue.put([queued])
-    queue.put_back([settled, queued, lost])
+    queue.put_back([resolved, queued, lost])
     assert names(await queue.take(share_of=1, most=64)) == ["2", "1"]
 
 
@@ -87,6 +87,6 @@ async def test_an_item_that_killed_a_worker_comes_alone() -> None:
 
 async def test_the_first_result_counts() -> None:
     (job,) = jobs(1)
-    job.settle(verifier_pb2.VerifyResult(reward=1.0))
-    job.settle(verifier_pb2.VerifyResult(reward=2.0))
+    job.resolve(verifier_pb2.VerifyResult(reward=1.0))
+    job.resolve(verifier_pb2.VerifyResult(reward=2.0))
     assert (await job.future).reward == 1.0

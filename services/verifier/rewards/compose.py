@@ -1,23 +1,20 @@
-"""The whole reward of a completion: weighted terms, kept apart, that add up to it.
+"""From a recipe's words to the reward they mean: weighted terms, kept apart, that add up to it.
 
 reward = correct * score + format_weight * [the form matches] + overlong penalty
-
-From a recipe's words to the reward they mean. Libraries are imported here, by the scorer that needs them.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
+from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
-from services.verifier.rewards.json_schema import json_schema_scorer
-from services.verifier.rewards.math import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
-from services.verifier.rewards.text import AnswerPattern, FormatPattern, exact, overlong_penalty, regex
 from services.verifier.rewards.user import user_scorer
 
 _ALMOST = 1e-9
@@ -39,23 +36,34 @@ class ComposedReward:
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
         self._binary = config.binary and not graded
-        self._answer = AnswerPattern(config.answer_pattern)
-        self._format = FormatPattern(config.format_pattern) if config.format_pattern else None
+        self._answer = re.compile(config.answer_pattern) if config.answer_pattern else None
+        self._format = re.compile(config.format_pattern) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
-        return self._answer.last_answer(completion)
+        """Group 1 of the last match of `answer_pattern`, stripped; None when nothing matches, or the last match leaves the
+        group out. Without a pattern, the whole completion."""
+        if self._answer is None:
+            return completion.strip()
+        answer = None
+        for match in self._answer.finditer(completion):
+            answer = match.group(1)
+        return None if answer is None else answer.strip()
 
     def __call__(self, item: RewardInput) -> Reward:
         """Raises `BadReference`, `BadReward`, and whatever a scorer raises."""
         score = self._scorer(item)
         terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
         if self._format is not None:
-            matches = self._format.matches(item.completion)
+            matches = self._format.fullmatch(item.completion.strip()) is not None
             terms["format"] = self._config.format_weight * matches
             reasons += [] if matches else ["the completion does not match reward.format_pattern"]
         if self._config.overlong.buffer_tokens:
             terms["overlong"] = self._overlong(item)
-        return Reward(_sum(terms), terms, "; ".join(reasons))
+        total = sum(terms.values())
+        if not math.isfinite(total):
+            listed = ", ".join(f"{name} = {term}" for name, term in terms.items())
+            raise BadReward(f"not a finite number: {listed}"[:200])
+        return Reward(total, terms, "; ".join(reasons))
 
     def _answer_terms(self, score: Score) -> dict[str, float]:
         if score.parts and not self._binary:
@@ -72,11 +80,14 @@ class ComposedReward:
         return overlong_penalty(item.completion_tokens, item.max_tokens, overlong.buffer_tokens, overlong.penalty)
 
 
-def _sum(terms: dict[str, float]) -> float:
-    total = sum(terms.values())
-    if not math.isfinite(total):
-        raise BadReward(f"not a finite number: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
-    return total
+def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13): a slope before the limit instead of a cliff at it.
+
+    `penalty` times the equation: 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear between.
+    Lengths in tokens; L_max is `max_tokens`, L_cache is `buffer_tokens` (at least 1).
+    """
+    over = completion_tokens - (max_tokens - buffer_tokens)
+    return 0.0 - penalty * min(max(over / buffer_tokens, 0.0), 1.0)
 
 
 def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:

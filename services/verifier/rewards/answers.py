@@ -1,0 +1,128 @@
+"""Scorers that compare an answer with the reference: as text, by a pattern, as mathematics, by a JSON Schema.
+
+Libraries are imported by the scorer that needs them. No schema may fetch other schemas: nothing here uses the network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from pipelinerl.errors import FieldError
+from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
+
+_BARE_CHARACTERS = 200
+"""Length of an answer up to which it may be LaTeX without its dollar signs."""
+
+
+def exact(item: RewardInput) -> Score:
+    """1 when answer and reference are the same text, white space around them aside."""
+    wanted = reference_answer(item)
+    if item.answer is None:
+        return NO_ANSWER
+    return Score(1.0) if item.answer == wanted else Score(0.0, "differs from the reference answer")
+
+
+def regex(item: RewardInput) -> Score:
+    """1 when the reference answer, as a regular expression, matches the whole answer."""
+    pattern = _compiled(reference_answer(item))
+    if item.answer is None:
+        return NO_ANSWER
+    return Score(1.0) if pattern.fullmatch(item.answer) else Score(0.0, "does not match the reference pattern")
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BadReference("answer", f"{pattern[:80]!r} is not a regular expression: {error}") from error
+
+
+def math_scorer(timeout_s: float) -> Scorer:
+    """1 when math-verify finds both sides equal as expressions: `1/2`, `0.5` and `\\frac{1}{2}` are one answer.
+
+    math-verify interrupts itself by SIGALRM, well before `timeout_s`, so this runs on a process's main thread. An answer that
+    it cannot parse or compare in time is wrong; what an alarm cannot interrupt falls to the worker's deadline.
+    """
+    from math_verify import parse, verify  # about a second
+
+    alarm_s = int(timeout_s / 4) or None  # whole seconds; parsing and comparing both sides must fit
+
+    def expressions(text: str) -> list[Any]:
+        found = parse(text, parsing_timeout=alarm_s)
+        if not found and "$" not in text and len(text) <= _BARE_CHARACTERS:
+            found = parse(f"${text}$", parsing_timeout=alarm_s)
+        return found
+
+    @lru_cache(maxsize=1024)
+    def of_reference(text: str) -> list[Any]:
+        wanted = expressions(text)
+        if not wanted:
+            raise BadReference("answer", f"{text[:80]!r} is not a mathematical expression")
+        return wanted
+
+    expressions("1")  # builds the parser now rather than under the first item's deadline
+
+    def score(item: RewardInput) -> Score:
+        wanted = of_reference(reference_answer(item))
+        if item.answer is None:
+            return NO_ANSWER
+        found = expressions(item.answer)
+        if not found:
+            return Score(0.0, "no mathematical expression in the answer")
+        right = verify(wanted, found, timeout_seconds=alarm_s)
+        return Score(1.0) if right else Score(0.0, "not equal to the reference answer")
+
+    return score
+
+
+def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
+    """1 when the answer is JSON that `schema` accepts; an empty `schema` means that each reference answer is one.
+
+    Raises `FieldError` when `schema` is not a JSON Schema.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError, best_match
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    def validator(wanted: Mapping[str, Any]) -> Any:
+        kind = validator_for(wanted, default=Draft202012Validator)
+        kind.check_schema(wanted)
+        return kind(wanted, registry=Registry())
+
+    @lru_cache(maxsize=1024)
+    def of_reference(text: str) -> Any:
+        try:
+            parsed = json.loads(text)
+            if not isinstance(parsed, dict):
+                raise BadReference("answer", "not a JSON Schema: an object is needed")
+            return validator(parsed)
+        except SchemaError as error:
+            raise BadReference("answer", f"not a JSON Schema: {error.message}") from error
+        except ValueError as error:
+            raise BadReference("answer", f"not a JSON Schema: {error}") from error
+
+    try:
+        of_recipe = validator(schema) if schema else None
+    except SchemaError as error:
+        raise FieldError("reward.json_schema", schema, f"not a JSON Schema: {error.message}") from error
+
+    def score(item: RewardInput) -> Score:
+        checks = of_recipe or of_reference(reference_answer(item))
+        if item.answer is None:
+            return NO_ANSWER
+        try:
+            problem = best_match(checks.iter_errors(json.loads(item.answer)))
+        except (ValueError, RecursionError) as error:
+            return Score(0.0, f"not JSON: {error}")
+        except Unresolvable as error:
+            raise BadReference("schema", f"refers to {error.ref}, which is not part of it") from error
+        return Score(0.0, f"{problem.json_path}: {problem.message}"[:200]) if problem else Score(1.0)
+
+    return score
