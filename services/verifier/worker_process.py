@@ -1,11 +1,11 @@
 """One reward process as the verifier sees it, and the frames that pass between them over pipes.
 
-The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items: what a
-lost worker means for them is the pool's business.
+The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items:
+what a lost worker means for them is the pool's business.
 
 Frames are length-prefixed. The first each way is JSON (the worker's setup, and whether it is up); then every frame to the
-worker is a `VerifyRequest` and every frame back one `VerifyResult`, in order. A request without items means: finish the item under way
-and forget the rest; its answer is a result without status. Nothing is ever unpickled.
+worker is a `VerifyRequest` and every frame back one `VerifyResult`, in order. A request without items means: finish the
+item under way and forget the rest; its answer is a result without status. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

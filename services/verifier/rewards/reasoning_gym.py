@@ -4,8 +4,8 @@ Many families give a little credit to wrong answers; whether that counts is `rew
 
 The scorers of some families call `eval`, or SymPy's parser, which is built on it, on the text that a model wrote. Such an
 answer is scored only when its family's guard lets it through: a function `answer -> bool` that reads the text with Python's
-parser and runs nothing of it. What it lets through calls nothing but known functions of mathematics and reaches no attribute. How long an
-expression takes to evaluate is the worker's deadline's business.
+parser and runs nothing of it. What it lets through calls nothing but known functions of mathematics and reaches no
+attribute. How long an expression takes to evaluate is the worker's deadline's business.
 """
 
 from __future__ import annotations
