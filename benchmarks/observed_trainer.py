@@ -32,14 +32,14 @@ from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
+from pipelinerl.v1 import trainer_pb2
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import RunPage, add_page
-from services.trainer.reporting.report import RunReport
-from services.trainer.reporting.token_pieces import TokenPieces
+from services.trainer.reporting.page import add_page
+from services.trainer.reporting.recorder import Recorder, Sinks
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0
@@ -76,28 +76,26 @@ class Observed:
         """Both sides' parts, and the server."""
         recipe, registry, board = load_recipe("arithmetic"), RunRegistry(RUN), PageBoard()
         metrics = TrainerMetrics(registry)
-        watch(metrics)
         app = health_app(Readiness(), registry)
         add_page(app, board)
         self.port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, own_thread=True))
         stack.callback(board.close)
-        self._board, self._page = board, RunPage(board, self._state)
-        self._page.begin(RUN, recipe, self._folder, [])
+        self._board = board
         files = [stack.enter_context(RunFiles(self._folder / side)) for side in ("observed", "plain")]
-        self._observed = RunReport(recipe, files[0], metrics, TokenPieces(Letters()), self._page.sample)
-        self._plain = RunReport(recipe, files[1], Unmeasured())  # type: ignore[arg-type]
+        tokenizer: Any = Letters()
+        self._observed = Recorder(recipe, Sinks(files[0], metrics, board), run=RUN, tokenizer=tokenizer)
+        self._watch(self._observed)
+        unmeasured: Any = Unmeasured()
+        self._plain = Recorder(recipe, Sinks(files[1], unmeasured))
         stack.callback(self._compute.shutdown)
 
     async def block(self, steps: int, *, observed: bool, take_step: Callable[[], dict[str, Any]] | None = None) -> None:
-        publishing = asyncio.create_task(self._page.run()) if observed else None
+        publishing = asyncio.create_task(self._observed.publish_state()) if observed else None
         for _ in range(steps):
             figures = await asyncio.get_running_loop().run_in_executor(self._compute, take_step or self._take_step)
             self._steps += 1
             figures = {**figures, **of_the_loop(self._steps)}
-            if observed:
-                self._page.step(self._observed.step(figures, self._groups, 1000 * self._steps))
-            else:
-                self._plain.step(figures, self._groups, 1000 * self._steps)
+            (self._observed if observed else self._plain).step(figures, self._groups, 1000 * self._steps)
         if publishing is not None:
             publishing.cancel()
 
@@ -120,19 +118,25 @@ class Observed:
                 self._board.state({"gone": time.monotonic()})  # the server notices a closed connection when it writes
                 time.sleep(0.05)
 
+    def _watch(self, recorder: Recorder) -> None:
+        """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""
+        parts: dict[str, Any] = {
+            "status": SimpleNamespace(phase=trainer_pb2.TRAINER_PHASE_TRAINING, for_page=self._state),
+            "loop": SimpleNamespace(version=1),
+            "updater": SimpleNamespace(
+                member_states={"serving": MEMBERS, "joining": 0}, epoch=3, served_version=1, bad_messages=0
+            ),
+            "feeder": SimpleNamespace(allowance=1),
+            "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
+            "books": SimpleNamespace(
+                counts=LedgerCounts(), tokens={"trained": 1}, ledger=SimpleNamespace(reasons=lambda outcome: {})
+            ),
+        }
+        recorder.watch(**parts)
+
     def _state(self) -> dict[str, Any]:
         members = [{"name": f"actor-{n}", "state": "serving", "version": self._steps} for n in range(MEMBERS)]
         return {"phase": "training", "version": self._steps, "members": members, "sequences": {}, "reasons": {}}
-
-
-def watch(metrics: TrainerMetrics) -> None:
-    """What is read at a scrape, of a run with `MEMBERS` actors."""
-    updater = SimpleNamespace(member_states={"serving": MEMBERS, "joining": 0}, epoch=3)
-    metrics.membership.watch(updater)  # type: ignore[arg-type]
-    books = SimpleNamespace(
-        counts=LedgerCounts(), tokens={"trained": 1}, ledger=SimpleNamespace(reasons=lambda outcome: {})
-    )
-    metrics.outcomes.watch(books, lambda: 1, lambda: 0)  # type: ignore[arg-type]
 
 
 def of_the_loop(step: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from pipelinerl.local.metrics import RunnerMetrics
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.telemetry.metrics import Family, RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.reporting.metrics import RankMetrics, TrainerMetrics
-from services.trainer.reporting.scaling import ReplicaAdvice
+from services.trainer.reporting.metrics import RankMetrics, ReplicaAdvice, TrainerMetrics
 from services.verifier.metrics import VerifierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]

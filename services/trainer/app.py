@@ -31,8 +31,8 @@ from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.observers import RunObservers, Sinks
 from services.trainer.reporting.page import add_page, guarded, page_hosts
+from services.trainer.reporting.recorder import Recorder, Sinks
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
 
@@ -77,9 +77,9 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
-        outlets = Sinks(metrics, files, events, trackers, context, board)
-        observers = RunObservers(settings, recipe, start, policy.tokenizer, outlets)
-        run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, observers)
+        sinks = Sinks(files, metrics, board, trackers, events, context)
+        recorder = Recorder(recipe, sinks, run=settings.run, start=start, tokenizer=policy.tokenizer)
+        run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)
         credentials = server_credentials(settings.tls_dir)
         server = await stack.enter_async_context(
             serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)

@@ -22,7 +22,7 @@ from services.trainer.data.feeder import Feeder, FeederState, look_for_left_behi
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.loop import OptimizerLoop
-from services.trainer.reporting.report import RunReport
+from services.trainer.reporting.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ class Resume:
         books: SequenceTracker,
         feeder: Feeder,
         intake: Intake,
-        report: RunReport,
+        recorder: Recorder,
         loop: Callable[[], OptimizerLoop],
     ) -> None:
         self._run_dir, self._recipe, self._bus, self._journal, self._start = run_dir, recipe, bus, journal, start
-        self._books, self._feeder, self._intake, self._report, self._loop = books, feeder, intake, report, loop
+        self._books, self._feeder, self._intake, self._recorder, self._loop = books, feeder, intake, recorder, loop
         self._kept_positions = dict(start.positions)
         """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
 
@@ -78,7 +78,7 @@ class Resume:
             "tokens_arrived": self._intake.tokens_arrived,
             "bad_messages": self._intake.bad_messages,
             "skipped_in_a_row": self._loop().skipped_in_a_row,
-            "report": self._report.to_state(),
+            "report": self._recorder.to_state(),
         }
         return RunState(
             run=self._bus.run,
@@ -120,7 +120,7 @@ class Resume:
         self._intake.tokens_arrived = state.figures["tokens_arrived"]
         self._intake.bad_messages = state.figures["bad_messages"]
         self._loop().skipped_in_a_row = state.figures["skipped_in_a_row"]
-        self._report.restore(state.figures["report"])
+        self._recorder.restore(state.figures["report"])
 
     async def _adopt(self) -> None:
         """What the incarnation before issued after the checkpoint, as far as the streams show it."""

@@ -42,7 +42,7 @@ from services.trainer.pods import watch_actor_pods
 from services.trainer.policy_trainer import TorchPolicyTrainer
 from services.trainer.probe import probe_tokens
 from services.trainer.records import StepRecord
-from services.trainer.reporting.observers import RunObservers
+from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.status import RunStatus
 from services.trainer.resume import Resume, reserve
 from services.trainer.server import TrainerService, initial_files
@@ -70,10 +70,10 @@ class TrainingRun:
         verifier: VerifierClient,
         journal: Journal,
         start: Start,
-        observers: RunObservers,
+        recorder: Recorder,
     ) -> None:
         self._settings, self._recipe, self._bus, self._journal = settings, recipe, bus, journal
-        self._start, self._observers = start, observers
+        self._start, self._recorder = start, recorder
         self._incarnation = start.lineage.incarnation
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
@@ -90,7 +90,7 @@ class TrainingRun:
             self._books,
             self._feeder,
             self._intake,
-            observers.report,
+            recorder,
             lambda: self._loop,
         )
         self._upkeep = StreamUpkeep(
@@ -99,7 +99,7 @@ class TrainingRun:
             self._intake,
             self._continuation.readable_from,
             lambda: self._loop.checkpoint_anew(),
-            on_look=observers.streams_seen,
+            on_look=recorder.streams_seen,
         )
         self._loop = self._make_loop(policy, self._make_evaluator(policy, verifier), traces)
         self._status = RunStatus(
@@ -109,12 +109,12 @@ class TrainingRun:
             self._loop,
             self._books,
             self._updater,
-            lambda: observers.report.loads,
+            lambda: recorder.loads,
         )
-        observers.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._books)
+        recorder.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._books)
 
     def _make_updater(self, policy: TorchPolicyTrainer) -> WeightUpdater:
-        recipe, observers = self._recipe, self._observers
+        recipe, recorder = self._recipe, self._recorder
         return WeightUpdater(
             self._bus,
             policy.port,
@@ -124,9 +124,9 @@ class TrainingRun:
             on_served=self._version_served,
             on_joined=self._joined,
             on_member=self._member_changed,
-            on_aborted=observers.update_aborted,
-            on_regroup=observers.regrouped,
-            on_evicted=observers.evicted,
+            on_aborted=recorder.update_aborted,
+            on_regroup=recorder.regrouped,
+            on_evicted=recorder.evicted,
         )
 
     def _make_sequence_ends(self, policy: TorchPolicyTrainer, traces: SequenceTraces) -> tuple[Feeder, Intake]:
@@ -171,7 +171,7 @@ class TrainingRun:
     def _make_loop(
         self, policy: TorchPolicyTrainer, evaluator: HeldoutEvaluator, traces: SequenceTraces
     ) -> OptimizerLoop:
-        recipe, observers = self._recipe, self._observers
+        recipe, recorder = self._recipe, self._recorder
         num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
         return OptimizerLoop(
             recipe,
@@ -190,15 +190,15 @@ class TrainingRun:
             capture=self._continuation.capture,
             on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
-            on_heldout=observers.heldout,
-            on_parity=observers.report.parity,
+            on_heldout=recorder.heldout,
+            on_parity=recorder.parity,
             actor_client=self._actor_client,
             traces=traces,
         )
 
     def add_to_server(self, server: aio.Server) -> None:
         initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
-        service = TrainerService(self._observers.feed, self._status.message, self._loop.request_checkpoint, initial)
+        service = TrainerService(self._recorder.feed, self._status.message, self._loop.request_checkpoint, initial)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     # --- from start to end -------------------------------------------------------------------------------------------
@@ -208,12 +208,12 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
-            self._observers.in_order(self._loop.version, finished=finished)
+            self._recorder.in_order(self._loop.version, finished=finished)
         finally:
             self._status.end(finished=finished)
             summary = self._write_summary(finished)
             self._continuation.end(finished=finished)
-            self._observers.end(summary, finished=finished)
+            self._recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
                 if finished and self._settings.linger:
@@ -226,7 +226,7 @@ class TrainingRun:
         """True when the run came to its own end."""
         if not await self._has_gone_on(stop):
             return False
-        self._observers.started()
+        self._recorder.started()
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
@@ -237,7 +237,7 @@ class TrainingRun:
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self._updater),
                     self._loop.beat(),
-                    self._observers.page.run(),
+                    self._recorder.publish_state(),
                 )
             ]
             stopping = tasks.create_task(stop.wait())
@@ -265,7 +265,7 @@ class TrainingRun:
             await self._wait_for_actors()
             background.append(tasks.create_task(self._feeder.run()))
             self._status.training()
-            self._observers.training_begins()
+            self._recorder.training_begins()
             await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
             await self._loop.run()
         await self._publish_last()
@@ -297,7 +297,7 @@ class TrainingRun:
             beating.cancel()
 
     def _write_summary(self, finished: bool) -> RunSummary:
-        return self._observers.summary(
+        return self._recorder.write_summary(
             self._books.ledger, self._loop.version, self._updater.evictions, finished=finished
         )
 
@@ -330,7 +330,7 @@ class TrainingRun:
                         loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)
-            self._observers.loads(loads, measuring=self._loop.measuring)
+            self._recorder.actor_loads(loads, measuring=self._loop.measuring)
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
@@ -348,23 +348,23 @@ class TrainingRun:
     # --- what its parts tell ------------------------------------------------------------------------------------------
 
     def _joined(self, actor: str, update: UpdateRecord) -> None:
-        self._observers.joined(actor, update)
+        self._recorder.joined(actor, update)
         self._feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
 
     def _version_served(self, update: UpdateRecord) -> None:
-        self._observers.served(update)
+        self._recorder.served(update)
         self._feeder.look_again()
 
     def _member_changed(self, change: MemberChange) -> None:
-        self._observers.member_changed(change, self._updater.serving.keys())
+        self._recorder.member_changed(change, self._updater.serving.keys())
 
     def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self._continuation.checkpoint_written(written)
-        self._observers.checkpoint_written(written)
+        self._recorder.checkpoint_written(written)
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
         self._journal.flush()  # who hears of the step may audit it
-        self._observers.step(figures, batch, self._intake.tokens_arrived, self._loop.version)
+        self._recorder.step(figures, batch, self._intake.tokens_arrived)
 
 
 def _addresses(members: Mapping[str, Member]) -> dict[str, str]:

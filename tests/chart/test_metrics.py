@@ -9,8 +9,7 @@ import pytest
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.scaling import ReplicaAdvice
+from services.trainer.reporting.metrics import ReplicaAdvice, TrainerMetrics
 from services.verifier.metrics import VerifierMetrics
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import Rendered

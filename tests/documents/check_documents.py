@@ -16,7 +16,7 @@ from pipelinerl.messages.verification import VerifyStatus
 from pipelinerl.recipe import reference
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.lag import StaleReason
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import KEYS, RUNNER_KEYS
 from tests.unit.builders import make_group, make_recipe, make_sequence
@@ -158,16 +158,16 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     from services.trainer.learn.batch import TrainingGroup
     from services.trainer.records import RunFiles
     from services.trainer.reporting.metrics import TrainerMetrics
-    from services.trainer.reporting.report import RunReport
+    from services.trainer.reporting.recorder import Recorder, Sinks
     from services.trainer.weight_sync.session import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
     with RunFiles(tmp_path) as files:
-        report = RunReport(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
-        report.update_served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
-        report.step(figures_of_a_step(), batch, tokens_arrived=4)
-        report.write_summary(LedgerCounts().as_dict(), {}, 1, interrupted=False)
+        recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry())))
+        recorder.served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
+        recorder.step(figures_of_a_step(), batch, tokens_arrived=4)
+        recorder.write_summary(Ledger(), 1, finished=True)
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -62,7 +62,7 @@ async def test_a_tab_that_nobody_looks_at_holds_no_connection_and_catches_up() -
         await page.evaluate(HIDE, True)
         await until(lambda: board.num_readers == 0)
         for step in (2, 3):
-            board.step(record(step), [])
+            board.step(record(step))
         await page.evaluate(HIDE, False)
         await until(lambda: board.num_readers == 1)
         await page.clock.run_for(2000)
@@ -84,7 +84,7 @@ async def test_a_page_that_finds_no_place_tries_the_events_again_and_not_the_his
         await page.clock.run_for(2000)
         await until(lambda: asked.count("events") == 2)
         monkeypatch.setattr(board_module, "MOST_READERS", 1)
-        board.step(record(2), [])
+        board.step(record(2))
         async with asyncio.timeout(30):
             while not board.num_readers:
                 await page.clock.run_for(1000)

@@ -6,13 +6,16 @@ import asyncio
 import itertools
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pipelinerl.page.data import NEWEST
 from services.trainer.data.actor_client import ActorLoad
+from services.trainer.records import RunFiles
 from services.trainer.reporting import board as board_module
 from services.trainer.reporting.board import (
     MOST_READERS,
@@ -21,11 +24,13 @@ from services.trainer.reporting.board import (
     PageReader,
     RunHistory,
     ThinnedSeries,
-    member_rows,
-    natural,
+    about,
+    ends_of,
     parsed,
 )
-from services.trainer.reporting.page import RunPage, ends_of
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.status import member_rows, natural
 from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe
 
@@ -179,13 +184,13 @@ async def test_a_reader_hears_each_step_once_and_the_state_when_it_changes() -> 
     follower = Follower(board.open(position(board)))
     assert await follower.next() == ("-", None)
     assert await follower.next() == ("state", {"phase": "starting"})
-    board.step(record(3), [])
+    board.step(record(3))
     event, number = await follower.next()
     assert (event, number) == ("step", position(board))
     board.state({"phase": "training"})
     assert await follower.next() == ("state", {"phase": "training"})
     board.state({"phase": "training"})  # nothing new
-    board.step(record(4), [])
+    board.step(record(4))
     assert (await follower.next())[0] == "step"
     history = json.loads(board.history())
     assert ([one["step"] for one in history["records"]], history["run"]) == ([1, 2, 3, 4], "r")
@@ -198,7 +203,7 @@ async def test_steps_come_from_another_thread() -> None:
         await follower.next()
     waiting = asyncio.create_task(follower.next())
     await asyncio.sleep(0)
-    thread = threading.Thread(target=lambda: board.step(record(1), []))
+    thread = threading.Thread(target=lambda: board.step(record(1)))
     thread.start()
     assert (await waiting)[0] == "step"
     thread.join()
@@ -208,11 +213,11 @@ async def test_a_reader_that_was_away_catches_up_or_starts_anew() -> None:
     board = begun()
     before = position(board)
     for step in range(1, STEPS_KEPT + 1):
-        board.step(record(step), [])
+        board.step(record(step))
     follower = Follower(board.open(before))
     told = [(await follower.next())[0] for _ in range(STEPS_KEPT + 1)]
     assert told == ["-", *["step"] * STEPS_KEPT]
-    board.step(record(STEPS_KEPT + 1), [])
+    board.step(record(STEPS_KEPT + 1))
     late = Follower(board.open(before))
     assert [(await late.next())[0] for _ in range(2)] == ["-", "reset"]
     with pytest.raises(StopAsyncIteration):
@@ -261,44 +266,36 @@ async def test_silence_is_broken_by_heartbeats(monkeypatch: pytest.MonkeyPatch) 
         assert await anext(follower.frames) == ": still here\n\n"
 
 
-# The trainer's end
+# The recorder's side
 
 
-async def test_samples_go_with_the_next_step() -> None:
+def test_samples_go_with_the_next_step() -> None:
     board = PageBoard()
-    page = RunPage(board, lambda: {"phase": "training"})
-    page.begin("r", make_recipe(), Path("nowhere"), [])
+    board.begin(about("r", make_recipe(), Path("nowhere")), [], [])
     for step in range(100):
-        page.sample(sample(step))
-    page.step(record(1))
-    page.step(record(2))
-    page.publish()
+        board.sample(sample(step))
+    board.step(record(1))
+    board.step(record(2))
     data = json.loads(board.history())
-    assert (data["state"], data["total_steps"], data["max_lag"]) == ({"phase": "training"}, 4, 1)
+    assert (data["total_steps"], data["max_lag"]) == (4, 1)
     assert "name: unit" in data["recipe"]
     assert [one["step"] for one in data["samples"]["late"]] == [96, 97, 98, 99]
 
 
-async def test_what_the_page_cannot_be_told_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    def state() -> dict[str, Any]:
-        raise ValueError("a strange name")
+async def test_a_page_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(PageBoard):
+        def state(self, state: Mapping[str, Any]) -> None:
+            raise ValueError("a strange name")
 
-    board = PageBoard()
-    page = RunPage(board, state)
-    page.begin("r", make_recipe(), Path("nowhere"), [])
-    page.publish()
-    page.step({"reward_mean": "no step at all"})
-    page.step(record(1))
-    assert json.loads(board.history())["records"][-1]["step"] == 1
-    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError, KeyError]
+    with RunFiles(tmp_path) as files:
+        recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry()), Broken()))
+    publishing = asyncio.create_task(recorder.publish_state())
+    await asyncio.sleep(0)
+    assert not publishing.done()
+    publishing.cancel()
+    assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError]
 
 
-async def test_a_page_that_is_off_costs_nothing() -> None:
-    def never() -> dict[str, Any]:
-        raise AssertionError("nobody reads it")
-
-    page = RunPage(None, never)
-    page.begin("r", make_recipe(), Path("nowhere"), [record(1)])
-    page.step(record(1))
-    page.publish()
-    await page.run()
+async def test_a_page_that_is_off_publishes_nothing(tmp_path: Path) -> None:
+    with RunFiles(tmp_path) as files:
+        await Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry()))).publish_state()

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -113,10 +114,11 @@ async def test_a_page_fetches_history_and_follows_from_there() -> None:
             assert answer.headers["content-type"].startswith("text/event-stream")
             heard = events(answer)
             assert (await anext(heard))[0] == "state"
-            board.step(record(2), [sample(2)])
+            board.sample(sample(2))
+            board.step(record(2))
             event, number, data = await anext(heard)
             assert (event, json.loads(data)["record"]["step"]) == ("step", 2)
-        board.step(record(3), [])
+        board.step(record(3))
         async with client.stream("GET", "/page/events", headers={"Last-Event-ID": number}) as answer:
             event, _, data = await anext(events(answer))
             assert (event, json.loads(data)["record"]["step"]) == ("step", 3)
@@ -157,7 +159,7 @@ async def test_a_browser_that_takes_nothing_is_let_go(
                 step = 0
                 while board.num_readers:
                     step += 1
-                    board.step(record(step, weight_update={"x": "y" * 100_000}), [])
+                    board.step(record(step, weight_update={"x": "y" * 100_000}))
                     await asyncio.sleep(0.005)
                 with suppress(ConnectionError):  # what is sent to a closed connection is answered by its reset
                     while True:
@@ -170,14 +172,14 @@ async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
     board = PageBoard()
     summary_there: list[bool] = []
     async with training_run(tmp_path, board=board) as (run, policy), asyncio.timeout(60):
-        publish = run._observers.page.publish
+        show = board.state
 
-        def published() -> None:
-            if run._status.ended:
+        def state(shown: Mapping[str, Any]) -> None:
+            if shown["ended"]:
                 summary_there.append((tmp_path / "summary.json").exists())
-            publish()
+            show(shown)
 
-        run._observers.page.publish = published  # type: ignore[method-assign]
+        board.state = state  # type: ignore[method-assign]
         assert json.loads(board.history())["state"] == {"phase": "starting"}
         running = await stop_during_step(run, policy)
         policy.may_step.set()

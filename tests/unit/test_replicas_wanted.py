@@ -18,7 +18,7 @@ from pipelinerl.rl.autoscaling import (
     replicas_wanted,
 )
 from services.trainer.data.actor_client import ActorLoad
-from services.trainer.reporting.scaling import METRIC, ReplicaAdvice, most_in_flight
+from services.trainer.reporting.metrics import ReplicaAdvice, most_in_flight
 from tests.unit.builders import make_recipe
 
 RATES = st.floats(0.01, 1000.0)
@@ -189,14 +189,14 @@ def test_the_metric_has_no_value_until_it_is_known() -> None:
     advice.actors({"a": load(0, 0.0)}, measuring=False)
     advice.actors({"a": load(60, 60.0)}, measuring=False)  # one a second
     for step in range(1, 5):  # 4 trained and 6 dropped in 2 s without waiting: 5 a second
-        assert registry.get_sample_value(METRIC) is None
-        assert f"# TYPE {METRIC} gauge" in generate_latest(registry).decode()
+        assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") is None
+        assert f"# TYPE {'pipelinerl_actor_replicas_wanted'} gauge" in generate_latest(registry).decode()
         advice.step(step_record(4 * step, 6 * step, total_s=9.0, wait_s=7.0))
-    assert registry.get_sample_value(METRIC) == 5.0
+    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
     advice.actors({"a": load(600, 60.1)}, measuring=True)
-    assert registry.get_sample_value(METRIC) == 5.0
+    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
     advice.finish()
-    assert registry.get_sample_value(METRIC) == 1.0
+    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1.0
 
 
 def test_what_a_recipe_lets_be_in_flight() -> None:

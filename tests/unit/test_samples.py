@@ -18,8 +18,7 @@ from services.trainer.learn.metrics import sampled_places, sampled_sequences, sa
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
-from services.trainer.reporting.report import MOST_TOKENS, heldout_sample, trained_sample
-from services.trainer.reporting.token_pieces import TokenPieces
+from services.trainer.reporting.samples import MOST_TOKENS, TokenPieces, heldout_sample, trained_sample
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequences_of
 

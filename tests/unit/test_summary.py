@@ -16,7 +16,7 @@ from pipelinerl.local.processes import ServiceDied
 from pipelinerl.page.data import lag_totals
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
-from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.rl.ledger import Ledger
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import (
     KEYS,
@@ -28,7 +28,7 @@ from pipelinerl.run_summary import (
 )
 from services.trainer.records import RunFiles
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.report import RunReport
+from services.trainer.reporting.recorder import Recorder, Sinks
 
 REQUIRED = (
     "recipe", "mode", "steps", "policy_version", "wall_s", "heldout_accuracy_first", "heldout_accuracy_last",
@@ -94,8 +94,8 @@ def test_everything_that_the_steps_tell() -> None:
 
 def test_both_writers_of_the_summary_give_the_same_keys(tmp_path: Path) -> None:
     with RunFiles(tmp_path) as files:
-        report = RunReport(recipe(), files, TrainerMetrics(CollectorRegistry()))
-        report.write_summary(LedgerCounts().as_dict(), {}, 0, interrupted=False)
+        recorder = Recorder(recipe(), Sinks(files, TrainerMetrics(CollectorRegistry())))
+        recorder.write_summary(Ledger(), 0, finished=True)
     trainers = json.loads((tmp_path / "summary.json").read_text())
     for runners in (summary_from_metrics(recipe(), records()), summary_from_metrics(recipe(), [])):
         assert tuple(runners) == tuple(trainers) == KEYS

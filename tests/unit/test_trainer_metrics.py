@@ -16,7 +16,7 @@ from services.trainer.checkpoint.writer import WrittenCheckpoint
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded, discrepancy
-from services.trainer.reporting.report import group_figures
+from services.trainer.reporting.recorder import group_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.session import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
@@ -52,9 +52,9 @@ def test_each_token_counts_once_under_its_lag() -> None:
 
 def test_the_lag_bound_is_a_series_only_where_there_is_one() -> None:
     exported = Exported()
-    exported.metrics.token_lag.bound(4)
+    exported.metrics.token_lag.bound.set(4)
     assert exported("token_lag_bound_steps") == 4
-    exported.metrics.token_lag.bound(None)
+    exported.metrics.token_lag.bound.set(None)
     assert exported("token_lag_bound_steps") is None
 
 
@@ -133,7 +133,7 @@ class Reader:
 def test_streams_by_hand() -> None:
     registry = CollectorRegistry()
     queues = QueueMetrics(MetricSet("p", registry), clock_s=lambda: 1000.0)
-    queues.watch(Reader(), lambda: 5)
+    queues.watch(Reader(), lambda: 5)  # type: ignore[arg-type]
     of = registry.get_sample_value
     assert (of("p_unread_sequences"), of("p_stream_messages", {"stream": "prompts"})) == (None, None)
     queues.saw("prompts", StreamInfo(0, 0, 4, 3))
@@ -184,8 +184,8 @@ def test_updates_and_members_are_counted() -> None:
     exported = Exported()
     membership = exported.metrics.membership
     membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))
-    membership.aborted()
-    membership.evicted(EvictionCause.DEADLINE)
+    membership.updates.labels("aborted").inc()
+    membership.evictions.labels(EvictionCause.DEADLINE.value).inc()
     assert exported("weight_updates_total", outcome="served") == 1
     assert exported("weight_updates_total", outcome="aborted") == 1
     assert (exported("weight_update_bytes_total"), exported("weight_update_round_trip_seconds_sum")) == (100, 2)

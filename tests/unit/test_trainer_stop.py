@@ -26,7 +26,7 @@ from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.observers import RunObservers, Sinks
+from services.trainer.reporting.recorder import Recorder, Sinks
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.session import UpdateRecord
@@ -96,16 +96,16 @@ async def training_run(
         await bus.create_streams()
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             recipe, start = make_recipe(task=TASK, **sections), start or Start()
-            outlets = Sinks(
-                TrainerMetrics(CollectorRegistry()),
+            sinks = Sinks(
                 files,
-                RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
-                RunTrackers([Tracked()]),  # type: ignore[list-item]
-                LogContext(RUN, "trainer", "trainer"),
+                TrainerMetrics(CollectorRegistry()),
                 board,
+                RunTrackers([Tracked()]),  # type: ignore[list-item]
+                RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+                LogContext(RUN, "trainer", "trainer"),
             )
-            observers = RunObservers(settings, recipe, start, policy.tokenizer, outlets)
-            run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, observers)  # type: ignore[arg-type]
+            recorder = Recorder(recipe, sinks, run=RUN, start=start, tokenizer=policy.tokenizer)
+            run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)  # type: ignore[arg-type]
             try:
                 yield run, policy
             finally:
@@ -142,14 +142,14 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
-        began_s = run._observers._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        began_s = run._recorder._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
-        assert run._observers._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
+        assert run._recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = newest_checkpoint(tmp_path)
@@ -163,10 +163,10 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
 async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
         running = await stop_during_step(run, policy)
-        run._observers.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
+        run._recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
         policy.may_step.set()
         await running
-        (tracked,) = run._observers._trackers._trackers
+        (tracked,) = run._recorder._trackers._trackers
     heldout, (step, figures), (_, summary) = tracked.points  # type: ignore[attr-defined]
     assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
     assert (step, figures["sequences/trained"]) == (2, 2.0)

@@ -1,35 +1,29 @@
-"""A series that never grows beyond a bound: a long one is thinned evenly. Pure; says nothing about what is in it.
+"""What the live page shows, ready as text: the trainer's event loop writes here, the HTTP server's thread reads.
 
-The run so far as the page's views draw it: step records and samples in, one plain object out.
-
-Pure and bounded: records of a long run are thinned, of samples the first and the newest stay. Knows no thread and no network;
-`board.py` publishes it. What the object's keys mean: `pipelinerl.page.data`, which makes the same one of a finished run.
-
-What is true of a run at this moment, for its page: phase, versions, members, ledger. Pure: parts in, one object out.
-
-What the page is told, ready as text: the trainer's event loop writes here, the HTTP server's thread reads.
-
-Bounded whatever readers do: there is no queue for each of them. A reader has a position in the steps that are kept; one that
-is further behind, or was connected to a trainer before this one, is told to fetch everything anew. Opens no socket.
-
-The live page of a run, served by its trainer: what the run looks like now, and how it came there.
+Bounded whatever readers do and however long the run is: records are thinned, and of the samples the first and the newest stay.
+There is no queue for each reader. A reader has a position in the steps that are kept; one that is further behind, or was
+connected to an earlier trainer, is told to fetch everything anew. Opens no socket. What the keys of the page's object mean:
+`pipelinerl.page.data`, which makes the same object of a finished run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
+import json
+import os
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from pipelinerl.page.data import MAX_RECORDS, NEWEST, SAMPLES_SHOWN, shown_record, shown_sample
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.lag import LAG_BUCKETS
-from services.trainer.data.actor_client import ActorLoad
 from services.trainer.records import to_json
 
 Item = TypeVar("Item")
@@ -66,7 +60,7 @@ _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """See the module. `limit`: records and evaluations after which the older ones are thinned."""
+    """The run so far, as the page's views draw it. `limit`: records and evaluations after which the older ones are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
@@ -145,28 +139,8 @@ def _by_lag(item: tuple[str, Any]) -> int:
     return LAG_BUCKETS.index(item[0]) if item[0] in LAG_BUCKETS else len(LAG_BUCKETS)
 
 
-MOST_MEMBERS = 256
-"""That are listed; a run with more is better watched on a dashboard."""
-
-
-def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorLoad]) -> list[dict[str, Any]]:
-    """Each registered actor in order of its name, with its state (`updates/member_states.py`). Who is serving serves
-    `served_version`; of the others the version is known that they named when they were asked last."""
-    rows = []
-    for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
-        load = loads.get(name)
-        known = served_version if state == "serving" else load.policy_version if load else None
-        in_progress = load.sequences_in_progress if load else None
-        rows.append({"name": name, "state": state, "version": known, "in_progress": in_progress})
-    return rows[:MOST_MEMBERS]
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Key by which actor-10 comes after actor-9, whatever is in the name and however long its numbers are."""
-    parts = [part.lstrip("0") if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
-    return [(len(part), part) if index % 2 else (-1, part) for index, part in enumerate(parts)]
-
-
+MOST_PENDING = 16
+"""Samples between two steps; the newest are kept."""
 STEPS_KEPT = 256
 """Step events that a reader who was away can still catch up with."""
 MOST_READERS = 32
@@ -176,7 +150,7 @@ RETRY_MS = 1000
 
 
 class PageBoard:
-    """See the module. `begin` comes before `step`; all but the writing methods may be called by any thread."""
+    """`begin` comes before `step`; all but the writing methods may be called by any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -185,6 +159,8 @@ class PageBoard:
         self._anew()
         self._state: dict[str, Any] = {"phase": "starting"}
         self._state_number = 0
+        self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_PENDING)
+        """Since the last step."""
         self._readers: set[PageReader] = set()
         self._closed = False
         self._cached: tuple[object, str] = (None, "")
@@ -207,8 +183,14 @@ class PageBoard:
             self._anew()
         self._wake()
 
-    def step(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
-        """One optimizer step and the samples since the one before."""
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Shown with the next step."""
+        self._samples.append(sample)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """One optimizer step, with the samples since the one before."""
+        samples = list(self._samples)
+        self._samples.clear()
         with self._lock:
             news = self._history.add(record, samples)
             self._count += 1
@@ -343,3 +325,44 @@ def parsed(position: str) -> tuple[str, int]:
     """Of what a browser says; ("", -1), which nobody is at, where it is not of this shape."""
     token, _, count = position[:64].partition("-")
     return (token, int(count)) if count.isascii() and count.isdigit() else ("", -1)
+
+
+_TAIL_BYTES = 1 << 20
+_FIRST_LINES = 16
+
+
+def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    """What does not change of a run while a trainer is up, for `PageBoard.begin`."""
+    return {
+        "run": run,
+        "description": recipe.description or recipe.name,
+        "mode": recipe.mode,
+        "total_steps": recipe.trainer.steps,
+        "max_lag": recipe.algorithm.max_lag,
+        "recipe": recipe_yaml(recipe),
+        "run_dir": str(run_dir),
+    }
+
+
+def ends_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The first and the last objects of a .jsonl file of any length; no file is no objects."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for _, line in zip(range(_FIRST_LINES), file, strict=False):
+            yield from _object(line)
+        begin = file.tell()
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        if file.tell() > begin:
+            file.readline()  # begins in the middle of a line
+        for line in file:
+            yield from _object(line)
+
+
+def _object(line: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except ValueError:  # the end of a trainer that was killed
+        return
+    if isinstance(value, dict) and isinstance(value.get("step"), int):
+        yield value

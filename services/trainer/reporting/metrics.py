@@ -1,25 +1,7 @@
-"""What the first rank of a further node exports, for its node's pod.
+"""What the trainer exports to Prometheus, one class per topic. Sums and rates are the server's business.
 
-Whether it learns: rewards, importance weights, entropy, divergences, gradient of the last optimizer step.
-
-Who takes part and how weights reach them: members, epochs, evictions, updates.
-
-What became of what was issued: the ledger, its reasons, and the tokens that went each way.
-
-How far the run is: versions, phase, checkpoints.
-
-Who waits for whom: what lies on the streams, what is ready to train on, what may still be issued.
-
-How old the trained tokens were: a histogram in which each token counts once, and its ends.
-
-The client library's histogram takes one observation at a time; a step brings tokens by the hundred thousand, counted by lag
-already. Hence one of its own.
-
-Where the time of an optimizer step goes, and how much work it is.
-
-What the trainer exports to Prometheus, one file per topic. Sums and rates are the server's business.
-
-Figures of an optimizer step come with its record; states are read when they are scraped, on the HTTP thread.
+Figures of an optimizer step come with its record; states are read when they are scraped, on the HTTP thread. What is read at a
+scrape has no series before its topic's `watch`.
 """
 
 from __future__ import annotations
@@ -28,35 +10,39 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.autoscaling import ActorCounts, ReplicasWanted
 from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.data.actor_client import ActorLoad
+from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.distributed.world import ADAPTER, BEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.membership import MEMBER_STATES, MemberChange
+from services.trainer.weight_sync.membership import MEMBER_STATES
 from services.trainer.weight_sync.session import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
+PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, BEAT)
 
 
 class RankMetrics:
-    """Counted on the thread that carries the orders out."""
+    """What the first rank of a further node exports, for its node's pod. Counted on the thread that carries the orders out."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.orders = MetricSet("pipelinerl_trainer", registry).counter(
+        self.orders = MetricSet(PREFIX, registry).counter(
             "rank_orders_total",
             "Orders of rank 0 to the first rank of a further node.",
             {"kind": ORDERS},
@@ -68,7 +54,8 @@ BY_LAG = {"lag": LAG_BUCKETS}
 
 
 class LearningMetrics:
-    """Gauges of the last step. A figure that the step does not have is no series; one that is measured now and then stays."""
+    """Whether the policy learns, as of the last step. A figure that the step lacks is no series; one that is measured now and
+    then stays."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._of_step = {
@@ -131,7 +118,6 @@ class LearningMetrics:
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
 
     def observe(self, record: StepRecord) -> None:
-        """Takes one step's record."""
         for key, reading in self._of_step.items():
             reading.set(record.get(key))
         for key, reading in self._now_and_then.items():
@@ -148,29 +134,29 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class MembershipMetrics:
-    """Counted as the updater tells of it; states are read at each scrape."""
+    """Who takes part, and how weights reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._members = metrics.reading(
             "members", "Registered actors by what they are doing.", {"state": MEMBER_STATES}, unit="actors"
         )
         self._epoch = metrics.reading("epoch", "Number of the weight-transfer group's membership.", unit="epoch")
-        self._regroups = metrics.counter(
+        self.regroups = metrics.counter(
             "regroups_total", "Times that the group of all members was formed anew.", unit="groups of members"
         )
-        self._evictions = metrics.counter(
+        self.evictions = metrics.counter(
             "evictions_total",
             "Actors that were put out of an epoch against their wish.",
             {"reason": tuple(cause.value for cause in EvictionCause)},
             unit="actors",
         )
-        self._joins = metrics.counter(
+        self.joins = metrics.counter(
             "joins_total", "Times that an actor came to serve, with an epoch or on a side group.", unit="actors"
         )
-        self._join_seconds = metrics.histogram(
+        self.join_seconds = metrics.histogram(
             "join_seconds", "Bringing one actor to the served version on a side group.", SECONDS
         )
-        self._updates = metrics.counter(
+        self.updates = metrics.counter(
             "weight_updates_total",
             "Versions that all members serve, and transfers that were begun again.",
             {"outcome": ("served", "aborted")},
@@ -185,32 +171,14 @@ class MembershipMetrics:
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
     def watch(self, updater: WeightUpdater) -> None:
-        """Where to read."""
         self._members.read_each(lambda: updater.member_states)
         self._epoch.read(lambda: updater.epoch)
 
-    def changed(self, change: MemberChange) -> None:
-        if change.kind == "joined":
-            self._joins.inc()
-
-    def evicted(self, cause: EvictionCause) -> None:
-        self._evictions.labels(cause.value).inc()
-
-    def regrouped(self) -> None:
-        self._regroups.inc()
-
-    def joined(self, join_s: float) -> None:
-        """On a side group."""
-        self._join_seconds.observe(join_s)
-
     def served(self, update: UpdateRecord) -> None:
-        self._updates.labels("served").inc()
+        self.updates.labels("served").inc()
         self._transfer.observe(update.transfer_s)
         self._round_trip.observe(update.round_trip_s)
         self._bytes.inc(update.num_bytes)
-
-    def aborted(self) -> None:
-        self._updates.labels("aborted").inc()
 
 
 STATES = tuple(field.name for field in fields(LedgerCounts))
@@ -220,7 +188,7 @@ _NONE_STALE = dict.fromkeys(STALE_REASONS, 0)
 
 
 class OutcomeMetrics:
-    """Read from the books at each scrape."""
+    """What became of the sequences and their tokens."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._sequences = metrics.reading(
@@ -249,7 +217,6 @@ class OutcomeMetrics:
         )
 
     def watch(self, books: SequenceTracker, tokens_arrived: Callable[[], int], bad_messages: Callable[[], int]) -> None:
-        """Where to read."""
         self._sequences.read_each(lambda: books.counts.as_dict())
         self._discrepancy.read(lambda: discrepancy(books.counts))
         self._failed.read_each(lambda: bounded(books.ledger.reasons(Outcome.FAILED)))
@@ -286,7 +253,7 @@ LOADING = phase_name(trainer_pb2.TRAINER_PHASE_LOADING)
 
 
 class ProgressMetrics:
-    """In phase `loading` until `watch`."""
+    """How far the run is. In phase `loading` until `watch`."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
         self._clock_s = clock_s
@@ -310,7 +277,7 @@ class ProgressMetrics:
         )
 
     def watch(self, phase: Callable[[], int], version: Callable[[], int], served: Callable[[], int]) -> None:
-        """Where to read. `served` is below 0 before a version is served."""
+        """`served` is below 0 before a version is served."""
         self._phase.read_state(PHASES, lambda: phase_name(phase()))
         self._version.read(version)
         self._served.read(lambda: number if (number := served()) >= 0 else None)
@@ -341,20 +308,8 @@ STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
 
-class ReadsLog(Protocol):
-    """How far the trainer has come with SEQUENCES."""
-
-    position: int
-    """Of the last message read."""
-
-    @property
-    def num_ready(self) -> int:
-        """Complete groups that wait for a batch."""
-        ...
-
-
 class QueueMetrics:
-    """Streams as of the last look at them; the rest is read at each scrape."""
+    """Who waits for whom. Streams are as of the last look at them; the rest is read at each scrape."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
         self._clock_s = clock_s
@@ -370,11 +325,14 @@ class QueueMetrics:
             "feeder_allowance_groups", "Groups that the staleness bound lets the feeder issue now."
         )
 
-    def watch(self, reader: ReadsLog, allowance: Callable[[], int]) -> None:
-        """Where to read."""
-        self._ready.read(lambda: reader.num_ready)
+    def watch(self, intake: Intake, allowance: Callable[[], int]) -> None:
+        def unread() -> int | None:  # what was read since the last look at the stream counts as nothing
+            log = self._seen.get("sequences")
+            return None if log is None else max(0, log.last_position - intake.position)
+
+        self._ready.read(lambda: intake.num_ready)
         self._allowance.read(allowance)
-        self._unread.read(lambda: unread(self._seen.get("sequences"), reader.position))
+        self._unread.read(unread)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
         """One of `STREAMS`, as it is now."""
@@ -385,11 +343,6 @@ class QueueMetrics:
         self._oldest.set_each({name: age_s(one, now_s) for name, one in seen.items()})
 
 
-def unread(log: StreamInfo | None, position: int) -> int | None:
-    """Messages after `position`; what was read since the log was looked at counts as nothing. Pure."""
-    return None if log is None else max(0, log.last_position - position)
-
-
 def age_s(info: StreamInfo, now_s: float) -> float:
     """Of the oldest message, seconds; 0 of an empty stream, and where clocks disagree. Pure."""
     return max(0.0, now_s - info.first_at_s) if info.messages and info.first_at_s is not None else 0.0
@@ -397,12 +350,16 @@ def age_s(info: StreamInfo, now_s: float) -> float:
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Optimizer steps, inclusive: those of the lag buckets, and on to the lags of the paper's setting without a bound."""
-NAME = "token_lag_steps"
-TEXT = "Token lag at use, optimizer steps; each trained token counts once."
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. Added to on one thread, read on any: what is read is replaced whole."""
+    """Tokens by lag since the start. Added to on one thread, read on any: what is read is replaced whole.
+
+    The client library's histogram takes one observation at a time; a step brings tokens by the hundred thousand, counted by
+    lag already.
+    """
+
+    NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -420,24 +377,20 @@ class TokenLagHistogram(Collector):
         counts, total = self._state
         edges = [*(f"{float(edge)}" for edge in LAG_EDGES), "+Inf"]
         buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
-        yield HistogramMetricFamily(self._name, TEXT, buckets=buckets, sum_value=float(total))
+        yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
 class TokenLagMetrics:
-    """See the module."""
+    """How old the trained tokens were."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self._histogram = TokenLagHistogram(metrics.full_name(NAME))
-        metrics.histogram_of(NAME, TEXT, LAG_EDGES, self._histogram)
+        name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
+        self._histogram = TokenLagHistogram(metrics.full_name(name))
+        metrics.histogram_of(name, text, LAG_EDGES, self._histogram)
         self._max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        self._bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
-
-    def bound(self, max_lag: int | None) -> None:
-        """The recipe's."""
-        self._bound.set(max_lag)
+        self.bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
 
     def observe(self, record: StepRecord) -> None:
-        """Takes one step's record."""
         self._histogram.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._max.set(record.get("lag", {}).get("max"))
 
@@ -452,7 +405,7 @@ COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "o
 
 
 class WorkMetrics:
-    """Of each step's record."""
+    """Where the time of an optimizer step goes, and how much work it is."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
@@ -488,7 +441,6 @@ class WorkMetrics:
         self._trainer_busy = metrics.reading("trainer_busy_ratio", "Share of the trainer's time spent on steps.")
 
     def observe(self, record: StepRecord) -> None:
-        """Takes one step's record."""
         seconds = record["step_s"]
         if "total" in seconds:
             self._step.observe(seconds["total"])
@@ -509,11 +461,8 @@ class WorkMetrics:
         self._trainer_busy.set(record["trainer_busy_fraction"])
 
 
-PREFIX = "pipelinerl_trainer"
-
-
 class TrainerMetrics:
-    """All of them on one registry. What is read at a scrape has no series before its topic's `watch`."""
+    """All topics, on one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet(PREFIX, registry)
@@ -527,7 +476,54 @@ class TrainerMetrics:
         self.membership = MembershipMetrics(metrics)
 
     def observe(self, record: StepRecord) -> None:
-        """Takes one step's record, as it goes to metrics.jsonl."""
+        """One step's record, as it goes to metrics.jsonl."""
         self.learning.observe(record)
         self.token_lag.observe(record)
         self.work.observe(record)
+
+
+_USED_UP = ("trained", "dropped_stale", "dropped_filtered", "failed")
+
+
+class ReplicaAdvice:
+    """The metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows (`pipelinerl.rl.autoscaling`).
+
+    It has no value before that is known, so that an autoscaler keeps the replicas that there are. It scales nothing.
+    """
+
+    def __init__(self, recipe: Recipe, registry: CollectorRegistry) -> None:
+        self._advice = ReplicasWanted(
+            slots=recipe.actor.sequences_in_progress,
+            batch_size=recipe.trainer.batch_size,
+            in_flight=most_in_flight(recipe),
+        )
+        self._used_up: int | None = None
+        text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
+        wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
+        wanted.read(lambda: self._advice.wanted)
+
+    def step(self, record: StepRecord) -> None:
+        """One step's record, as it goes to metrics.jsonl."""
+        used_up = sum(record["sequences"][state] for state in _USED_UP)
+        before, self._used_up = self._used_up, used_up
+        seconds = record["step_s"]
+        self._advice.step(0 if before is None else used_up - before, seconds["total"] - seconds.get("wait", 0.0))
+
+    def actors(self, loads: Mapping[str, ActorLoad], *, measuring: bool) -> None:
+        """What all actors answer now; `measuring`: they are being evaluated."""
+        counts = {
+            name: ActorCounts(load.sequences_finished, load.busy_s, load.sequences_in_progress)
+            for name, load in loads.items()
+        }
+        self._advice.actors(counts, measuring=measuring)
+
+    def finish(self) -> None:
+        self._advice.finish()
+
+
+def most_in_flight(recipe: Recipe) -> int | None:
+    """M: sequences that may be issued and not consumed; None where nothing but the actors' number bounds them. Pure."""
+    if recipe.mode == "conventional":
+        return recipe.algorithm.conventional_g * recipe.trainer.batch_size
+    max_lag = recipe.algorithm.max_lag
+    return None if max_lag is None else (1 + max_lag) * recipe.trainer.batch_size

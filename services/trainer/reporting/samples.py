@@ -1,25 +1,74 @@
-"""A completion's text in pieces, one for each token: what a person needs to see which token is where.
+"""Samples: completions as a person reads them, each token with its piece of the text and its importance weight.
 
-Knows nothing of policies. A tokenizer is asked about each token id once, as long as the texts of single tokens make up the
-completion, or those behind another word do; where neither do (characters made of several tokens, tokenizers that glue words),
-text is decoded token by token beside what stands before.
+Pure but for the tokenizer behind `TokenPieces`. `learn.metrics.sampled_sequences` chooses the completions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from pipelinerl.messages.sequences import TokenIds
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.messages.sequences import Sequence, TokenIds
+from services.trainer.data.evaluation import HeldoutSample
+
+log = logging.getLogger(__name__)
+
+Sample = dict[str, Any]
+"""One object of samples.jsonl. Keys: docs/run-directory.md."""
+MOST_TOKENS = 1024
+"""Of a completion that are written one by one."""
+MOST_WITH_TOKENS = 500
+"""Steps of a run whose samples are written token by token: a sample so has up to 20 KB, and without them 1 to 4."""
+
+
+def has_tokens(step: int, steps: int) -> bool:
+    """Whether the samples of `step` of a run of `steps` are written with tokens and weights: about `MOST_WITH_TOKENS` steps,
+    the first and the last among them. Pure."""
+    return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
+
+
+def trained_sample(
+    step: int, sequence: Sequence, pieces: TokenPieces | None, weights: NDArray[np.float64] | None
+) -> Sample:
+    """Of a sequence that optimizer step `step` trained on; `weights` float64[tokens]: its importance weights, which are written
+    with four digits: enough to read, and a third of the text."""
+    return {
+        "step": step,
+        "version": step - 1,
+        "prompt": sequence.prompt_text,
+        "completion": sequence.completion_text,
+        "reward": sequence.reward,
+        "spans": [[span.version, span.start, span.end] for span in sequence.spans],
+        "heldout": False,
+        "tokens": pieces and pieces.of(sequence.completion_token_ids, sequence.completion_text, MOST_TOKENS),
+        "weights": None if weights is None else [float(f"{one:.4g}") for one in weights[:MOST_TOKENS]],
+    }
+
+
+def heldout_sample(version: int, sample: HeldoutSample, pieces: TokenPieces | None) -> Sample:
+    """Of the evaluation of `version`."""
+    return {
+        "step": version,
+        "version": version,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "reward": sample.reward,
+        "spans": [list(span) for span in sample.spans],
+        "heldout": True,
+        "tokens": pieces and pieces.of(sample.token_ids, sample.completion, MOST_TOKENS),
+        "weights": None,
+    }
+
 
 UNFINISHED = "\ufffd"
 """What decoders put where bytes make no whole character yet."""
 MOST_UNFINISHED = 16
 """Tokens without text in a row, behind which a completion is told no further: a character has at most 4 bytes, and a few
 special tokens may stand before it."""
-
-log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
@@ -29,7 +78,12 @@ class Decoder(Protocol):
 
 
 class TokenPieces:
-    """Pieces of completions of one tokenizer. Keeps the text of each token id that it has seen."""
+    """A completion's text in pieces, one for each token.
+
+    The tokenizer is asked about each token id once, as long as the texts of single tokens make up the completion, or those
+    behind another word do. If neither do (characters made of several tokens, tokenizers that glue words), text is decoded token
+    by token beside what stands before.
+    """
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
@@ -62,10 +116,10 @@ class TokenPieces:
         pieces = list(self._one_by_one(ids[:limit]))
         return pieces if text.startswith("".join(pieces)) else None
 
-    def _each_alone(self, ids: Sequence[int]) -> list[str]:
+    def _each_alone(self, ids: list[int]) -> list[str]:
         return [self._alone(token) for token in ids]
 
-    def _each_behind_a_word(self, ids: Sequence[int]) -> list[str]:
+    def _each_behind_a_word(self, ids: list[int]) -> list[str]:
         """For decoders that drop the space of the first word: the others are decoded behind a word that is always the same."""
         if self._anchor is None:
             self._anchor = next((token for token in ids if _is_whole(self._alone(token))), None)
@@ -84,7 +138,7 @@ class TokenPieces:
             self._known_behind[token] = self._text([anchor, token])[len(self._alone(anchor)) :]
         return self._known_behind[token]
 
-    def _one_by_one(self, ids: Sequence[int]) -> Iterator[str]:
+    def _one_by_one(self, ids: list[int]) -> Iterator[str]:
         """Each token's text is what it adds to that of the tokens since the last whole character but one. Where more than
         `MOST_UNFINISHED` add nothing, they make no text, and all that follow are left to the text."""
         begin, whole = 0, 0  # tokens [begin, whole) give the context, and their text has been told
@@ -99,8 +153,8 @@ class TokenPieces:
             yield now[len(before) :]
             begin, whole = whole, end
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _is_whole(text: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import VersionSpan
+from pipelinerl.rl.ledger import Ledger, LedgerCounts
 from services.trainer import policy_trainer
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
@@ -21,9 +22,10 @@ from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import StepOutcome
 from services.trainer.probe import Parity
 from services.trainer.records import RunFiles
+from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.report import MOST_WITH_TOKENS, RunReport, has_tokens
-from services.trainer.reporting.token_pieces import TokenPieces
+from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.session import UpdateRecord
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import step_figures
@@ -34,7 +36,7 @@ TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 class Desk:
     def __init__(self, run_dir: Path, files: RunFiles) -> None:
         self.run_dir, self.registry, self.taken = run_dir, CollectorRegistry(), 0
-        self.report = RunReport(make_recipe(), files, TrainerMetrics(self.registry))
+        self.recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(self.registry)))
 
     def step(self, skipped: str = "") -> dict[str, Any]:
         """Trains on a group of two sequences, one of them of two versions."""
@@ -45,19 +47,16 @@ class Desk:
             **step_figures(skipped),
             "step": self.taken,
             "policy_version": self.taken,
-            "step_s": {"compute": 0.1},
+            "step_s": {"compute": 0.1, "total": 0.2},
             "idle_s": 0.02,
-            "sequences": {},
+            "sequences": LedgerCounts().as_dict(),
         }
-        self.report.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
+        self.recorder.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
 
     def summary(self) -> dict[str, Any]:
-        self.report.write_summary({}, {}, self.taken, interrupted=False)
+        self.recorder.write_summary(Ledger(), self.taken, finished=True)
         return json.loads((self.run_dir / "summary.json").read_text())
-
-    def exported(self, name: str) -> float | None:
-        return self.of(name)
 
     def of(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
@@ -76,9 +75,9 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     summary = desk.summary()
     assert (summary["steps"], summary["steps_skipped"], summary["tokens_trained"]) == (2, 1, 8)
     assert (summary["sequences_multi_version_fraction"], summary["lag"]["max"]) == (0.5, 0.0)
-    assert desk.report.totals.sequences_trained == 4, "of the one step that changed weights"
-    assert desk.report.totals.ess == [0.9]
-    assert (desk.of("token_lag_steps_count"), desk.exported("steps_skipped_total")) == (8, 1)
+    assert desk.recorder.totals.sequences_trained == 4, "of the one step that changed weights"
+    assert desk.recorder.totals.ess == [0.9]
+    assert (desk.of("token_lag_steps_count"), desk.of("steps_skipped_total")) == (8, 1)
 
 
 def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
@@ -89,26 +88,26 @@ def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:
 
 
 def test_a_broken_probe_is_a_failure_and_the_maximum_is_over_the_others(desk: Desk) -> None:
-    desk.report.parity(Parity(2e-6, 0))
-    desk.report.parity(Parity(None, 2))
+    desk.recorder.parity(Parity(2e-6, 0))
+    desk.recorder.parity(Parity(None, 2))
     record = desk.step()
     assert (record["logprob_mismatch"], record["parity_failures"]) == (2e-6, 2)
-    desk.report.parity(Parity(1e-6, 1))
+    desk.recorder.parity(Parity(1e-6, 1))
     record = desk.step()
     assert (record["logprob_mismatch"], record["parity_failures"]) == (1e-6, 1)
     assert desk.step()["logprob_mismatch"] is None
     summary = desk.summary()
     assert (summary["logprob_mismatch_max"], summary["parity_failures"]) == (2e-6, 3)
-    assert desk.exported("parity_failures_total") == 3
+    assert desk.of("parity_failures_total") == 3
 
 
 def test_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
     assert desk.step()["heldout_unanswered"] is None
-    desk.report.heldout(HeldoutResult(1, 0.75, 8, 4, ()))
+    desk.recorder.heldout(HeldoutResult(1, 0.75, 8, 4, ()))
     record = desk.step()
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
     assert desk.summary()["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4}]
-    assert desk.exported("heldout_unanswered_problems") == 4
+    assert desk.of("heldout_unanswered_problems") == 4
 
 
 def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
@@ -124,12 +123,12 @@ def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
 def test_throughput_is_exported_and_summed_up(desk: Desk) -> None:
     desk.step()
     desk.step("loss not finite")
-    assert desk.exported("mfu_ratio") == 0.4
-    assert desk.exported("imbalance_ratio") == 0.05
-    assert desk.exported("memory_peak_bytes") == 1.5 * 2**30
+    assert desk.of("mfu_ratio") == 0.4
+    assert desk.of("imbalance_ratio") == 0.05
+    assert desk.of("memory_peak_bytes") == 1.5 * 2**30
     assert (desk.of("tokens_per_second", tokens="computed"), desk.of("tokens_per_second", tokens="trained")) == (100, 0)
     assert desk.of("compute_phase_seconds_sum", phase="forward_backward") == pytest.approx(0.14)
-    assert desk.exported("update_idle_seconds_sum") == pytest.approx(0.04)
+    assert desk.of("update_idle_seconds_sum") == pytest.approx(0.04)
     summary = desk.summary()
     # 8 and 0 of 10 and 10 tokens trained in 0.1 s each
     assert summary["tokens_per_s"] == {"trained": pytest.approx(40), "computed": pytest.approx(100)}
@@ -150,21 +149,21 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
             return "".join(chr(97 + token) for token in token_ids)
 
-    shown: list[dict[str, Any]] = []
+    board = PageBoard()
     recipe = make_recipe(trainer={"steps": 1000, "batch_size": 4})
     with RunFiles(tmp_path) as files:
-        report = RunReport(recipe, files, TrainerMetrics(CollectorRegistry()), TokenPieces(Letters()), shown.append)
+        recorder = Recorder(recipe, Sinks(files, TrainerMetrics(CollectorRegistry()), board), tokenizer=Letters())  # type: ignore[arg-type]
         for version in (2, 3):
             problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
-            report.heldout(HeldoutResult(version, 1.0, 1, 0, (problem,)))
+            recorder.heldout(HeldoutResult(version, 1.0, 1, 0, (problem,)))
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]
-    assert [one["tokens"] for one in shown] == [["a", "b"]] * 2
+    assert [one["tokens"] for one in board._samples] == [["a", "b"]] * 2
 
 
 def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
-    desk.report.joined("actor-1", UpdateRecord(3, round_trip_s=0.5))
-    desk.report.joined("actor-2", UpdateRecord(4, round_trip_s=1.5))
+    desk.recorder.joined("actor-1", UpdateRecord(3, round_trip_s=0.5))
+    desk.recorder.joined("actor-2", UpdateRecord(4, round_trip_s=1.5))
     record = desk.step()
     assert record["joins"] == [
         {"actor": "actor-1", "version": 3, "join_s": 0.5},
@@ -172,4 +171,4 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
     ]
     assert desk.step()["joins"] == []
     assert desk.summary()["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": 0}
-    assert desk.exported("join_seconds_count") == 2
+    assert desk.of("join_seconds_count") == 2

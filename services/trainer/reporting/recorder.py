@@ -1,0 +1,357 @@
+"""The one place that hears what happens in a run, and tells every sink: files, metrics, live page, trackers, Events, the gRPC
+feed of steps, logs.
+
+It makes one record of each optimizer step, which all sinks share, adds up the run's totals and writes its summary. It changes
+nothing in the run. Called on the trainer's event loop; nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.kube.events import PodRef
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.advantages import all_equal
+from pipelinerl.rl.ledger import Ledger, Outcome
+from pipelinerl.run_summary import RunSummary, RunTotals
+from pipelinerl.service.logs import LogContext
+from services.trainer.checkpoint.run_state import Start
+from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.data.actor_client import ActorLoad
+from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.data.feeder import Feeder
+from services.trainer.data.intake import Intake
+from services.trainer.data.tracker import SequenceTracker
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
+from services.trainer.loop import OptimizerLoop
+from services.trainer.probe import Parity
+from services.trainer.records import RunFiles, StepRecord
+from services.trainer.reporting.board import PageBoard, about, ends_of
+from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.metrics import ReplicaAdvice, TrainerMetrics
+from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
+from services.trainer.reporting.status import RunStatus
+from services.trainer.reporting.trackers import RunTrackers
+from services.trainer.server import StepFeed
+from services.trainer.weight_sync.coordinator import EvictionCause
+from services.trainer.weight_sync.membership import MemberChange
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+PAGE_STATE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Opened and closed by the caller; a sink that is None is off."""
+
+    files: RunFiles
+    metrics: TrainerMetrics
+    board: PageBoard | None = None
+    """Of the live page."""
+    trackers: RunTrackers = field(default_factory=RunTrackers)
+    events: RunEvents = field(default_factory=lambda: RunEvents("", PodRef("", "")))
+    context: LogContext | None = None
+
+
+@dataclass
+class _Latest:
+    """What arrived since the last record and goes into the next one."""
+
+    heldout: HeldoutResult | None = None
+    mismatch: float | None = None
+    parity_failures: int = 0
+    update: UpdateRecord | None = None
+    joins: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Recorder:
+    """`watch` comes once the parts of the run exist, before anything happens."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        sinks: Sinks,
+        *,
+        run: str = "",
+        start: Start | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Without a `tokenizer`, samples have no tokens."""
+        self._recipe, self._start = recipe, start or Start()
+        self._files, self._metrics, self._board = sinks.files, sinks.metrics, sinks.board
+        self._trackers, self._events, self._context = sinks.trackers, sinks.events, sinks.context
+        self._set_version(self._start.version)
+        self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
+        self._replicas = ReplicaAdvice(recipe, sinks.metrics.registry)
+        self._status: RunStatus | None = None
+        self._started_at = self._last_step_at = time.monotonic()
+        self._latest = _Latest()
+        self._loads: dict[str, ActorLoad] = {}
+        self.totals = RunTotals()
+        self.feed = StepFeed(sinks.files.kept)
+        self._tell_page(
+            lambda board: board.begin(
+                about(run, recipe, self._files.run_dir),
+                self._files.kept,
+                ends_of(self._files.run_dir / "samples.jsonl"),
+            )
+        )
+
+    def watch(
+        self,
+        status: RunStatus,
+        loop: OptimizerLoop,
+        updater: WeightUpdater,
+        feeder: Feeder,
+        intake: Intake,
+        books: SequenceTracker,
+    ) -> None:
+        """What the page and a scrape read when they ask."""
+        self._status = status
+        metrics, start = self._metrics, self._start
+        metrics.progress.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
+        metrics.progress.watch(lambda: status.phase, lambda: loop.version, lambda: updater.served_version)
+        metrics.token_lag.bound.set(self._recipe.algorithm.max_lag)
+        metrics.queues.watch(intake, lambda: feeder.allowance)
+        metrics.membership.watch(updater)
+        metrics.outcomes.watch(
+            books, lambda: intake.tokens_arrived_here, lambda: intake.bad_messages + updater.bad_messages
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able; for a checkpoint."""
+        return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_state` of an earlier trainer of this run; the time between does not count."""
+        self._last_step_at = time.monotonic()
+        self._started_at = self._last_step_at - state["time_s"]
+        self.totals = RunTotals.from_state(state["totals"])
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def started(self) -> None:
+        self._events.started(self._start.version, self._recipe.trainer.steps, self._start.lineage.incarnation)
+
+    def training_begins(self) -> None:
+        self._metrics.progress.training_begins()
+
+    def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
+        """One optimizer step on `batch`: completes its record, tells every sink and returns it.
+
+        `figures`: from the learner and the loop; those under SAMPLED_WEIGHTS are for samples, and not part of the record.
+        """
+        record = self._complete(figures, batch, tokens_arrived)
+        self._latest = _Latest()
+        self.totals.add_step(record)
+        self._files.write_step(record)
+        self._metrics.observe(record)
+        self._replicas.step(record)
+        weights = figures.get(SAMPLED_WEIGHTS, {})
+        for sequence in sampled_sequences(batch):
+            known = weights.get(sequence.sequence_id)
+            self._sample(trained_sample(record["step"], sequence, self._pieces, known))
+        self.feed.add(record)
+        self._trackers.step(record)
+        self._tell_page(lambda board: board.step(record))
+        self._set_version(record["policy_version"])
+        shown = {key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")}
+        log.info("step %d", record["step"], extra=shown)
+        return record
+
+    def heldout(self, result: HeldoutResult) -> None:
+        self._latest.heldout = result
+        self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
+        for sample in result.samples:
+            self._sample(heldout_sample(result.version, sample, self._pieces))
+        self._trackers.heldout(result)
+
+    def parity(self, parity: Parity) -> None:
+        self._latest.parity_failures += parity.failures
+        self.totals.parity_failures += parity.failures
+        if parity.mismatch is not None:
+            self._latest.mismatch = max(self._latest.mismatch or 0.0, parity.mismatch)
+            self.totals.logprob_mismatch.append(parity.mismatch)
+
+    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
+        self._metrics.progress.checkpoint_written(written)
+        self._events.checkpoint_written(written)
+
+    def streams_seen(self, stream: str, info: StreamInfo) -> None:
+        """`prompts` or `sequences`, as it is now."""
+        self._metrics.queues.saw(stream, info)
+
+    def in_order(self, version: int, *, finished: bool) -> None:
+        """The run came to its last step, or was stopped before; it did not fail."""
+        self._events.ended(version, self._recipe.trainer.steps, finished=finished)
+
+    def end(self, summary: RunSummary, *, finished: bool) -> None:
+        """However the run ended. No sink is told anything after this."""
+        log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+        self._tell_page(lambda board: board.state(self._page_state()))
+        self._trackers.end(summary, finished=finished)
+        if finished:
+            self._replicas.finish()
+        self.feed.end()
+
+    # --- its members and weight updates ------------------------------------------------------------------------------
+
+    @property
+    def loads(self) -> Mapping[str, ActorLoad]:
+        """The newest answer of each actor, by name; an actor that left keeps its last."""
+        return self._loads
+
+    def actor_loads(self, loads: Mapping[str, ActorLoad], *, measuring: bool) -> None:
+        """What the actors answered when they were asked; `measuring`: they are being evaluated."""
+        self._loads.update(loads)
+        self._replicas.actors(loads, measuring=measuring)
+
+    def served(self, update: UpdateRecord) -> None:
+        """Every member serves the version of `update`."""
+        self._latest.update = update
+        self.totals.add_update(update.num_bytes, update.transfer_s, update.stall_s.values())
+        self._metrics.membership.served(update)
+
+    def joined(self, actor: str, update: UpdateRecord) -> None:
+        """A side group has brought `actor` to the served version; `round_trip_s` is what that took."""
+        self._latest.joins.append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
+        self.totals.join_s.append(update.round_trip_s)
+        self._metrics.membership.join_seconds.observe(update.round_trip_s)
+
+    def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
+        self._metrics.membership.updates.labels("aborted").inc()
+        self._events.update_failed(version, epoch, actor, reason)
+
+    def member_changed(self, change: MemberChange, serving: AbstractSet[str]) -> None:
+        """`serving`: actors at the served version when it changed, that of the change counted or not."""
+        if change.kind == "joined":
+            self._metrics.membership.joins.inc()
+        others = serving - {change.member.actor}
+        self._events.member(change, len(others) + (change.kind == "joined"))
+
+    def regrouped(self, epoch: int) -> None:
+        self._metrics.membership.regroups.inc()
+
+    def evicted(self, cause: EvictionCause) -> None:
+        self._metrics.membership.evictions.labels(cause.value).inc()
+
+    # --- the live page -----------------------------------------------------------------------------------------------
+
+    async def publish_state(self) -> None:
+        """Tells the page about once a second what is true of the run, until cancelled. Returns at once if there is none."""
+        while self._board is not None:
+            self._tell_page(lambda board: board.state(self._page_state()))
+            await asyncio.sleep(PAGE_STATE_EVERY_S)
+
+    def _page_state(self) -> dict[str, Any]:
+        return self._status.for_page() if self._status else {}
+
+    def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
+        """The boundary between a run and its page: what fails there is logged, and ends no run."""
+        if self._board is not None:
+            try:
+                tell(self._board)
+            except Exception:
+                log.exception("the live page could not be told; training goes on")
+
+    # --- records and summary -----------------------------------------------------------------------------------------
+
+    def _complete(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
+        now = time.monotonic()
+        since_last_s, self._last_step_at = now - self._last_step_at, now
+        sequences = [sequence for group in batch for sequence in group.sequences]
+        rewards = np.array([sequence.reward for sequence in sequences])
+        latest = self._latest
+        return {
+            **{key: value for key, value in figures.items() if key != SAMPLED_WEIGHTS},
+            "time_s": now - self._started_at,
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            **group_figures(batch),
+            "heldout_accuracy": latest.heldout.accuracy if latest.heldout else None,
+            "heldout_version": latest.heldout.version if latest.heldout else None,
+            "heldout_unanswered": latest.heldout.num_unanswered if latest.heldout else None,
+            "tokens_generated": tokens_arrived,
+            "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
+            "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
+            "completion_tokens_mean": float(np.mean([s.num_completion_tokens for s in sequences])),
+            "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
+            "weight_update": update_figures(latest.update) if latest.update else None,
+            "stall_s": max(latest.update.stall_s.values(), default=None) if latest.update else None,
+            "joins": latest.joins,
+            "logprob_mismatch": latest.mismatch,
+            "parity_failures": latest.parity_failures,
+            "actor_busy_fraction": self._actor_busy_fraction(),
+            "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
+        }
+
+    def _sample(self, sample: Sample) -> None:
+        """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
+        due = has_tokens(sample["step"], self._recipe.trainer.steps)
+        self._files.write_sample(sample if due else {**sample, "tokens": None, "weights": None})
+        self._tell_page(lambda board: board.sample(sample))
+
+    def _actor_busy_fraction(self) -> float | None:
+        """Share of the actors' time, since their engines were up, in which they generated."""
+        uptime_s = sum(load.uptime_s for load in self._loads.values())
+        return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
+
+    def _set_version(self, version: int) -> None:
+        if self._context is not None:
+            self._context.policy_version = version
+
+    def write_summary(self, ledger: Ledger, version: int, evictions: int = 0, *, finished: bool) -> RunSummary:
+        """summary.json from everything so far."""
+        wall_s = time.monotonic() - self._started_at
+        summary = self.totals.summary(
+            self._recipe,
+            version,
+            ledger.counts.as_dict(),
+            reasons={outcome.value: ledger.reasons(outcome) for outcome in Outcome},
+            interrupted=not finished,
+            wall_s=wall_s,
+            evictions=evictions,
+            actor_busy_fraction=self._actor_busy_fraction(),
+            trainer_busy_fraction=self.totals.compute_s / wall_s,
+        )
+        self._files.write_summary(summary)
+        return summary
+
+
+def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
+    """How much rewards differ inside the groups of a step, under the names of metrics.jsonl. Pure."""
+    groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
+    return {
+        "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),
+        "equal_reward_groups": float(np.mean([all_equal(rewards) for rewards in groups])),
+    }
+
+
+def update_figures(update: UpdateRecord) -> dict[str, Any]:
+    """One update for metrics.jsonl: the slowest actor's seconds. Pure."""
+    return {
+        "version": update.version,
+        "bytes": update.num_bytes,
+        "transfer_s": update.transfer_s,
+        "round_trip_s": update.round_trip_s,
+        "receive_s": max(update.receive_s.values(), default=None),
+        "prepare_s": max(update.prepare_s.values(), default=None),
+        "stall_s": max(update.stall_s.values(), default=None),
+        "members": len(update.stall_s),
+    }
