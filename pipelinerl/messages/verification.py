@@ -42,7 +42,7 @@ _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """A connection that broke half-way, or a defect of the verifier: worth another try, not an endless one."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
-_CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A headless Service resolves to every pod; each call goes to the next one.
     ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
@@ -122,7 +122,7 @@ class VerifierClient:
 
     async def __aenter__(self) -> VerifierClient:
         """Raises `FieldError` on `tls_dir` when its files cannot be used."""
-        self._channel = RenewedChannel(self.target, self._tls_dir, options=_CHANNEL_OPTIONS)
+        self._channel = RenewedChannel(self.target, self._tls_dir, options=CHANNEL_OPTIONS)
         return self
 
     async def __aexit__(

@@ -14,7 +14,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from grpc import aio
 
-from pipelinerl.messages.verification import VerifierClient, VerifyItem
+from pipelinerl.messages import verification
+from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient, VerifyItem
 from pipelinerl.service.grpc import GrpcServer, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -22,6 +23,12 @@ from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 SOON = Backoff(0.01, 0.05)
 ITEM = VerifyItem("s1", "t", "", "", "{}")
 FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+
+
+@pytest.fixture(autouse=True)
+def names_looked_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = {**dict(CHANNEL_OPTIONS), "grpc.dns_min_time_between_resolutions_ms": 100}
+    monkeypatch.setattr(verification, "CHANNEL_OPTIONS", tuple(often.items()))
 
 
 class Counting(verifier_pb2_grpc.VerifierServiceServicer):
@@ -112,8 +119,8 @@ async def test_an_address_that_was_added_to_the_name_gets_calls_while_the_others
     port = free_port()
     async with (
         name_server(FIRST, SECOND) as (names, dns_port),
-        verifier(FIRST, port, connection_age_s=1.0) as first,
-        verifier(SECOND, port, connection_age_s=1.0) as second,
+        verifier(FIRST, port, connection_age_s=0.3) as first,
+        verifier(SECOND, port, connection_age_s=0.3) as second,
         verifier(THIRD, port) as third,
         VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
     ):
@@ -140,18 +147,18 @@ async def test_a_name_whose_only_address_changes_is_followed() -> None:
 
 @pytest.mark.parametrize("verifiers", [1, 2])
 async def test_no_call_is_lost_when_connections_age(verifiers: int) -> None:
-    """Servers end each connection after 0.2 s here; not one call fails or is doubled."""
+    """Servers end each connection after 0.1 s here; not one call fails or is doubled."""
     port = free_port()
     addresses = (FIRST, SECOND)[:verifiers]
     async with AsyncExitStack() as stack:
         servers = [
-            await stack.enter_async_context(verifier(address, port, connection_age_s=0.2)) for address in addresses
+            await stack.enter_async_context(verifier(address, port, connection_age_s=0.1)) for address in addresses
         ]
         target = "ipv4:" + ",".join(f"{address}:{port}" for address in addresses)
         client = await stack.enter_async_context(VerifierClient(target, backoff=SOON))
         began = asyncio.get_running_loop().time()
         asked = 0
-        while asyncio.get_running_loop().time() - began < 1.5:
+        while asyncio.get_running_loop().time() - began < 0.8:
             await client.verify([ITEM])
             asked += 1
         assert sum(server.calls for server in servers) == asked

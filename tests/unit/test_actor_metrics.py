@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -59,8 +60,13 @@ def test_what_is_read_at_a_scrape() -> None:
     assert (of("pipelinerl_actor_prompts_held_groups"), of("pipelinerl_actor_sequences_in_progress_max")) == (3, 64)
 
 
-def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock) -> None:
-    pytest.importorskip("vllm")
+def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without vLLM, whose import takes seconds; runs with a real engine show that it takes the logger."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.metrics", "vllm.v1.metrics.loggers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.v1.metrics.loggers"], "PrometheusStatLogger", object, raising=False)
     from services.actor.vllm_engine import step_logger
 
     registry = CollectorRegistry()
