@@ -58,10 +58,11 @@ durations: $(STAMP)  ## Run the suite and record what each file takes: the time 
 HISTORIES ?= 300
 FIRST_SEED ?= 1000
 
-soak: $(STAMP)  ## Random fault histories and whole runs under fire (HISTORIES=300 FIRST_SEED=1000; about two hours)
+soak: $(STAMP)  ## All faults, many random histories, releases of the chart (HISTORIES=300 FIRST_SEED=1000; about two hours)
 	@$(BIN)/python -m pytest -m soak --fault-table benchmarks/results/fault_matrix.json $(ARGS)
 	@$(BIN)/python -m benchmarks.table
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
+	@$(BIN)/python -m pytest tests/cluster --all-releases $(ARGS)
 
 test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing, for the tests that need them (Debian, Ubuntu)
 	@tests/install_tools.sh $(BIN)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from pipelinerl.local.nats import NatsServer
+from tests.support.runs import write_tiny_model
 from tests.support.suite import Suite
 
 # How long an example takes says something about the machine, and nothing about the code.
@@ -16,9 +19,24 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 
+def seed_of_commit() -> int:
+    """Another for each commit, so that random faults differ from one to the next; 0 outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=6", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    return int(done.stdout, 16) if done.returncode == 0 else 0
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--histories", type=int, default=20, help="random fault histories to play")
-    parser.addoption("--first-seed", type=int, default=0, help="of the random fault histories")
+    seed = seed_of_commit()
+    parser.addoption("--histories", type=int, default=8, help="random fault histories to play")
+    parser.addoption(
+        "--first-seed", type=int, default=seed, help="of the random fault histories; by default the commit's"
+    )
+    parser.addoption("--fault-seed", type=int, default=seed, help="of a run's faults; by default the commit's")
+    parser.addoption("--all-releases", action="store_true", help="run the chart's releases though nothing changed")
     parser.addoption("--fault-table", default="", help="JSON file to keep recovery times of the fault matrix in")
     parser.addoption("--write-durations", default="", help="JSON file to write the seconds of each file and folder to")
 
@@ -43,3 +61,10 @@ def nats_url(nats_server: NatsServer) -> str:
 def run_name() -> str:
     """A run of this test only, so that tests share a server and nothing else."""
     return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder

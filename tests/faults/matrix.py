@@ -12,28 +12,30 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
+import psutil
 
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import read_pids, session_pids
 from pipelinerl.local.progress import open_display
 from pipelinerl.local.runner import LocalRun
+from pipelinerl.local.services import ServiceCommands
 from pipelinerl.local.supervisor import RestartPolicy
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, create_run_dir
 from tests.faults.points import POINTS, Watcher
+from tests.support.runs import write_tiny_recipe
 
 SERVICES = ("trainer", "actor-0", "verifier", "nats")
+RANK_1 = "rank 1"
+"""Of a trainer with several; it may stand for a service in a fault."""
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP", "restart")
 FROZEN_S, HURRY_S = 20.0, 1.0
 STEPS_BETWEEN = 3
@@ -73,61 +75,63 @@ def some_faults(seed: int) -> list[Fault]:
     return [Fault(service, chosen.choice(SIGNALS), point) for service, point in zip(services, points, strict=True)]
 
 
-def write_recipe(folder: Path, model: Path, num_faults: int) -> Path:
-    """A run of a tiny model with room for that many faults, a checkpoint every third step and rewards that take their time."""
-    path = folder / "fire.yaml"
-    recipe: dict[str, Any] = {
-        "name": "fire",
-        "model": {"source": "path", "name": str(model), "max_context": 96},
-        "task": {
-            "name": "chain_sum",
-            "config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-            "prompt_style": "compact",
-            "heldout_problems": 4,
-        },
-        "reward": {"scorer": "tests.faults.slow_reward:score"},
-        "sampling": {"group_size": 4, "max_tokens": 64},
-        "actor": {"sequences_in_progress": 16, "engine": {"kv_cache_gib": 0.25}},
-        "algorithm": {"max_lag": 4},
-        "trainer": {
-            "steps": (num_faults + 1) * (STEPS_BETWEEN + 5),
-            "batch_size": 16,
-            "learning_rate": 1e-4,
-            "tokens_per_microbatch": 4096,
-        },
-        "weights": {"chunk_mib": 0.1, "probe_every": 5, "deadline_s": 15},
+def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[str, Mapping[str, Any]] = {}) -> Path:
+    """A run with room for that many faults, a checkpoint every third step and rewards that take their time."""
+    fire: dict[str, dict[str, Any]] = {
+        "task": {"heldout_problems": 4},
+        "reward": {"scorer": "tests.faults.slow_reward:score", "answer_pattern": ""},
+        "trainer": {"steps": (num_faults + 1) * (STEPS_BETWEEN + 5), "learning_rate": 1e-4},
+        "weights": {"probe_every": 5, "deadline_s": 15},
         "evaluation": {"every_steps": 0},
         "checkpoint": {"every_steps": 3},
     }
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
+    for section, fields in changes.items():
+        fire[section] = {**fire.get(section, {}), **fields}
+    return write_tiny_recipe(model, folder, fire)
 
 
-async def run_under_fire(folder: Path, recipe_file: Path, faults: Sequence[Fault]) -> tuple[RunDir, list[Survived]]:
-    """A whole run with these faults. Raises `AssertionError` when it does not survive one, or does not end well."""
+@contextlib.asynccontextmanager
+async def local_run(
+    folder: Path, recipe_file: Path, commands: ServiceCommands | None = None
+) -> AsyncIterator[tuple[RunDir, asyncio.Task[Ending], StringIO]]:
+    """A run under the local runner, in this process; it is interrupted where the block ends before the run does."""
     recipe = load_recipe(str(recipe_file))
     run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "run")
     out = StringIO()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open_display(out) as display:
         policy = RestartPolicy(limit=100, limit_unserved=100, first_delay_s=0.5, factor=1.0)
-        local_run = LocalRun(recipe, run_dir, display, environment=environment, policy=policy)
-        running = asyncio.create_task(local_run.run())
+        runner = LocalRun(
+            recipe, run_dir, display, commands or ServiceCommands(), environment=environment, policy=policy
+        )
+        running = asyncio.create_task(runner.run())
+        try:
+            yield run_dir, running, out
+        finally:
+            if not running.done():
+                await interrupt(running)
+
+
+async def run_under_fire(
+    folder: Path, recipe_file: Path, faults: Sequence[Fault], commands: ServiceCommands | None = None
+) -> tuple[RunDir, list[Survived]]:
+    """A whole run with these faults. Raises `AssertionError` when it does not survive one, or does not end well."""
+    async with local_run(folder, recipe_file, commands) as (run_dir, running, out):
         hitting = asyncio.create_task(_hit_all(run_dir, faults))
         await asyncio.wait((running, hitting), return_when=asyncio.FIRST_COMPLETED)
         assert hitting.done(), f"the run ended before all faults were done: {out.getvalue()}"
-        if hitting.exception() is not None:
-            await _stop(running)
         survived = hitting.result()
-        ending: Ending = await asyncio.wait_for(running, SURVIVE_WITHIN_S)
+        ending = await asyncio.wait_for(running, SURVIVE_WITHIN_S)
     assert ending.exit_code == 0, f"{ending.error}\n{out.getvalue()}"
     return run_dir, survived
 
 
-async def _stop(running: asyncio.Task[Ending]) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # the runner's own way to end
+async def interrupt(running: asyncio.Task[Ending]) -> Ending | None:
+    """Ctrl-C, the runner's own way to end."""
+    os.kill(os.getpid(), signal.SIGINT)
     with contextlib.suppress(BaseException):
-        await asyncio.wait_for(running, 30)
+        return await asyncio.wait_for(running, 30)
+    return None
 
 
 async def _hit_all(run_dir: RunDir, faults: Sequence[Fault]) -> list[Survived]:
@@ -138,13 +142,14 @@ async def _hit_all(run_dir: RunDir, faults: Sequence[Fault]) -> list[Survived]:
 async def _hit(run_dir: RunDir, watcher: Watcher, fault: Fault) -> Survived:
     async with _in_time(f"{fault}: its point did not come"):
         await watcher.at(fault.point)
-    step, pid = watcher.step(), read_pids(run_dir)[fault.service]
-    await _strike(fault, pid)
+    service = "trainer" if fault.service == RANK_1 else fault.service
+    step, pid = watcher.step(), read_pids(run_dir)[service]
+    await _strike(fault, _pid_of_rank_1(pid) if fault.service == RANK_1 else pid)
     began_s = time.monotonic()
     async with _in_time(f"{fault}: the run did not go on from step {step}"):
-        while fault.signal != "SIGSTOP" and read_pids(run_dir).get(fault.service, pid) == pid:
+        while fault.signal != "SIGSTOP" and read_pids(run_dir).get(service, pid) == pid:
             await asyncio.sleep(0.05)
-        while not (watcher.step() > step and await watcher.serving(fault.service)):
+        while not (watcher.step() > step and await watcher.serving(service)):
             await asyncio.sleep(0.05)
         seconds = time.monotonic() - began_s
         while watcher.step() < step + STEPS_BETWEEN:
@@ -184,10 +189,7 @@ def _signal_all(pid: int, number: signal.Signals) -> None:
             os.kill(each, number)
 
 
-def audit(run_dir: RunDir) -> None:
-    """Raises `AssertionError` with the audit's own words unless everything adds up."""
-    program = Path(sys.executable).with_name("pipelinerl")
-    done = subprocess.run(
-        [str(program), "audit", str(run_dir.path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def _pid_of_rank_1(trainer: int) -> int:
+    """`trainer`: pid of the process that started the ranks."""
+    ranks = psutil.Process(trainer).children(recursive=True)
+    return next(rank.pid for rank in ranks if rank.environ().get("RANK") == "1")

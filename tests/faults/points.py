@@ -32,7 +32,9 @@ class Watcher:
         self.run_dir = run_dir
 
     async def at(self, point: str) -> None:
-        """Returns when the run is there."""
+        """Returns when the run is there; all points but the idle one come after a first step."""
+        while point != "idle" and not self.step():
+            await asyncio.sleep(LOOK_S * 10)
         await {
             "idle": self._idle,
             "generating": self._generating,

@@ -1,6 +1,7 @@
-"""Every service, every signal, every point: whole runs that are shot at, go on, end, and whose books add up.
+"""Every service, every signal, every point: whole runs that are shot at, go on, end, and whose ledgers add up.
 
-`make test` does a few, chosen by seed; `make soak` all of them, and keeps how long each took (`--fault-table FILE`).
+`make soak` plays all of them with vLLM, and keeps how long each took (`--fault-table FILE`). `make test` plays a few, chosen by
+the commit, on a light engine: tests/e2e/test_light_runs.py.
 """
 
 from __future__ import annotations
@@ -11,37 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import tiny_model
 from tests.faults.matrix import (
     SERVICES,
     SIGNALS,
-    Fault,
     Survived,
-    audit,
     row,
     run_under_fire,
     some_faults,
     write_recipe,
 )
 from tests.faults.points import POINTS
-
-__all__ = ["tiny_model"]
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
-
-
-@pytest.mark.parametrize("seed", [0])
-async def test_a_run_survives_a_fault_of_each_service(seed: int, tmp_path: Path, tiny_model: Path) -> None:
-    await survive(some_faults(seed), tmp_path, tiny_model)
+from tests.support.runs import audit
 
 
 @pytest.mark.soak
+@pytest.mark.e2e
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", SIGNALS)
 @pytest.mark.parametrize("service", SERVICES)
 async def test_a_run_survives_this_at_every_point(
     service: str, kind: str, tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
 ) -> None:
-    survived = await survive(row(service, kind), tmp_path, tiny_model)
+    faults = row(service, kind)
+    run_dir, survived = await run_under_fire(tmp_path, write_recipe(tmp_path, tiny_model, len(faults)), faults)
+    audit(run_dir.path)
     table = request.config.getoption("--fault-table")
     if table:
         keep(Path(table), survived)
@@ -54,16 +48,6 @@ def test_the_seeds_choose_every_service_once_and_reach_everything() -> None:
     assert {fault.signal for faults in chosen for fault in faults} == set(SIGNALS)
     assert {fault.point for faults in chosen for fault in faults} == set(POINTS[1:])
     assert [fault.point for fault in row("nats", "SIGKILL")] == list(POINTS)
-
-
-async def survive(faults: list[Fault], folder: Path, model: Path) -> list[Survived]:
-    run_dir, survived = await run_under_fire(folder, write_recipe(folder, model, len(faults)), faults)
-    audit(run_dir)
-    for one in survived:
-        print(
-            f"{one.fault.service:9} {one.fault.signal:8} {one.fault.point:17} step {one.step:3}  {one.seconds:5.1f} s"
-        )
-    return survived
 
 
 def keep(path: Path, survived: list[Survived]) -> None:

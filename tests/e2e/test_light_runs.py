@@ -1,0 +1,89 @@
+"""Whole runs on a light engine: real services, a small transformers model instead of vLLM, real log-probabilities.
+
+They prove what does not depend on the engine: several trainer ranks, the learned baseline, conventional mode, and faults of
+each service, which the commit chooses. `--fault-seed N` plays those of another commit; `make soak` plays all, with vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.local.services import ServiceCommands
+from pipelinerl.run_dir import RunDir
+from tests.faults.matrix import (
+    RANK_1,
+    SURVIVE_WITHIN_S,
+    Fault,
+    interrupt,
+    local_run,
+    run_under_fire,
+    some_faults,
+    write_recipe,
+)
+from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+LIGHT = ServiceCommands(actor=(sys.executable, "-m", "tests.support.light_actor"))
+TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
+
+
+def records_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    lines = run_dir.metrics.read_text().splitlines() if run_dir.metrics.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
+    tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
+) -> None:
+    seed = request.config.getoption("--fault-seed")
+    print(f"replay: .venv/bin/python -m pytest tests/e2e/test_light_runs.py --fault-seed {seed}")
+    faults = [*some_faults(seed), Fault(RANK_1, "SIGKILL", "optimizer step")]
+    changes = {"algorithm": {"advantage": "value"}, "trainer": TWO_RANKS}
+    recipe = write_recipe(tmp_path, tiny_model, len(faults), changes)
+    run_dir, survived = await run_under_fire(tmp_path, recipe, faults, LIGHT)
+    assert len(survived) == len(faults)
+    summary, records = json.loads(run_dir.summary.read_text()), records_of(run_dir)
+    assert [record["step"] for record in records] == list(range(1, summary["steps"] + 1))
+    assert all(ledger_adds_up(record["sequences"]) for record in records)
+    assert all(0 < record["sequences_trained"] <= 16 for record in records)
+    assert all(0 <= record["imbalance"] < 1 for record in records)
+    assert any(record["microbatches"] > 1 for record in records)
+    assert all(record["value_loss"] >= 0 for record in records)
+    assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
+    assert summary["parity_failures"] == 0
+    assert (run_dir.path / "checkpoint" / "value_head" / "model.safetensors").is_file()
+    audit(run_dir.path)
+
+
+async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_two_ranks_stop_together(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    changes = {
+        "algorithm": {"max_lag": None, "conventional_g": 4},
+        "trainer": {**TWO_RANKS, "steps": 100_000},
+        "checkpoint": {"every_steps": 100_000},
+    }
+    recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
+    async with local_run(tmp_path, recipe, LIGHT) as (run_dir, running, out):
+        async with asyncio.timeout(SURVIVE_WITHIN_S):
+            while len(records_of(run_dir)) < 9:
+                assert not running.done(), out.getvalue()
+                await asyncio.sleep(0.1)
+        ending = await interrupt(running)
+    assert ending is not None
+    assert ending.exit_code == 130
+    records, summary = records_of(run_dir), json.loads(run_dir.summary.read_text())
+    assert [record["lag"]["max"] for record in records] == [step % 4 for step in range(len(records))]
+    assert all(record["lag"]["mean"] == record["lag"]["max"] for record in records)
+    assert summary["sequences_multi_version_fraction"] == 0
+    assert summary["interrupted"]
+    assert summary["steps"] == len(records)
+    assert (run_dir.path / "checkpoint" / "config.json").is_file()
+    audit(run_dir.path)

@@ -1,0 +1,740 @@
+"""The grand tour: one run with real services and vLLM engines, watched while it trains, hit, stopped and resumed.
+
+Each fixture below plays one phase and keeps what it saw; the tests after it look at that. In order:
+
+- `tour`: two actors train; a Prometheus scrapes all services, a collector takes the traces, a browser shows the live page
+- `calm`: every trained sequence and every weight update is one connected trace; the page is live, readable on a phone, usable
+  by keyboard, and shows the numbers of /metrics; no alert is pending
+- `actor_killed`: an engine dies in the middle of a weight update; the others go on, it comes back
+- `trainer_killed`: the trainer goes on from its checkpoint, at the same address; the page follows
+- `scaled`: an actor leaves in order, another joins
+- `stopped`: Ctrl-C ends everything in order, with a report, a checkpoint and a clean audit; every dashboard found data
+- `resumed`: another recipe is refused; the run goes on to its end; transformers and vLLM agree on the checkpoint
+
+A learned baseline is on, so that its metrics and its part of the checkpoint are there too. A new feature adds assertions here
+and no run of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+import yaml
+from playwright.async_api import Browser
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
+from deploy.dashboards.all import BOARDS
+from deploy.dashboards.board import Board
+from pipelinerl.service.address import read_address
+from tests.chart.rendering import NAMESPACE
+from tests.monitoring.catalogue import names_in, samples
+from tests.monitoring.chart_rules import groups, shown_alerts
+from tests.support.browser import OpenPage, chromium, opened
+from tests.support.collector import Collector, ReceivedSpan, collecting
+from tests.support.runs import (
+    PARITY_NATS,
+    RUN_TIMEOUT_S,
+    RunningCommand,
+    audit,
+    ledger_adds_up,
+    pipelinerl,
+    settings,
+    started_run,
+    write_tiny_recipe,
+)
+from tests.support.tools import tool
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+phase = functools.partial(pytest_asyncio.fixture, scope="module", loop_scope="module")
+
+CALM_STEPS = 6
+VICTIM = "actor-1"
+WINDOW = "10s"
+"""For the windows that Grafana fills in: some scrapes."""
+ABSENT = {
+    "pipelinerl_trainer_mfu_ratio": "no CPU's peak is known",
+    "pipelinerl_trainer_reference_kl_nats": "only with algorithm.kl_coefficient",
+    "pipelinerl_trainer_rank_orders_total": "only of a trainer's second and further nodes",
+}
+"""Metrics without a series in this run, and why."""
+MAYBE = {
+    "pipelinerl_actor_replicas_wanted": "known when actors were measured for a minute",
+    "pipelinerl_trainer_mismatch_kl_nats": "a step may have no token of lag 0",
+    "pipelinerl_trainer_failed_sequences": "a reason is there from its first sequence on",
+    "pipelinerl_trainer_dropped_stale_sequences": "a reason is there from its first sequence on",
+    "pipelinerl_actor_sequences_failed_total": "a reason is there from its first sequence on",
+}
+"""Metrics that may have none, and why."""
+OF_SPEED = {
+    "PipelineRLActorsStarved",
+    "PipelineRLESSLow",
+    "PipelineRLLagNearBound",
+    "PipelineRLSequencesTooOld",
+    "PipelineRLTrainerStarved",
+}
+"""Alerts about how fast actors and trainer are, and how fast a policy changes: without their `for`, random
+weights may fire them."""
+PHONE = {"width": 360, "height": 740}
+TOO_WIDE = """() => [...document.querySelectorAll('main *')]
+    .filter((e) => !e.closest('.table, pre, .scroll, .hidden') && e.getBoundingClientRect().right > innerWidth + 1)
+    .map((e) => e.outerHTML.slice(0, 80))"""
+SUMMARY_KEYS = {
+    "recipe",
+    "mode",
+    "steps",
+    "policy_version",
+    "wall_s",
+    "heldout_accuracy_first",
+    "heldout_accuracy_last",
+    "tokens_generated",
+    "tokens_trained",
+    "sequences",
+    "lag",
+    "ess",
+    "sequences_multi_version_fraction",
+    "weight_updates",
+    "logprob_mismatch_max",
+    "mismatch_kl_mean",
+    "actor_busy_fraction",
+    "trainer_busy_fraction",
+}
+
+
+@dataclass
+class Tour:
+    """The run and its observers. Times are Unix seconds."""
+
+    run: RunningCommand
+    collector: Collector
+    prometheus: Prometheus
+    browser: Browser
+    start_s: float
+    url: str
+    """Of the live page."""
+
+
+@phase()
+async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tour]:
+    folder = tmp_path_factory.mktemp("tour")
+    changes = {
+        "actor": {"count": 2},
+        "algorithm": {"advantage": "value"},
+        "trainer": {"steps": 100_000},
+        "evaluation": {"every_steps": 0},
+        "checkpoint": {"every_steps": 3},
+        "weights": {"deadline_s": 5},
+    }
+    recipe = write_tiny_recipe(tiny_model, folder, changes)
+    at_once = [  # the alerts' conditions themselves: nothing in a short run lasts as long as their `for`
+        {**group, "rules": [{key: value for key, value in rule.items() if key != "for"} for rule in group["rules"]]}
+        for group in groups()
+    ]
+    (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": at_once}), encoding="utf-8")
+    start_s = time.time()
+    async with AsyncExitStack() as stack:
+        collector = stack.enter_context(collecting())
+        tracing = {
+            # The whole URL, so that vLLM's workers would begin to trace by themselves if they saw it.
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces",
+            "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
+        }
+        run = stack.enter_context(started_run(recipe, folder / "run", environment=tracing))
+        targets = await asyncio.to_thread(run_targets, run.run_dir, run.process)
+        scraping = prometheus_server(tool("prometheus"), folder, scrape_configs(targets), rules=[folder / "rules.yaml"])
+        prometheus = stack.enter_context(scraping)
+        browser = await stack.enter_async_context(chromium())
+        await run.until_step(CALM_STEPS)
+        link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/)$", run.said, re.MULTILINE)
+        assert link is not None, run.said
+        yield Tour(run, collector, prometheus, browser, start_s, link[1])
+
+
+def scrape_configs(targets: dict[str, object]) -> list[object]:
+    """Every service as a local Prometheus scrapes it, and once more as one in a cluster does: with `namespace` and `pod`."""
+    as_pods = [
+        {"source_labels": ["service"], "regex": "runner", "action": "drop"},
+        {"target_label": "namespace", "replacement": NAMESPACE},
+        {"source_labels": ["instance"], "target_label": "pod", "replacement": "pipelinerl-$1"},
+        {
+            "source_labels": ["service"],
+            "regex": "(trainer|verifier)",
+            "target_label": "pod",
+            "replacement": "pipelinerl-$1-0",
+        },
+    ]
+    return [{"job_name": "local", **targets}, {"job_name": "cluster", **targets, "relabel_configs": as_pods}]
+
+
+# Traces of the first steps
+
+
+@dataclass
+class Calm:
+    """The first steps of a healthy run: their records, and all spans that belong to them."""
+
+    records: list[dict[str, Any]]
+    spans: Collector
+    start_s: float
+    end_s: float
+
+    def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
+        """The span and those above it, the outermost first."""
+        by_id = {one.id: one for one in self.spans.spans}
+        way = [span]
+        while way[0].parent:
+            way.insert(0, by_id[way[0].parent])
+        return way
+
+
+@phase()
+async def calm(tour: Tour) -> Calm:
+    records = tour.run.metrics()[:CALM_STEPS]
+    start_s = time.time()
+    calm = Calm(records, Collector(), start_s, start_s)
+
+    def all_there() -> bool:
+        """The spans of these steps, their ancestors and their siblings have left every process."""
+        calm.spans.spans = list(tour.collector.spans)
+        return any(
+            span.attributes["pipelinerl.policy.version"] > CALM_STEPS + 8 for span in calm.spans.named("weight_update")
+        )
+
+    await tour.run.until(all_there, "spans of later steps arrive")
+    await asyncio.sleep(6)  # every process exports at least each 5 s
+    calm.spans.spans = list(tour.collector.spans)
+    calm.spans.headers = list(tour.collector.headers)
+    calm.end_s = time.time()
+    return calm
+
+
+async def test_spans_come_from_all_services_and_name_the_run(calm: Calm) -> None:
+    assert {span.service for span in calm.spans.spans} == {
+        "pipelinerl-trainer",
+        "pipelinerl-actor",
+        "pipelinerl-verifier",
+    }
+    (name,) = {span.resource["pipelinerl.run"] for span in calm.spans.spans}
+    assert name.startswith("tiny-")
+    assert {headers["authorization"] for headers in calm.spans.headers} == {"secret"}
+
+
+async def test_every_trained_sequence_is_one_trace_over_feeder_actor_verifier_and_trainer(calm: Calm) -> None:
+    version = "pipelinerl.policy.version"
+    steps = {span.id: span for span in calm.spans.named("step.train") if span.attributes[version] <= CALM_STEPS}
+    assert sorted(span.attributes[version] for span in steps.values()) == list(range(1, CALM_STEPS + 1))
+    trained = [span for span in calm.spans.named("sequence.train") if span.attributes[version] <= CALM_STEPS]
+    assert len(trained) == sum(record["sequences_trained"] for record in calm.records)
+    for end in trained:
+        way = calm.way_of(end)
+        assert [(span.name, span.service.removeprefix("pipelinerl-")) for span in way] == [
+            ("group.issue", "trainer"),
+            ("sequence.generate", "actor"),
+            ("sequence.publish", "actor"),
+            ("sequence.receive", "trainer"),
+            ("sequence.train", "trainer"),
+        ]
+        assert len({span.trace for span in way}) == 1
+        generated = way[1]
+        assert generated.attributes["gen_ai.usage.output_tokens"] > 0
+        asked = next(span for span in calm.spans.children(generated) if span.name == "sequence.verify")
+        (answered,) = calm.spans.children(asked)
+        (scored,) = calm.spans.children(answered)
+        assert [(span.name, span.service.removeprefix("pipelinerl-")) for span in (asked, answered, scored)] == [
+            ("sequence.verify", "actor"),
+            ("sequence.verify", "verifier"),
+            ("reward.score", "verifier"),
+        ]
+        step = steps[end.links[0]]
+        assert step.attributes[version] == end.attributes[version]
+        assert any(way[-2].id in one.links for one in steps.values())
+
+
+async def test_the_spans_of_a_weight_update_cover_the_trainer_and_every_actor(calm: Calm) -> None:
+    updates = [
+        span
+        for span in calm.spans.named("weight_update")
+        if "pipelinerl.actor" not in span.attributes and span.attributes["pipelinerl.policy.version"] <= CALM_STEPS
+    ]
+    assert [span.attributes["pipelinerl.policy.version"] for span in updates] == list(range(CALM_STEPS + 1))
+    for update in updates:
+        below = calm.spans.below(update)
+        of_trainer = [span.name for span in below if span.service == "pipelinerl-trainer"]
+        assert {"weight_update.announce", "weight_update.transfer", "weight_update.commit"} <= set(of_trainer)
+        for actor in ("actor-0", "actor-1"):
+            of_actor = {span.name for span in below if span.instance == actor}
+            assert of_actor == {f"weight_update.{part}" for part in ("receive", "stage", "commit", "load")}
+        assert sorted(update.events) == ["serving"] * 2 + ["staged"] * 2
+        assert of_trainer.count("weight_update.answer") == 4
+
+
+async def test_an_evaluation_is_generated_by_both_actors(calm: Calm) -> None:
+    first = calm.spans.named("evaluation")[0]
+    instances = {span.instance for span in calm.spans.below(first) if span.name == "evaluation.generate"}
+    assert instances == {"trainer", "actor-0", "actor-1"}
+
+
+# The live page
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """The trainer's one sample of that name with these labels, whatever others it has."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"pipelinerl_trainer_{name}" and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+async def test_the_page_updates_while_the_run_trains_and_asks_nobody_else(tour: Tour, calm: Calm) -> None:
+    async with opened(tour.browser, tour.url) as shown:
+        version = await shown.version_above(0)
+        assert await shown.version_above(version + 1) > version
+        assert await shown.page.get_attribute("main", "data-link") == "live"
+        await shown.until("() => document.querySelectorAll('figure svg path').length > 8")
+        await shown.until("() => document.querySelector('[data-member=actor-0]')?.textContent.includes('serving')")
+        assert (await shown.page.inner_text("[data-ledger=trained] td")).replace(",", "").isdigit()
+        assert "name: tiny" in (await shown.page.text_content("details pre") or "")
+        assert shown.problems == []
+        assert all(url.startswith((tour.url, "data:")) for url in shown.requests), shown.requests
+        assert len(set(shown.requests)) <= 10, "the page does not ask again and again"
+
+
+async def test_samples_are_coloured_by_version_and_say_what_a_token_weighs(tour: Tour, calm: Calm) -> None:
+    async with opened(tour.browser, tour.url) as shown:
+        await shown.until("() => document.querySelectorAll('.tokens .change + .token').length > 0")
+        history = (await shown.page.evaluate("fetch('page/history').then((answer) => answer.json())"))["samples"]
+        trained = [one for one in [*history["early"], *history["late"]] if not one["heldout"]]
+        assert trained
+        for one in trained:
+            assert one["completion"].startswith("".join(one["tokens"]))
+            assert len(one["tokens"]) == len(one["weights"]) == one["spans"][-1][2]
+        text = shown.page.locator("tr:has-text('Prompt') .tokens, .samples .tokens").last
+        await text.focus()
+        await shown.page.keyboard.press("Home")
+        await shown.page.keyboard.press("ArrowRight")
+        said = await text.locator("xpath=following-sibling::*").inner_text()
+        assert re.fullmatch(r"Token 2: .*, version [0-9]+(, lag [0-9]+)?(, weight w = [0-9.e+-]+)?", said), said
+        await text.locator(".token").first.hover()
+        assert (await text.locator("xpath=following-sibling::*").inner_text()).startswith("Token 1: ")
+        assert shown.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_page_reads_on_a_phone_by_day_and_by_night(tour: Tour, calm: Calm, scheme: str) -> None:
+    async with opened(tour.browser, tour.url, viewport=PHONE, color_scheme=scheme, has_touch=True) as shown:
+        await shown.version_above(0)
+        assert await shown.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert await shown.page.evaluate(TOO_WIDE) == []
+        background = await shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        bright = sum(int(number) for number in re.findall("[0-9]+", background)[:3]) > 384
+        assert bright == (scheme == "light")
+        await shown.page.locator(".samples .token").first.tap()
+        await shown.until(
+            "() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))"
+        )
+        assert shown.problems == []
+
+
+async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(tour: Tour, calm: Calm) -> None:
+    async with opened(tour.browser, tour.url) as shown:
+        await shown.version_above(0)
+        nameless = """() => [...document.querySelectorAll('a, input, summary, progress, [tabindex], [role=img]')]
+            .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.[0]?.textContent.trim()))
+            .map((e) => e.outerHTML.slice(0, 80))"""
+        assert await shown.page.evaluate(nameless) == []
+        levels = await shown.page.evaluate(
+            "[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))"
+        )
+        assert levels[0] == 1
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        kinds, outlines = [], set()
+        for _ in range(14):
+            await shown.page.keyboard.press("Tab")
+            kind, outline = await shown.page.evaluate(
+                "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
+            )
+            kinds.append(kind.lower())
+            outlines.add(outline)
+        assert kinds[:9] == ["a"] * 7 + ["input", "svg"], kinds
+        assert outlines == {"solid"}, "focus is seen"
+        chart = shown.page.locator("figure:has(.title:text-is('Train reward')) svg")
+        await chart.focus()
+        await shown.page.keyboard.press("Home")
+        tip = shown.page.locator("figure:has(.title:text-is('Train reward')) .tip")
+        assert (await tip.inner_text()).splitlines()[0] == "step 1"
+        version = int(await shown.tile("version"))
+        await shown.version_above(version + 1)
+        still = (await tip.inner_text()).splitlines()[0]
+        assert still == "step 1", "drawn again under the reader's eyes, it keeps what was read"
+        assert await shown.page.evaluate("document.activeElement.tagName") == "svg"
+
+
+async def settled(shown: OpenPage, client: httpx.AsyncClient) -> str:
+    """/metrics once the trainer waits for sequences that do not come, and the page says so."""
+    version = -1
+    while True:
+        text = (await client.get("metrics")).text
+        if metric(text, "policy_version") == version:
+            return text
+        version = int(metric(text, "policy_version"))
+        await shown.until(
+            """(v) => Number(document.querySelector('[data-tile=version] .value').textContent) >= v
+                && document.querySelector('.message').textContent.includes('waiting for sequences')""",
+            version,
+        )
+
+
+async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> None:
+    """While the verifier is held, so that the trainer has used up what there was."""
+    verifier = tour.run.pids()["verifier"]
+    async with (
+        opened(tour.browser, tour.url) as shown,
+        httpx.AsyncClient(base_url=tour.url, trust_env=False) as client,
+    ):
+        await shown.version_above(0)
+        os.killpg(verifier, signal.SIGSTOP)
+        try:
+            text = await settled(shown, client)
+            version = str(int(metric(text, "policy_version")))
+            await shown.until("(v) => document.querySelector('[data-tile=version] .value').textContent === v", version)
+            trained = f"{int(metric(text, 'ledger_sequences', state='trained')):,}"
+            await shown.until("(n) => document.querySelector('[data-ledger=trained] td').textContent === n", trained)
+            await shown.until(
+                "(v) => document.querySelector('[data-tile=reward] .note').textContent.startsWith(`step ${v};`)",
+                version,
+            )
+            assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
+            assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
+        finally:
+            os.killpg(verifier, signal.SIGCONT)
+
+
+# Kills and scaling
+
+
+@phase()
+async def actor_killed(tour: Tour, calm: Calm) -> Tour:
+    await tour.run.next_message("announce", VICTIM)
+    for process in tour.run.processes_of(VICTIM):
+        process.kill()
+    await tour.run.more_steps()
+    await tour.run.until_members(2)
+    return tour
+
+
+async def test_a_killed_actor_is_evicted_and_comes_back(actor_killed: Tour) -> None:
+    run = actor_killed.run
+    evicted = [step["weight_update"]["members"] for step in run.metrics() if step["weight_update"]]
+    assert 1 in evicted
+    assert evicted[-1] == 2
+    assert f"{VICTIM} was killed by SIGKILL" in run.said
+
+
+@dataclass
+class TrainerKilled:
+    """What the page said about it, and where the trainer was before and after."""
+
+    link_said: str
+    steps: list[int]
+    problems: list[str]
+    addresses: tuple[str, str]
+    pids: tuple[int, int]
+
+
+@phase()
+async def trainer_killed(actor_killed: Tour) -> TrainerKilled:
+    run, tour = actor_killed.run, actor_killed
+    address = run.run_dir / "addresses" / "trainer.json"
+    async with opened(tour.browser, tour.url) as shown:
+        version = await shown.version_above(4)
+        before, pid = read_address(address).http, run.pids()["trainer"]
+        os.kill(read_address(address).pid, signal.SIGKILL)
+        await shown.until("() => document.querySelector('main').dataset.link === 'lost'")
+        said = await shown.page.inner_text(".link")
+        await shown.until(
+            "() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')"
+        )
+        await shown.version_above(version)
+        await shown.until("() => document.querySelector('main').dataset.link === 'live'")
+        steps = await shown.page.evaluate(
+            "fetch('page/history').then((a) => a.json()).then((d) => d.records.map((r) => r.step))"
+        )
+        after = read_address(address).http, run.pids()["trainer"]
+        return TrainerKilled(said, steps, shown.problems, (before, after[0]), (pid, after[1]))
+
+
+async def test_a_killed_trainer_is_replaced_at_the_same_address(trainer_killed: TrainerKilled) -> None:
+    assert trainer_killed.addresses[0] == trainer_killed.addresses[1]
+    assert trainer_killed.pids[0] != trainer_killed.pids[1]
+
+
+async def test_the_page_says_that_the_trainer_is_gone_and_follows_the_next(trainer_killed: TrainerKilled) -> None:
+    assert "report.html" in trainer_killed.link_said
+    steps = trainer_killed.steps
+    assert steps == list(range(1, len(steps) + 1)), "those that the restart undid are told once"
+    unexpected = [one for one in trainer_killed.problems if "ERR_" not in one]
+    assert unexpected == [], "but for the connection that was lost"
+
+
+@phase()
+async def scaled(tour: Tour, trainer_killed: TrainerKilled) -> list[int]:
+    """Actors that served the versions offered since one was taken away, and added again."""
+    began = len(tour.run.metrics())
+    await tour.run.scale(1)
+    await tour.run.until_members(1)
+    await tour.run.scale(2)
+    await tour.run.until_members(2)
+    await tour.run.more_steps(CALM_STEPS)  # scraped a few times
+    return [step["weight_update"]["members"] for step in tour.run.metrics()[began:] if step["weight_update"]]
+
+
+async def test_actors_are_taken_away_and_added_while_the_run_trains(scaled: list[int]) -> None:
+    assert {1, 2} == set(scaled)
+    assert scaled[-1] == 2
+
+
+# The end
+
+
+@dataclass
+class Stopped:
+    exit_code: int
+    end_s: float
+    processes_left: list[str]
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+    link_said: str
+    """By the page that was open."""
+
+
+@phase()
+async def stopped(tour: Tour, scaled: list[int]) -> Stopped:
+    run = tour.run
+    async with opened(tour.browser, tour.url) as shown:
+        await shown.version_above(0)
+        end_s = time.time()
+        began = time.monotonic()
+        code = await run.interrupt()
+        assert time.monotonic() - began < 30
+        await shown.until("() => document.querySelector('main').dataset.link === 'lost'")
+        said = await shown.page.inner_text(".link")
+    return Stopped(code, end_s, run.processes_left(), run.summary(), run.metrics(), said)
+
+
+async def test_ctrl_c_stops_everything_in_order(tour: Tour, stopped: Stopped) -> None:
+    run, summary = tour.run, stopped.summary
+    assert (stopped.exit_code, stopped.processes_left) == (130, [])
+    assert (summary["interrupted"], summary["steps"]) == (True, len(stopped.records))
+    assert ledger_adds_up(summary["sequences"])
+    assert all(ledger_adds_up(record["sequences"]) for record in stopped.records)
+    assert [record["step"] for record in stopped.records] == list(range(1, len(stopped.records) + 1))
+    assert (run.run_dir / "checkpoint" / "config.json").exists()
+    assert f"--resume {run.run_dir}" in run.said
+    await asyncio.to_thread(audit, run.run_dir)
+
+
+async def test_what_was_killed_and_scaled_is_in_the_summary_and_every_version_was_served_exactly(
+    stopped: Stopped,
+) -> None:
+    summary = stopped.summary
+    assert summary["restarts"] == {VICTIM: 1, "trainer": 1}
+    assert summary["membership"]["joins"] >= 2
+    assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
+    assert summary["parity_failures"] == 0
+
+
+async def test_the_page_points_to_the_report_which_has_the_same_views(tour: Tour, stopped: Stopped) -> None:
+    assert str(tour.run.run_dir / "report.html") in stopped.link_said
+    async with opened(tour.browser, (tour.run.run_dir / "report.html").as_uri(), viewport=PHONE) as report:
+        await report.until("() => document.querySelectorAll('.samples .tokens .token').length > 10")
+        issued = f"{stopped.summary['sequences']['issued']:,}"
+        assert await report.page.inner_text("[data-ledger=issued] td") == issued
+        assert await report.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert await report.page.evaluate(TOO_WIDE) == []
+        assert report.problems == []
+
+
+# What Prometheus took
+
+
+def found(tour: Tour, stopped: Stopped, query: str, namespace: str = "") -> list[dict[str, Any]]:
+    """Series of a dashboard's or alert's query over the whole run."""
+    chosen = re.sub(r"\$(window|__rate_interval|__range)\b", WINDOW, query)
+    chosen = chosen.replace("$namespace", namespace).replace("$run", ".+")
+    return tour.prometheus.query_range(chosen, tour.start_s, stopped.end_s, 1.0)
+
+
+async def test_every_documented_metric_has_a_series_but_those_listed(tour: Tour, stopped: Stopped) -> None:
+    names = {one["metric"]["__name__"] for one in found(tour, stopped, '{__name__=~"pipelinerl_.+"}')}
+    of = {name: family.name for name, family in samples().items()}
+    shown = {of[name] for name in names if name in of}
+    assert set(of.values()) - shown - MAYBE.keys() == ABSENT.keys()
+
+
+@pytest.mark.parametrize("namespace", ["", NAMESPACE], ids=["local", "cluster"])
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+async def test_every_query_of_every_panel_finds_data(
+    tour: Tour, stopped: Stopped, board: Board, namespace: str
+) -> None:
+    """An empty pattern takes only series without the label, as those of a local Prometheus are."""
+    wrong = []
+    for panel in board.panels:
+        for query in panel.queries:
+            none = bool(names_in(query.expr) & ABSENT.keys()) or (
+                namespace != "" and "pipelinerl_runner_" in query.expr
+            )
+            data = bool(found(tour, stopped, query.expr, namespace))
+            if data == none and not names_in(query.expr) & MAYBE.keys():
+                wrong.append(f"{panel.title}: {query.expr} ({'data' if data else 'nothing'})")
+    assert wrong == []
+
+
+async def test_no_label_of_ours_gives_way_to_one_of_the_target(tour: Tour, stopped: Stopped) -> None:
+    """Prometheus calls ours `exported_…` where both have the name, and no query would find it."""
+    names = {label for one in found(tour, stopped, '{__name__=~"pipelinerl_.+"}') for label in one["metric"]}
+    assert {"run", "service", "instance", "process"} <= names
+    assert [name for name in names if name.startswith("exported_")] == []
+
+
+async def test_every_alert_looks_at_series_that_are_there(tour: Tour, stopped: Stopped) -> None:
+    missing = []
+    for name, rule in shown_alerts().items():
+        for selector in re.findall(r"\w+\{.*?\}", rule["expr"]):
+            well_or_not = re.sub(r', \w+!=".*?"', "", selector)  # what went wrong has series when it first does
+            if not found(tour, stopped, well_or_not):
+                missing.append(f"{name}: {selector}")
+    assert missing == []
+
+
+async def test_alerts_are_silent_in_the_healthy_part_and_see_the_faults(
+    tour: Tour, calm: Calm, stopped: Stopped
+) -> None:
+    rules = tour.prometheus.rules()
+    assert {rule["name"] for rule in rules} == set(shown_alerts())
+    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+
+    def fired(start_s: float, end_s: float) -> set[str]:
+        series = tour.prometheus.query_range('ALERTS{alertstate="firing"}', start_s, end_s, 1.0)
+        return {one["metric"]["alertname"] for one in series}
+
+    assert fired(calm.start_s, calm.end_s) <= OF_SPEED
+    assert fired(calm.end_s, stopped.end_s) >= {"PipelineRLTrainerDown"}
+
+
+async def test_dashboards_call_actors_by_pod_or_by_instance(tour: Tour, stopped: Stopped) -> None:
+    (query,) = [
+        query
+        for board in BOARDS
+        for panel in board.panels
+        if panel.title == "Stall, by actor"
+        for query in panel.queries
+    ]
+    pods = found(tour, stopped, query.expr, NAMESPACE)
+    assert {series["metric"]["actor"] for series in pods} == {"pipelinerl-actor-0", "pipelinerl-actor-1"}
+    assert {one["metric"]["actor"] for one in found(tour, stopped, query.expr)} == {"actor-0", "actor-1"}
+
+
+# Resumed
+
+
+@dataclass
+class Resumed:
+    refused: subprocess.CompletedProcess[str]
+    starts_after_refusal: list[int]
+    run: RunningCommand
+    exit_code: int
+    last: int
+    """The step at which it was told to end."""
+
+
+@phase()
+async def resumed(tour: Tour, stopped: Stopped) -> AsyncIterator[Resumed]:
+    run_dir, last = tour.run.run_dir, stopped.summary["policy_version"] + 8
+    end = settings(trainer__steps=last, evaluation__every_steps=4)
+    refused = pipelinerl("run", "--resume", str(run_dir), *end, *settings(sampling__temperature=0.7))
+    starts = tour.run.read("lineage.json")["starts"]
+    with started_run("", run_dir, *end, resume=True) as run:
+        yield Resumed(refused, starts, run, await run.ended(), last)
+
+
+async def test_another_recipe_is_refused_before_anything_starts(resumed: Resumed, stopped: Stopped) -> None:
+    assert resumed.refused.returncode == 2
+    assert "sampling.temperature: 1.0 → 0.7" in resumed.refused.stderr
+    assert len(resumed.starts_after_refusal) == 2  # of the first trainer and of that after the kill
+
+
+async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resumed: Resumed, stopped: Stopped) -> None:
+    run, last = resumed.run, resumed.last
+    assert resumed.exit_code == 0, run.said
+    summary, records = run.summary(), run.metrics()
+    assert run.read("lineage.json")["starts"] == [*resumed.starts_after_refusal, stopped.summary["policy_version"]]
+    assert [record["step"] for record in records] == list(range(1, last + 1))
+    assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["steps"], summary["policy_version"], summary["interrupted"]) == (last, last, False)
+    assert summary["sequences"]["trained"] == sum(record["sequences_trained"] for record in records)
+    assert summary["sequences"]["trained"] > stopped.summary["sequences"]["trained"]
+    assert {record["heldout_version"] for record in records} >= {0, last // 4 * 4, last // 4 * 4 - 4, last}
+    assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
+    assert summary["sequences_multi_version_fraction"] > 0
+    assert summary["lag"]["max"] <= 4
+    assert all(record["value_loss"] >= 0 for record in records)
+    assert records[-1]["weight_update"]["members"] == 2
+    assert set(run.pids()) == {"nats", "verifier", "trainer", "actor-0", "actor-1"}
+    for name in ("recipe.yaml", "samples.jsonl", "report.html", "checkpoint/config.json", "checkpoint/value_head"):
+        assert (run.run_dir / name).exists(), name
+    assert any((run.run_dir / "checkpoints").glob("step-*"))
+    assert {path.stem for path in (run.run_dir / "logs").iterdir()} >= {"trainer", "verifier", "actor-0", "actor-1"}
+    assert run.processes_left() == []
+    await asyncio.to_thread(audit, run.run_dir)
+
+
+async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resumed) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resumed.run.run_dir / "checkpoint"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer("1+2=3;#3")["input_ids"]
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "1+2=3;#3"
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    # vLLM in a process of its own: its engine does not belong into the test's.
+    script = (
+        "import sys, json; from vllm import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    llm = LLM(sys.argv[1], enforce_eager=True, dtype='float32', max_model_len=96, kv_cache_memory_bytes=2**28)\n"
+        "    tokens = json.loads(sys.argv[2])\n"
+        "    out = llm.generate({'prompt_token_ids': tokens}, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]\n"
+        "    print('LOGPROBS', json.dumps([p[t].logprob for t, p in zip(tokens[1:], out.prompt_logprobs[1:])]))\n"
+    )
+    path = folder.parent / "score_with_vllm.py"
+    path.write_text(script, encoding="utf-8")
+    command = [sys.executable, str(path), str(folder), str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("LOGPROBS ")), None)
+    assert line is not None, done.stdout + done.stderr
+    served = np.array(json.loads(line.removeprefix("LOGPROBS ")))
+    assert np.abs(served - expected).max() <= PARITY_NATS

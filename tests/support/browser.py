@@ -1,0 +1,62 @@
+"""A headless Chromium, and what the run's page shows in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from playwright.async_api import Browser, Page, async_playwright
+
+from tests.support.tools import tool
+
+WAIT_MS = 120_000
+
+
+@dataclass
+class OpenPage:
+    """A page, the complaints in its console, and the URLs it asked for."""
+
+    page: Page
+    problems: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def listen(self) -> None:
+        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    async def tile(self, name: str) -> str:
+        return await self.page.inner_text(f"[data-tile={name}] .value")
+
+    async def until(self, condition: str, argument: Any = None) -> None:
+        """Until the JavaScript `condition` is true in the page."""
+        await self.page.wait_for_function(condition, arg=argument, timeout=WAIT_MS)
+
+    async def version_above(self, version: int) -> int:
+        await self.until(
+            "(v) => Number(document.querySelector('[data-tile=version] .value')?.textContent) > v", version
+        )
+        return int(await self.tile("version"))
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=tool("chromium"), args=["--no-sandbox"])
+        yield browser
+        await browser.close()
+
+
+@asynccontextmanager
+async def opened(browser: Browser, url: str, **context: Any) -> AsyncIterator[OpenPage]:
+    page = await browser.new_page(**{"viewport": {"width": 1200, "height": 900}, **context})
+    page.set_default_timeout(WAIT_MS)
+    shown = OpenPage(page)
+    shown.listen()
+    await page.goto(url)
+    try:
+        yield shown
+    finally:
+        await page.close()
