@@ -34,14 +34,13 @@ from benchmarks.training_data import VERSION, make_groups, uniform_lengths
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.checkpointer import CheckpointWriter
 from services.trainer.checkpoint.run_state import RunState
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.checkpoint.writer import CheckpointWriter
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
-from services.trainer.policy_trainer import TorchPolicyTrainer, load_tokenizer
-from services.trainer.rank_zero import RankZero
+from services.trainer.policy_trainer import PolicyTrainer, load_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 EVERY_STEPS = 20
@@ -82,7 +81,7 @@ CASES = {
 class Rounds:
     """Rounds of `EVERY_STEPS` steps of one trainer, with a checkpoint each or without."""
 
-    trainer: TorchPolicyTrainer
+    trainer: PolicyTrainer
     recipe: Recipe
     groups: list[TrainingGroup]
     writer: CheckpointWriter
@@ -99,9 +98,9 @@ class Rounds:
     def with_one(self) -> None:
         self._step()
         began_s = time.perf_counter()
-        pending = self.trainer.begin_checkpoint()
+        write_tensors = self.trainer.begin_checkpoint(self.version)
         self.blocking_s.append(time.perf_counter() - began_s)
-        job = self.writer.write(pending, self._books())
+        job = self.writer.write(write_tensors, self._state())
         for _ in range(EVERY_STEPS - 1):
             self._step()
         written = job.result()
@@ -109,10 +108,10 @@ class Rounds:
         self.folder = written.folder
 
     def _step(self) -> None:
-        self.trainer.train_step(self.trainer.prepare(self.groups, self.version))
+        self.trainer.step(self.trainer.prepare(self.groups, self.version))
         self.version += 1
 
-    def _books(self) -> RunState:
+    def _state(self) -> RunState:
         """As of a trainer that holds the next batch."""
         return RunState(
             run="benchmark",
@@ -141,7 +140,7 @@ def run_case(case: Case, pairs: int, parent: Path) -> dict[str, Any]:
         timings = in_turn(rounds.with_one, rounds.without, pairs)
         found = compared(timings, 0)
         return {
-            "parameters": sum(weight.numel() for weight in rounds.trainer._lead.learner.policy.model.parameters()),
+            "parameters": sum(weight.numel() for weight in rounds.trainer.learner.policy.model.parameters()),
             **{key: found[key] for key in RATIOS},
             "goal": case.goal,
             "step_s": statistics.median(timing.wall_s for timing in timings.bare) / EVERY_STEPS,
@@ -158,8 +157,8 @@ def run_case(case: Case, pairs: int, parent: Path) -> dict[str, Any]:
 def rounds_of(case: Case, recipe: Recipe, folder: Path) -> Rounds:
     """A trainer that sends nothing."""
     nothing: Any = None
-    lead = RankZero(load_learner(recipe, recipe.model.name, RankSettings()))
-    trainer = TorchPolicyTrainer(lead, load_tokenizer(recipe.model.name, recipe), nothing, nothing, recipe, VERSION)
+    learner = load_learner(recipe, recipe.model.name, RankSettings())
+    trainer = PolicyTrainer(learner, load_tokenizer(recipe.model.name, recipe), nothing, nothing, recipe)
     groups = make_groups(uniform_lengths(*case.lengths, case.batch_size), trainer.vocab_size)
     return Rounds(trainer, recipe, groups, CheckpointWriter(folder, keep=2))
 

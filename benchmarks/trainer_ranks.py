@@ -33,7 +33,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.sharding import decoder_layers, shard_policy
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.rank_zero import RankZero
+from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import carry_out
 
 CPU = torch.device("cpu")

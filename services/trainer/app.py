@@ -1,19 +1,19 @@
-"""The trainer's process: servers, model, streams and where the run is told of, opened in order; then the run itself (`run.py`).
+"""The trainer's process: servers, model, streams and sinks, opened in order; then the run itself (`run.py`).
 
 The HTTP server is up first, so that a probe is answered while the model loads. A trainer that this run has had before goes on
-from its newest checkpoint (`resume/`).
+from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-from collections.abc import Awaitable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
-from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, host_port, write_address
@@ -41,15 +41,11 @@ SERVICE = "pipelinerl.v1.TrainerService"
 
 async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
-    with suppress(StartStopped):
-        await _serve(settings, ranks, stop, context)
-
-
-async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
     metrics = TrainerMetrics(registry)
     async with AsyncExitStack() as stack:
+        stack.enter_context(suppress(StartStopped))
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         board = PageBoard() if settings.page else None
@@ -66,10 +62,17 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
         readiness.set_not_ready("waiting for NATS")
 
-        def connected() -> Awaitable[Bus]:
-            return stack.enter_async_context(connection(settings))
-
-        bus = await unless_stopped(retry_forever(connected, "connect"), stop)
+        nats = functools.partial(
+            connect,
+            settings.nats_url,
+            settings.run,
+            limits=stream_limits(settings),
+            name=settings.instance,
+            credentials=settings.nats_credentials,
+            tls_dir=settings.nats_tls_dir,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+        )
+        bus = await unless_stopped(retry_forever(lambda: stack.enter_async_context(nats()), "connect"), stop)
         made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
@@ -91,19 +94,6 @@ async def _serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.E
             address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await run.run(stop)
-
-
-def connection(settings: TrainerSettings) -> AbstractAsyncContextManager[Bus]:
-    """To NATS, with the rights of a trainer."""
-    return connect(
-        settings.nats_url,
-        settings.run,
-        limits=stream_limits(settings),
-        name=settings.instance,
-        credentials=settings.nats_credentials,
-        tls_dir=settings.nats_tls_dir,
-        connect_timeout_s=CONNECT_TIMEOUT_S,
-    )
 
 
 def stream_limits(settings: TrainerSettings) -> StreamLimits:

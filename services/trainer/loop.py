@@ -3,8 +3,7 @@
 Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
 batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left.
 Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition. All that touches the
-model goes through one compute thread, one call after the other. A step, from its computation to its entry into the books, is
-one piece for whoever wants a checkpoint (`resume/checkpointer.py`).
+model goes through one compute thread, one call after the other. Checkpoints are taken between two steps.
 """
 
 from __future__ import annotations
@@ -13,89 +12,49 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.feeding import FeederBound
 from pipelinerl.rl.ledger import Outcome
-from services.trainer.checkpoint.checkpointer import Checkpointer, Due
+from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, CheckpointWriter, Due, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState
-from services.trainer.checkpoint.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
 from services.trainer.data.actor_client import ActorClient, ActorClients
-from services.trainer.data.evaluation import HeldoutEvaluator, HeldoutResult
+from services.trainer.data.evaluation import HeldoutEvaluator, HeldoutResult, Parity, measure_parity
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.probe import Parity, measure_parity
 from services.trainer.records import StepRecord, update_idle_s
 from services.trainer.weight_sync.updater import WeightUpdater
 
+if TYPE_CHECKING:
+    from services.trainer.policy_trainer import PolicyTrainer
+
 log = logging.getLogger(__name__)
 
-BEAT_S = 30.0
+HEARTBEAT_S = 30.0
 """How often the other ranks hear that rank 0 is there, at most."""
-RUN_ENDED = "the run has ended: no more checkpoints are written"
 
 
-class PolicyTrainer(Protocol):
-    """The compute side; every method blocks and runs on the one compute thread."""
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    def prepare(self, groups: list[TrainingGroup], version: int) -> Any:
-        """Plans one optimizer step on the batch at policy `version`. The one method that any thread may call."""
-        ...
-
-    def train_step(self, prepared: Any) -> Mapping[str, Any]:
-        """One optimizer step; returns its figures (docs/run-directory.md)."""
-        ...
-
-    def snapshot(self, version: PolicyVersion) -> object: ...
-    def score(self, token_ids: TokenIds) -> Logprobs: ...
-    def begin_checkpoint(self) -> PendingCheckpoint:
-        """Copies what a checkpoint of the weights as they are needs."""
-        ...
-
-    def beat(self) -> None:
-        """Tells the other ranks that there is nothing to do yet."""
-        ...
-
-    def end(self) -> None:
-        """Tells the other ranks to end."""
-        ...
-
-
-@dataclass
-class StepTimer:
-    """Seconds by phase of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def measure(self, phase: str) -> _Measured:
-        return _Measured(self, phase)
-
-
-class _Measured:
-    def __init__(self, timer: StepTimer, phase: str) -> None:
-        self._timer, self._phase = timer, phase
-
-    def __enter__(self) -> None:
-        self._started = time.monotonic()
-
-    def __exit__(self, *exc: object) -> None:
-        elapsed = time.monotonic() - self._started
-        self._timer.seconds[self._phase] = self._timer.seconds.get(self._phase, 0.0) + elapsed
+@contextmanager
+def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the time inside to `seconds[phase]`."""
+    began_at = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_at
 
 
 class OptimizerLoop:
-    """See the module. `on_step`, `on_heldout` and `on_parity` are called in step order; `capture` takes down all but tensors.
+    """Owns the number of the policy version. `on_step`, `on_heldout` and `on_parity` are called in step order;
+    `capture(version, skipped_in_a_row)` takes down all but tensors for a checkpoint.
 
     It goes on from `version`, which is evaluated first when `evaluate_first`.
     """
@@ -106,17 +65,18 @@ class OptimizerLoop:
         trainer: PolicyTrainer,
         intake: Intake,
         feeder: Feeder,
-        books: SequenceTracker,
+        tracker: SequenceTracker,
         bound: FeederBound,
         updater: WeightUpdater,
         evaluator: HeldoutEvaluator,
         *,
         incarnation: int,
         version: int,
+        skipped_in_a_row: int = 0,
         evaluate_first: bool,
         probe: TokenIds,
         writer: CheckpointWriter,
-        capture: Callable[[], RunState],
+        capture: Callable[[int, int], RunState],
         on_checkpoint: Callable[[WrittenCheckpoint], None],
         on_step: Callable[[StepRecord, list[TrainingGroup]], None],
         on_heldout: Callable[[HeldoutResult], None],
@@ -126,7 +86,7 @@ class OptimizerLoop:
     ) -> None:
         self._actor_client, self._traces = actor_client, traces or SequenceTraces()
         self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
-        self._books, self._bound, self._updater, self._evaluator = books, bound, updater, evaluator
+        self._tracker, self._bound, self._updater, self._evaluator = tracker, bound, updater, evaluator
         self._incarnation, self._probe = incarnation, probe
         self._evaluate_first, self._writer, self._capture_rest = evaluate_first, writer, capture
         self._on_step, self._on_heldout, self._on_parity = on_step, on_heldout, on_parity
@@ -136,24 +96,19 @@ class OptimizerLoop:
         self._checkpoints = Checkpointer(
             Due(recipe.checkpoint, version, time.monotonic),
             writer,
-            lambda: self._in_compute(self._trainer.begin_checkpoint),
+            lambda version: self._in_compute(functools.partial(self._trainer.begin_checkpoint, version)),
             self._capture,
             on_checkpoint,
         )
-        self._unrecorded: Callable[[], None] = _nothing
+        self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the step that was computed last, unless that is done."""
-        self._carried = StepTimer()
+        self._carried_s: dict[str, float] = {}
         """Of the next step's record: what the end of the last one took."""
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = skipped_in_a_row
         """Of the last optimizer steps."""
         self._closed = False
         self.version = version
         self.waiting_for = "actors"
-
-    @property
-    def feeder_version(self) -> int:
-        """What the staleness bound counts from: the version that every actor serves, which new tokens are sampled by."""
-        return max(0, self._updater.served_version)
 
     @property
     def measuring(self) -> bool:
@@ -163,7 +118,7 @@ class OptimizerLoop:
     async def run(self) -> None:
         """From the first version sent to the last one evaluated. Raises `ServiceError` when no step works any more."""
         try:
-            await self._offer(StepTimer())
+            await self._offer({})
             await self._updater.all_served()
             await self._measure(evaluate=self._evaluate_first)
             while self.version < self._recipe.trainer.steps:
@@ -176,14 +131,14 @@ class OptimizerLoop:
                 if task is not None:
                     task.cancel()
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """Lets the other ranks know that this one is there while it waits for actors or sequences, until cancelled.
 
         Returns at once where there are none. Raises `RuntimeError` when one of them is gone.
         """
         while self._trainer.num_ranks > 1:
-            await self._in_compute(self._trainer.beat)
-            await asyncio.sleep(BEAT_S)
+            await self._in_compute(self._trainer.heartbeat)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> tuple[str, int]:
         """Folder and version, once on disk: of now when no step is computed, else of after that step.
@@ -207,7 +162,7 @@ class OptimizerLoop:
 
     async def last_checkpoint(self) -> WrittenCheckpoint:
         """The same for the run's last one: no step begins any more, and one under way ends first."""
-        return await self._checkpoints.write_last()
+        return await self._checkpoints.write(last=True)
 
     async def dismiss(self, timeout_s: float) -> None:
         """Tells the other ranks to end, after what they compute now. Those that have not heard it by then see this one go."""
@@ -227,51 +182,56 @@ class OptimizerLoop:
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:
-        timer, began_at = self._carried, time.monotonic()
-        self._carried = StepTimer()
+        seconds, began_at = self._carried_s, time.monotonic()
+        self._carried_s = {}
         self.waiting_for = f"sequences for step {self.version + 1}"
-        with timer.measure("wait"):
+        with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
         async with self._checkpoints.step():
             self._prepare_next()
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
             with self._traces.step(self.version + 1, ids) as span:
-                with timer.measure("compute"):
-                    figures = await self._in_compute(functools.partial(self._trainer.train_step, prepared))
+                with measured(seconds, "compute"):
+                    figures = await self._in_compute(functools.partial(self._trainer.step, prepared))
                 self._conclude(figures, batch)
                 span.set_attributes(step_attributes(figures))
-            self._unrecorded = functools.partial(self._record, figures, batch, timer, began_at)
+            self._unrecorded = functools.partial(self._record, figures, batch, seconds, began_at)
         self._feeder.look_again()
         if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:
-            await self._offer(timer)
-        timer.seconds["total"] = time.monotonic() - began_at
+            await self._offer(seconds)
+        seconds["total"] = time.monotonic() - began_at
         if self._evaluation_due(self.version) or self._probe_due(self.version):
             await self._measured()
             await self._measure(evaluate=self._evaluation_due(self.version))
         if self.version == self._recipe.trainer.steps:
             await self._measured()  # the last record carries its own evaluation
         self._unrecorded()
-        self._count_skipped(figures["skipped"])
+        if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
+            raise ServiceError(
+                f"the last {self.skipped_in_a_row} optimizer steps were skipped ({figures['skipped']}), as many as "
+                "trainer.max_skipped_steps allows: the policy is broken; try a lower "
+                "trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
+            )
         if self.version < self._recipe.trainer.steps:
-            with self._carried.measure("checkpoint"):
+            with measured(self._carried_s, "checkpoint"):
                 await self._checkpoints.if_due(self.version)
 
     def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
         """The step was computed: what became of its sequences, and the version that came of it."""
         for group in batch:
             if figures["skipped"]:
-                self._books.close(group.sequences, Outcome.FAILED, "step skipped")
+                self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
             else:
-                self._books.train(group.sequences, self.version + 1)
+                self._tracker.train(group.sequences, self.version + 1)
         self.version += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
-        self._books.end_step(self.version)
+        self._tracker.end_step(self.version)
 
     def _capture(self) -> RunState:
         """Between two steps. The record of the last one is written by then: what goes on from here has it in its figures."""
         self._unrecorded()
-        return self._capture_rest()
+        return self._capture_rest(self.version, self.skipped_in_a_row)
 
     def _prepare_next(self) -> None:
         """Starts to take the next step's batch and to plan it, beside the computation of this one."""
@@ -283,19 +243,11 @@ class OptimizerLoop:
         batch = await self._intake.take_batch(version)
         return batch, await asyncio.to_thread(self._trainer.prepare, batch, version)
 
-    def _count_skipped(self, reason: str) -> None:
-        if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
-            raise ServiceError(
-                f"the last {self.skipped_in_a_row} optimizer steps were skipped ({reason}), as many as "
-                "trainer.max_skipped_steps allows: the policy is broken; try a lower "
-                "trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
-            )
-
-    async def _offer(self, timer: StepTimer) -> None:
+    async def _offer(self, seconds: dict[str, float]) -> None:
         version = PolicyVersion(self._incarnation, self.version)
-        with timer.measure("snapshot"):
+        with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(functools.partial(self._trainer.snapshot, version))
-        with timer.measure("send"):
+        with measured(seconds, "send"):
             await self._updater.offer(self.version, snapshot)
             if self._recipe.mode == "conventional":
                 await self._updater.all_served()
@@ -328,38 +280,32 @@ class OptimizerLoop:
         """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             if trained is not None:
-                await self._compare(version, trained)
+                members = {name: member.grpc_address for name, member in self._updater.serving.items()}
+                served = PolicyVersion(self._incarnation, version)
+                parity = await measure_parity(members, self._probe, trained, served, self._actor_client)
+                if parity is not None:
+                    self._on_parity(parity)
             if evaluate:
-                await self._evaluate(version)
-
-    async def _compare(self, version: int, trained: Logprobs) -> None:
-        members = {name: member.grpc_address for name, member in self._updater.serving.items()}
-        served = PolicyVersion(self._incarnation, version)
-        parity = await measure_parity(members, self._probe, trained, served, self._actor_client)
-        if parity is not None:
-            self._on_parity(parity)
-
-    async def _evaluate(self, version: int) -> None:
-        try:
-            self._on_heldout(await self._evaluator.evaluate(version))
-        except ServiceError as error:
-            log.error("held-out evaluation is left out: %s", error)
+                try:
+                    self._on_heldout(await self._evaluator.evaluate(version))
+                except ServiceError as error:
+                    log.error("held-out evaluation is left out: %s", error)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
     def _record(
-        self, figures: Mapping[str, Any], batch: list[TrainingGroup], timer: StepTimer, began_at: float
+        self, figures: Mapping[str, Any], batch: list[TrainingGroup], seconds: dict[str, float], began_at: float
     ) -> None:
-        self._unrecorded = _nothing
+        self._unrecorded = lambda: None
         record: StepRecord = {
             "step": self.version,
             "policy_version": self.version,
             "served_version": self._updater.served_version,
             **figures,
         }
-        record["step_s"] = {"total": time.monotonic() - began_at, **timer.seconds}
+        record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
         record["idle_s"] = update_idle_s(record["step_s"])
-        record["sequences"] = self._books.ledger.counts.as_dict()
+        record["sequences"] = self._tracker.ledger.counts.as_dict()
         self._on_step(record, batch)
 
     async def _in_compute(self, call: Callable[[], Any]) -> Any:
@@ -370,7 +316,3 @@ def step_attributes(figures: Mapping[str, Any]) -> dict[str, Any]:
     """What a step's span shows of its figures. Pure."""
     shown = {name: figures.get(name) for name in ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")}
     return {f"pipelinerl.step.{name}": value for name, value in shown.items() if value is not None}
-
-
-def _nothing() -> None:
-    return

@@ -1,18 +1,22 @@
-"""The compute side of the optimizer loop over torch: steps, snapshots, the probe, checkpoints of one policy.
+"""Rank 0 of the trainer: the model's side of the optimizer loop, over torch.
 
-Everything here blocks and belongs to one thread; the event loop calls it through an executor.
+`RankZero` gives every order to all ranks and carries it out together with them (their side is `worker.py`); with one rank there
+is nobody to tell. `PolicyTrainer` adds what a run needs of it: figures, snapshots for actors, checkpoints. All methods block
+and belong to one thread, except `prepare`, and the writing of a checkpoint that has been copied. The loop counts the versions.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
@@ -21,16 +25,16 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, Backend, GroupStore, on_device
 from pipelinerl.transfer.manifest import aligned
-from services.trainer.checkpoint.export import PolicyExport, StagedExport
-from services.trainer.checkpoint.run_state import Start
-from services.trainer.checkpoint.state_files import PendingState
+from services.trainer.checkpoint.export import PolicyExport
+from services.trainer.checkpoint.run_state import RESUME, STATE, Start
+from services.trainer.checkpoint.state_files import PendingState, stage
+from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import mfu
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS
 from services.trainer.learn.model import DTYPES
 from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
 from services.trainer.loading import load_learner
-from services.trainer.rank_zero import RankZero
-from services.trainer.records import StepWork, throughput_figures
 from services.trainer.weight_sync.sender import CollectivePort, Snapshot, WeightSender, adapter_factors, whole_weights
 
 if TYPE_CHECKING:
@@ -42,128 +46,154 @@ STALL_TIMEOUT_S = 10.0
 """The longest that one chunk of a transfer may take before its group counts as broken."""
 
 
-@dataclass(frozen=True, eq=False)
-class PendingCheckpoint:
-    """One version in host memory, on all ranks. `write` is called once, before the next one begins."""
+class RankZero:
+    """Orders to all ranks. `learner`: rank 0's."""
 
-    version: int
-    trainer: TorchPolicyTrainer
-    state: PendingState
-    export: StagedExport
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self._layout, self._links = learner.world.layout, learner.world.links
+        self._state: PendingState | None = None
 
-    def write(self, folder: Path) -> None:
-        """The export into `folder`, which is there, and what training goes on from into `resume/state` in it.
+    @property
+    def num_ranks(self) -> int:
+        return self._layout.size
 
-        Blocks, on a thread that does not compute. The state is durable then; files of the export are the caller's to sync.
-        Raises `ServiceError` when a rank cannot write, and `OSError`.
+    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
+        """Plans the next step, at policy `version`. Any thread may call it."""
+        return self.learner.prepare(groups, version)
+
+    def train_step(self, prepared: PreparedStep) -> StepOutcome:
+        """One optimizer step of all ranks."""
+        per_row = self._layout.sequence_ranks
+        if self._links is not None:
+            rows = [rank // per_row for rank in range(1, self._layout.size)]
+            self._links.tell([prepared.shares[row].to_message() for row in rows])
+        results = [self.learner.compute(prepared.shares[0])]
+        if self._links is not None:  # the first rank of each row reports for it
+            reports = self._links.reports(range(per_row, self._layout.size, per_row))
+            results += [replace(results[0], values=report.arrays["values"], **report.fields) for report in reports]
+        return self.learner.outcome(prepared, results)
+
+    def score(self, token_ids: TokenIds) -> Logprobs:
+        """Log-probabilities float32[tokens - 1] of the policy as it is."""
+        self._tell(SCORE, token_ids=np.asarray(token_ids))
+        return self.learner.score(token_ids)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What actors load, by name. Must be iterated to its end, or all ranks wait."""
+        self._tell(WEIGHTS)
+        yield from self.learner.weights()
+
+    def value_head(self) -> dict[str, Tensor]:
+        """Its parameters by name; empty without one."""
+        self._tell(VALUE_HEAD)
+        return dict(self.learner.value_head())
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Factors of the adapters, by name. Must be iterated to its end, too."""
+        self._tell(ADAPTER)
+        yield from self.learner.adapter()
+
+    def stage(self) -> PendingState:
+        """Copies the state of all ranks into host memory, to be written on another thread beside what comes next.
+
+        One that nobody has begun to write by the next `stage` is dropped; one that is being written must be done by then.
         """
-        try:
-            self.trainer.write_export(self.export, folder, self.version)
-        except BaseException:
-            self.state.abandon()  # the other ranks wait to hear where
-            raise
-        self.state.write(folder / "resume" / "state")
+        before = None
+        if self._state is not None:
+            self._state.abandon()
+            assert self._state.resolved.done(), "the state before is still being written, from the same memory"
+            before = self._state.staged
+        self._tell(SAVE)
+        self._state = PendingState(stage(self.learner, before), self.learner.world.saving)
+        return self._state
+
+    def heartbeat(self) -> None:
+        """Tells the other ranks that there is no order yet."""
+        self._tell(HEARTBEAT)
+
+    def end(self) -> None:
+        """The last order: the other ranks end. Waits for a state that is being written; drops one that is not."""
+        self._tell(END)
+        if self._state is not None:
+            self._state.abandon()
+            self._state.resolved.result()
+
+    def _tell(self, kind: str, **arrays: Any) -> None:
+        if self._links is not None:
+            self._links.tell_all(Message(kind, arrays=arrays))
 
 
-class TorchPolicyTrainer:
-    """See `services.trainer.loop.PolicyTrainer`."""
+class PolicyTrainer(RankZero):
+    """What the optimizer loop and the weight updater need of the policy. `port`: the trainer's end of weight transfers."""
 
     def __init__(
         self,
-        lead: RankZero,
+        learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
         sender: WeightSender,
         port: CollectivePort,
         recipe: Recipe,
-        version: int = 0,
     ) -> None:
-        """`version`: of the weights as they are."""
-        self._lead, self._sender, self._recipe = lead, sender, recipe
-        self.tokenizer, self.port = tokenizer, port
-        self.vocab_size = lead.learner.policy.vocab_size
-        self._export = PolicyExport(lead.learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
-        self._version = version
-        """Of the weights as they are; on the compute thread, ahead of the loop's while a step's result is on its way."""
+        super().__init__(learner)
+        self._sender, self._recipe = sender, recipe
+        self.tokenizer, self.port, self.vocab_size = tokenizer, port, learner.policy.vocab_size
+        self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
-    @property
-    def num_ranks(self) -> int:
-        return self._lead.num_ranks
-
-    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        return self._lead.prepare(groups, version)
-
-    def train_step(self, prepared: PreparedStep) -> Mapping[str, Any]:
+    def step(self, prepared: PreparedStep) -> dict[str, Any]:
+        """One optimizer step; returns its figures (docs/run-directory.md)."""
         began_at = time.perf_counter()
-        outcome = self._lead.train_step(prepared)
+        outcome = self.train_step(prepared)
         seconds = time.perf_counter() - began_at
-        self._version = prepared.version + 1
         if not outcome.applied:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
-        figures = {**step_figures(outcome, self._recipe), **self._throughput(outcome, seconds)}
+        peak_flops = self.learner.meter.peak_flops
+        figures = step_figures(outcome, self._recipe, seconds, num_devices=self.num_ranks, peak_flops=peak_flops)
         return {**figures, SAMPLED_WEIGHTS: outcome.sampled_weights}
 
-    def _throughput(self, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
-        work = StepWork(
-            tokens_trained=outcome.tokens.completion_tokens if outcome.applied else 0,
-            tokens_computed=outcome.tokens.tokens,
-            seconds=seconds,
-            flops=outcome.flops,
-            num_devices=self._lead.num_ranks,
-            peak_flops=self._lead.learner.meter.peak_flops,
-            memory_peak_bytes=outcome.memory_peak_bytes,
-            imbalance=outcome.imbalance,
-            phases_s=outcome.phases_s,
-        )
-        return throughput_figures(work)
-
     def snapshot(self, version: PolicyVersion) -> Snapshot:
-        sent = self._lead.adapter() if sends_adapter(self._recipe) else self._lead.weights()
-        return self._sender.snapshot(version, sent)
+        """A copy of what actors get of the weights as they are, which are `version`."""
+        return self._sender.snapshot(version, self.adapter() if sends_adapter(self._recipe) else self.weights())
 
-    def score(self, token_ids: TokenIds) -> Logprobs:
-        return self._lead.score(token_ids)
+    def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
+        """Copies state and export of the weights as they are, which are `version`, on all ranks.
 
-    def beat(self) -> None:
-        self._lead.beat()
+        Returns what writes them: the export into a folder that is there, and what training goes on from into `resume/state`
+        in it. It is called at most once, before the next checkpoint begins, on a thread that does not compute. The state is
+        durable when it returns; files of the export are the caller's to sync. It raises `ServiceError` when a rank cannot
+        write, and `OSError`.
+        """
+        state, export = self.stage(), self._export.stage(self)
+        about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
 
-    def end(self) -> None:
-        self._lead.end()
+        def write(folder: Path) -> None:
+            try:
+                self._export.write(export, folder, about)
+            except BaseException:
+                state.abandon()  # the other ranks wait to hear where
+                raise
+            state.write(folder / RESUME / STATE)
 
-    def begin_checkpoint(self) -> PendingCheckpoint:
-        """Copies state and export on all ranks. The one before must have been written, or never will be."""
-        return PendingCheckpoint(self._version, self, self._lead.stage(), self.stage_export())
-
-    def stage_export(self) -> StagedExport:
-        """See `PolicyExport.stage`."""
-        return self._export.stage(self._lead)
-
-    def write_export(self, staged: StagedExport, folder: Path, version: int) -> None:
-        """See `PolicyExport.write`."""
-        self._export.write(staged, folder, self._about(version))
-
-    def _about(self, version: int) -> dict[str, Any]:
-        """pipelinerl.json of a checkpoint."""
-        return {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
+        return write
 
 
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
-) -> TorchPolicyTrainer:
+) -> PolicyTrainer:
     """Rank 0: loads model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint.
 
     Raises `FieldError` for what the user can mend, `ServiceError` for a checkpoint that cannot be read.
     """
-    start = start or Start()
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
-    lead = RankZero(load_learner(recipe, source, ranks, resume=start.tensors))
-    log.info("policy ready", extra=policy_facts(lead.learner))
-    sender = weight_sender(lead.learner, recipe, backend)
+    learner = load_learner(recipe, source, ranks, resume=start.tensors if start else None)
+    log.info("policy ready", extra=policy_facts(learner))
+    sender = weight_sender(learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
-    return TorchPolicyTrainer(lead, tokenizer, sender, port, recipe, start.version)
+    return PolicyTrainer(learner, tokenizer, sender, port, recipe)
 
 
 def policy_facts(learner: Learner) -> dict[str, Any]:
@@ -219,9 +249,15 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
 
 
-def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
-    """One step under the names of metrics.jsonl (docs/run-directory.md); a skipped one trained on nothing. Pure."""
+def step_figures(
+    outcome: StepOutcome, recipe: Recipe, seconds: float, *, num_devices: int, peak_flops: float | None
+) -> dict[str, Any]:
+    """One step under the names of metrics.jsonl (docs/run-directory.md); a skipped one trained on nothing. Pure.
+
+    `seconds`: from the batch to the end of the step, on the host. `peak_flops`: of one device, FLOP/s; None = not known.
+    """
     tokens, applied = outcome.tokens, outcome.applied
+    trained = tokens.completion_tokens if applied else 0
     return {
         "loss": tokens.loss,
         "skipped": outcome.optimizer.skipped,
@@ -242,8 +278,16 @@ def step_figures(outcome: StepOutcome, recipe: Recipe) -> dict[str, Any]:
         "lag_histogram": tokens.lag_histogram if applied else {},
         "advantage_abs_mean": outcome.advantage_abs_mean,
         "sequences_trained": tokens.sequences if applied else 0,
-        "tokens_trained": tokens.completion_tokens if applied else 0,
+        "tokens_trained": trained,
         "tokens_computed": tokens.tokens,
         "microbatches": tokens.microbatches,
         "packing_fill": tokens.packing_fill,
+        "tokens_per_s": {
+            "trained": trained / seconds if seconds > 0 else None,
+            "computed": tokens.tokens / seconds if seconds > 0 else None,
+        },
+        "mfu": mfu(outcome.flops, seconds, num_devices, peak_flops),
+        "memory_peak_gib": outcome.memory_peak_bytes / 1024**3,
+        "imbalance": outcome.imbalance,
+        "compute_s": dict(outcome.phases_s),
     }

@@ -1,11 +1,7 @@
-"""How fast and how well a step used its devices: the figures of one optimizer step from what was measured. Pure.
-
-Not here: the measuring (`learn/meter.py`, `learn/phases.py`), sums over a run (`pipelinerl/run_summary.py`).
-
-What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
+"""What a run leaves behind: metrics.jsonl, samples.jsonl, summary.json.
 
 Consumes one record per optimizer step, produces lines and, at the end, the summary. Lines are flushed as they are
-written, so that a killed run is complete up to its last step. Knows no torch and no network.
+written, so that a killed run is complete up to its last step. Opens no socket and imports no torch.
 """
 
 from __future__ import annotations
@@ -14,54 +10,10 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-
-from services.trainer.learn.meter import mfu
-
-GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One optimizer step over all ranks."""
-
-    tokens_trained: int
-    """Completion tokens; 0 for a skipped step."""
-    tokens_computed: int
-    """Prompt and completion tokens that went through the model."""
-    seconds: float
-    """From the batch to the end of the step, on the host."""
-    flops: float
-    """Model FLOPs."""
-    num_devices: int
-    peak_flops: float | None
-    """Of one device, FLOP/s; None where it is not known."""
-    memory_peak_bytes: int
-    """Of the rank that needed most."""
-    imbalance: float
-    phases_s: Mapping[str, float]
-
-
-def throughput_figures(work: StepWork) -> dict[str, Any]:
-    """Under the names of metrics.jsonl."""
-    return {
-        "tokens_per_s": {
-            "trained": _rate(work.tokens_trained, work.seconds),
-            "computed": _rate(work.tokens_computed, work.seconds),
-        },
-        "mfu": mfu(work.flops, work.seconds, work.num_devices, work.peak_flops),
-        "memory_peak_gib": work.memory_peak_bytes / GIB,
-        "imbalance": work.imbalance,
-        "compute_s": dict(work.phases_s),
-    }
-
-
-def _rate(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 else None
 
 
 def update_idle_s(step_s: Mapping[str, float]) -> float:

@@ -1,9 +1,9 @@
 """A training run: its parts, how they are joined, and its order from start to end.
 
-Order of start: what an earlier trainer left is taken over (`resume/`), then the actors are waited for; the first version is
+Order of start: what an earlier trainer left is taken over (`resume.py`), then the actors are waited for; the first version is
 sent to them before any prompt is issued. Order of end: last evaluation, checkpoint, summary, `end` on the control channel.
-Stopped early, it ends the step under way and writes a checkpoint, if both can be done soon enough; a summary is there before
-that and after it.
+Stopped early, it ends the step under way and writes a checkpoint, if both can be done soon enough; the summary is written
+before that and after it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from grpc import aio
 
@@ -20,6 +21,8 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
+from pipelinerl.kube.client import in_cluster
+from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.messages.verification import VerifierClient
@@ -28,44 +31,45 @@ from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
+from services.trainer.checkpoint.checkpointer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
-from services.trainer.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.data.actor_client import ActorClient, ActorLoad
-from services.trainer.data.evaluation import HeldoutEvaluator
+from services.trainer.data.evaluation import HeldoutEvaluator, probe_tokens
 from services.trainer.data.feeder import Feeder, feeder_bound, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.data.upkeep import StreamUpkeep
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
-from services.trainer.pods import watch_actor_pods
-from services.trainer.policy_trainer import TorchPolicyTrainer
-from services.trainer.probe import probe_tokens
 from services.trainer.records import StepRecord
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.status import RunStatus
-from services.trainer.resume import Resume, reserve
+from services.trainer.resume import Resume
 from services.trainer.server import TrainerService, initial_files
 from services.trainer.weight_sync.coordinator import Member
 from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.session import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
+if TYPE_CHECKING:
+    from services.trainer.policy_trainer import PolicyTrainer
+
 log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 5.0
 DISMISS_S = 1.5
 """How long the last order to the other ranks may wait for a computation of theirs."""
+HEARTBEATS_ALONE = "an actor's departure is noticed by its own word or by its heartbeat"
 
 
 class TrainingRun:
-    """The running parts and their wiring."""
+    """The running parts and their wiring. Each part is made after those that it uses."""
 
     def __init__(
         self,
         settings: TrainerSettings,
         recipe: Recipe,
-        policy: TorchPolicyTrainer,
+        policy: PolicyTrainer,
         bus: Bus,
         verifier: VerifierClient,
         journal: Journal,
@@ -75,48 +79,12 @@ class TrainingRun:
         self._settings, self._recipe, self._bus, self._journal = settings, recipe, bus, journal
         self._start, self._recorder = start, recorder
         self._incarnation = start.lineage.incarnation
-        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self._publishing = asyncio.Lock()
-        traces = SequenceTraces()
-        self._books = SequenceTracker(traces.recording(journal.write))
-        self._updater = self._make_updater(policy)
-        self._feeder, self._intake = self._make_sequence_ends(policy, traces)
-        self._continuation = Resume(
-            settings.run_dir,
-            recipe,
+        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
+        bound, traces = feeder_bound(recipe, settings.expected_actors), SequenceTraces()
+        self._tracker = SequenceTracker(traces.recording(journal.write))
+        self._updater = WeightUpdater(
             bus,
-            journal,
-            start,
-            self._books,
-            self._feeder,
-            self._intake,
-            recorder,
-            lambda: self._loop,
-        )
-        self._upkeep = StreamUpkeep(
-            bus,
-            self._books,
-            self._intake,
-            self._continuation.readable_from,
-            lambda: self._loop.checkpoint_anew(),
-            on_look=recorder.streams_seen,
-        )
-        self._loop = self._make_loop(policy, self._make_evaluator(policy, verifier), traces)
-        self._status = RunStatus(
-            settings.run,
-            recipe.trainer.steps,
-            self._incarnation,
-            self._loop,
-            self._books,
-            self._updater,
-            lambda: recorder.loads,
-        )
-        recorder.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._books)
-
-    def _make_updater(self, policy: TorchPolicyTrainer) -> WeightUpdater:
-        recipe, recorder = self._recipe, self._recorder
-        return WeightUpdater(
-            self._bus,
             policy.port,
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
@@ -128,35 +96,38 @@ class TrainingRun:
             on_regroup=recorder.regrouped,
             on_evicted=recorder.evicted,
         )
-
-    def _make_sequence_ends(self, policy: TorchPolicyTrainer, traces: SequenceTraces) -> tuple[Feeder, Intake]:
-        """Where prompts go out, and where sequences come in."""
-        recipe = self._recipe
-        feeder = Feeder(
-            self._bus,
+        self._feeder = Feeder(
+            bus,
             recipe,
             training_problems(recipe, policy.tokenizer),
-            self._books,
+            self._tracker,
             lambda: feeder_bound(recipe, self._updater.num_present),
-            lambda: self._loop.feeder_version,
-            functools.partial(reserve, self._journal),
+            lambda: self._updater.served_version,
+            self._reserve,
             traces,
         )
-        intake = Intake(
-            self._bus,
+        self._intake = Intake(
+            bus,
             recipe,
-            self._books,
-            feeder_bound(recipe, self._settings.expected_actors),
+            self._tracker,
+            bound,
             vocab_size=policy.vocab_size,
-            on_loss=feeder.look_again,
-            lineage=self._start.lineage,
+            on_loss=self._feeder.look_again,
+            lineage=start.lineage,
             traces=traces,
         )
-        return feeder, intake
-
-    def _make_evaluator(self, policy: TorchPolicyTrainer, verifier: VerifierClient) -> HeldoutEvaluator:
-        recipe = self._recipe
-        return HeldoutEvaluator(
+        self._resume = Resume(
+            settings.run_dir,
+            recipe,
+            bus,
+            journal,
+            start,
+            self._tracker,
+            self._feeder,
+            self._intake,
+            recorder,
+        )
+        evaluator = HeldoutEvaluator(
             heldout_problems(recipe, policy.tokenizer),
             lambda: _addresses(self._updater.serving),
             verifier,
@@ -167,27 +138,23 @@ class TrainingRun:
             timeout_s=recipe.evaluation.timeout_s,
             client=self._actor_client,
         )
-
-    def _make_loop(
-        self, policy: TorchPolicyTrainer, evaluator: HeldoutEvaluator, traces: SequenceTraces
-    ) -> OptimizerLoop:
-        recipe, recorder = self._recipe, self._recorder
         num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
-        return OptimizerLoop(
+        self._loop = OptimizerLoop(
             recipe,
             policy,
             self._intake,
             self._feeder,
-            self._books,
-            feeder_bound(recipe, self._settings.expected_actors),
+            self._tracker,
+            bound,
             self._updater,
             evaluator,
             incarnation=self._incarnation,
-            version=self._start.version,
-            evaluate_first=evaluates_first(self._start, recipe),
+            version=start.version,
+            skipped_in_a_row=start.state.figures["skipped_in_a_row"] if start.state else 0,
+            evaluate_first=evaluates_first(start, recipe),
             probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
-            writer=CheckpointWriter(self._settings.run_dir, recipe.checkpoint.keep, self._journal.sync),
-            capture=self._continuation.capture,
+            writer=CheckpointWriter(settings.run_dir, recipe.checkpoint.keep, journal.sync),
+            capture=self._resume.capture,
             on_checkpoint=self._checkpoint_written,
             on_step=self._step_done,
             on_heldout=recorder.heldout,
@@ -195,6 +162,24 @@ class TrainingRun:
             actor_client=self._actor_client,
             traces=traces,
         )
+        self._upkeep = StreamUpkeep(
+            bus,
+            self._tracker,
+            self._intake,
+            self._resume.readable_from,
+            self._loop.checkpoint_anew,
+            on_look=recorder.streams_seen,
+        )
+        self._status = RunStatus(
+            settings.run,
+            recipe.trainer.steps,
+            self._incarnation,
+            self._loop,
+            self._tracker,
+            self._updater,
+            lambda: recorder.loads,
+        )
+        recorder.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._tracker)
 
     def add_to_server(self, server: aio.Server) -> None:
         initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
@@ -212,7 +197,7 @@ class TrainingRun:
         finally:
             self._status.end(finished=finished)
             summary = self._write_summary(finished)
-            self._continuation.end(finished=finished)
+            self._resume.end(self._loop.version, finished=finished)
             self._recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
@@ -224,7 +209,9 @@ class TrainingRun:
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
-        if not await self._has_gone_on(stop):
+        try:
+            await unless_stopped(self._resume.begin(), stop)
+        except StartStopped:  # before that was possible: NATS may be away
             return False
         self._recorder.started()
         async with asyncio.TaskGroup() as tasks:
@@ -236,7 +223,7 @@ class TrainingRun:
                     self._upkeep.run(),
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self._updater),
-                    self._loop.beat(),
+                    self._loop.heartbeat(),
                     self._recorder.publish_state(),
                 )
             ]
@@ -249,14 +236,6 @@ class TrainingRun:
             for task in (stopping, training, *background):
                 task.cancel()
         return finished
-
-    async def _has_gone_on(self, stop: asyncio.Event) -> bool:
-        """False when it was told to stop before that was possible: NATS may be away."""
-        try:
-            await unless_stopped(self._continuation.begin(), stop)
-        except StartStopped:
-            return False
-        return True
 
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
@@ -292,13 +271,13 @@ class TrainingRun:
         """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
         log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
         async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self._loop.beat())
+            heartbeat = tasks.create_task(self._loop.heartbeat())
             await stop.wait()
-            beating.cancel()
+            heartbeat.cancel()
 
     def _write_summary(self, finished: bool) -> RunSummary:
         return self._recorder.write_summary(
-            self._books.ledger, self._loop.version, self._updater.evictions, finished=finished
+            self._tracker.ledger, self._loop.version, self._updater.evictions, finished=finished
         )
 
     async def _checkpoint_on_stop(self) -> None:
@@ -345,6 +324,11 @@ class TrainingRun:
         except BusError as error:
             log.warning("the end of the run could not be announced: %s", error)
 
+    async def _reserve(self, groups: int) -> None:
+        """Returns when it is on disk that groups numbered below `groups` may be published."""
+        self._journal.write({"event": "reserve", "groups": groups})
+        await asyncio.to_thread(self._journal.sync)
+
     # --- what its parts tell ------------------------------------------------------------------------------------------
 
     def _joined(self, actor: str, update: UpdateRecord) -> None:
@@ -359,7 +343,7 @@ class TrainingRun:
         self._recorder.member_changed(change, self._updater.serving.keys())
 
     def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._continuation.checkpoint_written(written)
+        self._resume.checkpoint_written(written)
         self._recorder.checkpoint_written(written)
 
     def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
@@ -369,3 +353,21 @@ class TrainingRun:
 
 def _addresses(members: Mapping[str, Member]) -> dict[str, str]:
     return {name: member.grpc_address for name, member in members.items()}
+
+
+async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
+    """So that an actor whose pod is deleted has left at once, and not when its heartbeat has expired.
+
+    The heartbeat stays what membership rests on: without the API, or the right to use it, a line says so and it is all there
+    is. Runs until cancelled; returns at once if there is nothing to watch.
+    """
+    client = in_cluster(settings)
+    if client is None:
+        return
+    if not settings.actor_selector:
+        log.warning("PIPELINERL_ACTOR_SELECTOR is empty: no pods are watched, %s", HEARTBEATS_ALONE)
+        return
+    try:
+        await PodWatch(client, settings.actor_selector, updater.pod_ends, without=HEARTBEATS_ALONE).run()
+    finally:
+        await client.close()

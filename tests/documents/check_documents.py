@@ -134,15 +134,13 @@ def figures_of_a_step() -> dict[str, Any]:
     from services.trainer.learn.optimizer import OptimizerReport
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import step_figures
-    from services.trainer.records import StepWork, throughput_figures
 
     numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
     buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
     tokens = TokenMetrics(**numbers | {"lag_histogram": {0: 1, 1: 1}, "by_lag": buckets})
-    figures = step_figures(StepOutcome(1, OptimizerReport(1e-4, 1.0, ""), tokens, 0.5), make_recipe())
+    outcome = StepOutcome(1, OptimizerReport(1e-4, 1.0, ""), tokens, 0.5, {"plan": 1.0})
     return {
-        **figures,
-        **throughput_figures(StepWork(8, 8, 1.0, 1.0, 1, None, 1, 0.0, {"plan": 1.0})),
+        **step_figures(outcome, make_recipe(), 1.0, num_devices=1, peak_flops=None),
         "idle_s": 0.2,
         "step": 1,
         "policy_version": 1,

@@ -21,7 +21,7 @@ from pipelinerl.kube.client import ACTOR, PATCH_PODS, TRAINER
 from pipelinerl.messages.control import Commit, EpochStart
 from pipelinerl.service.settings import TrainerSettings
 from services.actor.membership import ANNOTATION
-from services.trainer.pods import watch_actor_pods
+from services.trainer.run import watch_actor_pods
 from tests.faults.stage import FaultStage, fault_stage
 from tests.integration.actor_stage import RUN, actor_stage
 from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer

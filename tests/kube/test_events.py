@@ -18,7 +18,7 @@ from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackof
 from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, PodRef, event_body
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.service.settings import TrainerSettings
-from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.reporting import events as run_events_module
 from services.trainer.reporting.events import REASONS, RunEvents, run_events
 from services.trainer.weight_sync.coordinator import Member

@@ -7,9 +7,25 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Imports torch and what a learner needs once for all of them."""
+PROCESSES.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen2.modeling_qwen2",
+        "services.trainer.policy_trainer",
+        "services.trainer.worker",
+        "tests.unit.test_learner",
+    ]
+)
 WAIT_S = 500.0
 """A rank that dies is noticed at once; one that hangs, after this long. Four of them share two busy cores with other tests."""
 
@@ -19,11 +35,10 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
 
     `role` is a function of a module. Raises AssertionError with the traceback of the first rank that fails.
     """
-    context = multiprocessing.get_context("spawn")
     port, started = free_port(), []
     for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_play, args=(theirs, rank, size, port, role, arguments), daemon=True)
+        ours, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=_play, args=(theirs, rank, size, port, role, arguments), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -35,6 +50,11 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
             process.join()
             said.close()
     return results
+
+
+def saved_beside(rank_zero: Any, folder: Path) -> Future[None]:
+    """Stages a state of all ranks, which another thread writes."""
+    return ThreadPoolExecutor(max_workers=1).submit(rank_zero.stage().write, folder)
 
 
 def _heard(rank: int, said: Connection, wait_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""What is issued, what comes back, and where it ends: the trainer's books over an in-memory bus."""
+"""What is issued, what comes back, and where it ends: the trainer's tracker over an in-memory bus."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.unit.builders import RUN, make_recipe, make_sequence
 
 
 class Desk:
-    """Feeder, intake and books of one recipe on one in-memory bus. `version` is set by the test."""
+    """Feeder, intake and tracker of one recipe on one in-memory bus. `version` is set by the test."""
 
     def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
         self.bus, self.recipe, self.version = bus, recipe, 0
         self.traces = SequenceTraces()
-        self.books = SequenceTracker(self.traces.recording(lambda event: None))
+        self.tracker = SequenceTracker(self.traces.recording(lambda event: None))
         self.num_actors = 1
         self.prompt_length = prompt_length
         self.odd_problems: dict[int, EncodedProblem] = {}
         traces, on_loss = self.traces, lambda: self.feeder.look_again()
-        self.feeder = Feeder(bus, recipe, self.problem, self.books, self.bound, lambda: self.version, traces=traces)
-        self.intake = Intake(bus, recipe, self.books, self.bound(), vocab_size=100, on_loss=on_loss, traces=traces)
+        self.feeder = Feeder(bus, recipe, self.problem, self.tracker, self.bound, lambda: self.version, traces=traces)
+        self.intake = Intake(bus, recipe, self.tracker, self.bound(), vocab_size=100, on_loss=on_loss, traces=traces)
 
     def bound(self) -> FeederBound:
         return feeder_bound(self.recipe, self.num_actors)
@@ -110,7 +110,7 @@ async def test_without_max_lag_what_is_in_flight_follows_the_number_of_actors() 
             one.version = version
             one.feeder.look_again()
             assert len(await one.take_issued()) == more
-        assert one.books.issued_groups == 54
+        assert one.tracker.issued_groups == 54
 
 
 async def test_a_batch_is_complete_groups_with_their_advantages() -> None:
@@ -132,10 +132,10 @@ async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> 
             await one.answer(group, version=0 if group is groups[0] else 2)
         batch = await one.intake.take_batch(version=2)
         assert len(batch) == 2
-        counts = one.books.ledger.counts
+        counts = one.tracker.ledger.counts
         assert (counts.dropped_stale, counts.failed) == (2, 0)
-        assert one.books.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 2}
-        assert one.books.lost_groups == 1
+        assert one.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 2}
+        assert one.tracker.lost_groups == 1
         # (2 + 1 + 1) * 2 = 8 groups and one replacement, of which 4 were issued before.
         assert len(await one.take_issued()) == 5
 
@@ -168,7 +168,7 @@ async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train()
         await one.bus.publish_sequence(encode_sequence(failed), failed.sequence_id)
         batch = await one.intake.take_batch(version=0)
         assert [s.sample_index for s in batch[0].sequences] == [0, 1, 2]
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"reward_timeout": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"reward_timeout": 1}
 
 
 async def test_equal_rewards_are_filtered_when_asked_for() -> None:
@@ -178,7 +178,7 @@ async def test_equal_rewards_are_filtered_when_asked_for() -> None:
         for group in groups:
             await one.answer(group, (1.0, 1.0) if group is groups[0] else (1.0, 0.0))
         await one.intake.take_batch(version=0)
-        assert one.books.ledger.counts.dropped_filtered == 2
+        assert one.tracker.ledger.counts.dropped_filtered == 2
         assert len(await one.take_issued()) == 1
 
 
@@ -194,7 +194,7 @@ async def test_what_does_not_parse_is_set_aside_and_the_good_ones_train() -> Non
         batch = await one.intake.take_batch(version=0)
         assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[2].group_id]
         assert one.intake.bad_messages == 2
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
 
 
 async def test_a_repeated_sequence_is_trained_once() -> None:
@@ -206,7 +206,7 @@ async def test_a_repeated_sequence_is_trained_once() -> None:
             await one.bus.publish_sequence(encode_sequence(again), f"again-{group.group_id}")
         batch = await one.intake.take_batch(version=0)
         assert [len(group.sequences) for group in batch] == [2, 2]
-        assert one.books.ledger.counts.in_flight == 8
+        assert one.tracker.ledger.counts.in_flight == 8
 
 
 async def test_tokens_outside_the_vocabulary_fail_with_their_reason() -> None:
@@ -216,9 +216,9 @@ async def test_tokens_outside_the_vocabulary_fail_with_their_reason() -> None:
         good = make_sequence(group, 1)
         for sequence in (bad, good):
             await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
-        while one.books.lost_groups == 0:
+        while one.tracker.lost_groups == 0:
             await asyncio.sleep(0)
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"token outside the vocabulary": 1, "group incomplete": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"token outside the vocabulary": 1, "group incomplete": 1}
 
 
 async def test_prompts_beyond_the_context_end_the_run_with_a_clear_error() -> None:
@@ -227,8 +227,8 @@ async def test_prompts_beyond_the_context_end_the_run_with_a_clear_error() -> No
         one = Desk(bus, make_recipe(), prompt_length=64)
         with pytest.raises(UserError, match=r"model.max_context = 64: the last 1000 prompts did not fit"):
             await one.feeder.run()
-        assert one.books.ledger.counts.failed == 2000
-        assert one.books.ledger.counts.in_flight == 0
+        assert one.tracker.ledger.counts.failed == 2000
+        assert one.tracker.ledger.counts.in_flight == 0
 
 
 TOO_LARGE = EncodedProblem("chain_sum", np.full(3, 1, np.int32), "p", "x" * 5000)
@@ -248,9 +248,9 @@ async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place
         feeding = asyncio.create_task(one.feeder.run())
         assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
         feeding.cancel()
-        assert one.books.ledger.reasons(Outcome.FAILED) == {reason: 2}
-        assert one.books.lost_groups == 1
-        assert one.books.ledger.counts.in_flight == 8
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {reason: 2}
+        assert one.tracker.lost_groups == 1
+        assert one.tracker.ledger.counts.in_flight == 8
 
 
 async def test_a_task_whose_every_prompt_is_too_large_ends_the_run() -> None:
@@ -318,7 +318,7 @@ async def test_groups_that_are_lost_without_end_end_the_run(
         async with asyncio.timeout(30):
             with pytest.raises(UserError, match=told):
                 await answer_until_it_ends(one, (0.0, 0.0), failure)
-        assert one.books.lost_groups == num_lost
+        assert one.tracker.lost_groups == num_lost
 
 
 async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:
@@ -334,7 +334,7 @@ async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive(
                 await one.answer(group, (1.0, 0.0) if answered % 3 == 0 else (0.0, 0.0))
             await asyncio.sleep(0)
         taking = asyncio.create_task(one.intake.take_batch(version=9))  # all that is ready is stale by then
-        while one.books.ledger.counts.dropped_stale < 8:
+        while one.tracker.ledger.counts.dropped_stale < 8:
             await asyncio.sleep(0)
         one.version = 9
         one.feeder.look_again()
@@ -352,9 +352,9 @@ async def test_a_sequence_that_contradicts_its_group_ends_as_failed_and_strands_
         await one.publish(replace(make_sequence(groups[0], 0), group_size=4))
         await one.publish(make_sequence(replace(groups[0], num_samples=9), 8))
         await one.publish(make_sequence(groups[0], 1))
-        while one.books.lost_groups == 0:
+        while one.tracker.lost_groups == 0:
             await asyncio.sleep(0)
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"contradicts its group": 1, "group incomplete": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"contradicts its group": 1, "group incomplete": 1}
         assert one.intake.bad_messages == 2  # the second message has the id of the first
 
 
@@ -372,12 +372,12 @@ async def test_a_sequence_whose_arrays_differ_is_known_by_its_own_id_where_the_m
         for strange_id in ("g00000001.٣", "g00000001.01", "g00000001." + "9" * 5000, "g00000001.-1", ".", "g00000001"):
             await one.bus.publish_sequence(b"\xff", strange_id)
         await one.publish(make_sequence(groups[0], 1))
-        while one.books.lost_groups == 0:
+        while one.tracker.lost_groups == 0:
             await asyncio.sleep(0)
         await one.answer(groups[1])
         await one.answer(groups[2])
         assert len(await one.intake.take_batch(version=0)) == 2
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
         assert one.intake.bad_messages == 8
 
 
@@ -417,7 +417,7 @@ async def conventional_run(seed: int) -> tuple[list[bytes], object]:
                 await one.answer(group, version=version)
             await one.intake.take_batch(version)
         return [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())).encode() for group in issued], (
-            one.feeder.state
+            one.feeder.next_group
         )
 
 

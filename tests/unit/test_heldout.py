@@ -1,31 +1,36 @@
-"""Held-out evaluation: what counts as right, and what happens when actors or verifier do not answer."""
+"""Held-out evaluation: what counts as right, what happens when actors or verifier do not answer; and the parity probe."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import SamplingParams
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
 from pipelinerl.messages.verification import VerifyStatus
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
     HeldoutEvaluator,
-    HeldoutProblem,
     HeldoutResult,
+    Parity,
+    compare,
     is_right,
     judge,
+    measure_parity,
+    probe_tokens,
 )
+from services.trainer.data.feeder import EncodedProblem
 from tests.unit.trainer_fakes import FakeActor, FakeVerifier, serving, verdict
 
 
-def problems(count: int) -> list[HeldoutProblem]:
+def problems(count: int) -> list[EncodedProblem]:
     tokens = np.array([1, 2], dtype=np.int32)
-    return [HeldoutProblem(f"h{index}", "chain_sum", tokens, f"prompt {index}", "{}") for index in range(count)]
+    return [EncodedProblem("chain_sum", tokens, f"prompt {index}", "{}") for index in range(count)]
 
 
 async def evaluate(
@@ -61,18 +66,18 @@ async def evaluate(
     ],
 )
 def test_right_is_what_the_answer_alone_earns(terms: dict[str, float], correct: float, right: bool) -> None:
-    assert is_right(verdict("h0", **terms), correct) is right
+    assert is_right(verdict("h000000", **terms), correct) is right
 
 
 def test_a_failed_reward_is_not_right() -> None:
-    assert not is_right(verdict("h0", VerifyStatus.TIMEOUT, answer=1.0), 1.0)
+    assert not is_right(verdict("h000000", VerifyStatus.TIMEOUT, answer=1.0), 1.0)
 
 
 async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
     outcomes = {
-        "h0": verdict("h0", answer=0.0, format=1.0),
-        "h1": verdict("h1", answer=1.0, overlong=-0.5),
-        "h2": verdict("h2", answer=0.0),
+        "h000000": verdict("h000000", answer=0.0, format=1.0),
+        "h000001": verdict("h000001", answer=1.0, overlong=-0.5),
+        "h000002": verdict("h000002", answer=0.0),
     }
     result = await evaluate(FakeVerifier(outcomes))
     assert (result.accuracy, result.num_problems, result.num_unanswered) == (0.5, 4, 0)
@@ -80,7 +85,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
 
 
 async def test_failed_rewards_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    outcomes = {"h0": verdict("h0", VerifyStatus.TIMEOUT), "h1": verdict("h1", answer=0.0)}
+    outcomes = {"h000000": verdict("h000000", VerifyStatus.TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
     with caplog.at_level(logging.WARNING):
         result = await evaluate(FakeVerifier(outcomes))
     assert (result.accuracy, result.num_unanswered) == (2 / 3, 1)
@@ -89,15 +94,16 @@ async def test_failed_rewards_are_left_out_and_counted(caplog: pytest.LogCapture
 
 
 async def test_an_empty_completion_is_wrong_and_a_failure_of_the_actor_is_left_out() -> None:
-    actor = FakeActor(failures={"h0": "empty_completion", "h1": "non_finite_logprobs", "h2": "engine: out of blocks"})
+    failures = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000002": "engine: out of blocks"}
+    actor = FakeActor(failures=failures)
     verifier = FakeVerifier()
     result = await evaluate(verifier, a=actor)
     assert (result.accuracy, result.num_unanswered) == (0.5, 2)
-    assert verifier.asked == ["h3"]
+    assert verifier.asked == ["h000003"]
 
 
 async def test_what_actors_do_not_answer_in_time_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    result = await evaluate(FakeVerifier(), timeout_s=1.0, a=FakeActor(silent=frozenset({"h1"})))
+    result = await evaluate(FakeVerifier(), timeout_s=1.0, a=FakeActor(silent=frozenset({"h000001"})))
     assert (result.accuracy, result.num_unanswered) == (1.0, 1)
     assert "3 of 4 completions in time" in caplog.text
     assert "{'no completion': 1}" in caplog.text
@@ -138,7 +144,7 @@ async def test_one_lost_call_of_the_verifier_costs_its_own_verdicts_only() -> No
     class Flaky(FakeVerifier):
         async def verify(self, items):  # type: ignore[no-untyped-def]
             outcomes = await super().verify(items)
-            if items[0].sequence_id == "h0":
+            if items[0].sequence_id == "h000000":
                 raise ServiceError("verifier refused a batch")
             return outcomes
 
@@ -156,3 +162,53 @@ async def test_verdicts_given_before_the_deadline_are_kept() -> None:
     deadline = asyncio.get_running_loop().time() + 0.2
     verdicts = await judge(Slow(), list(range(JUDGE_BATCH + 1)), deadline)  # type: ignore[arg-type]
     assert set(verdicts) == {str(JUDGE_BATCH)}
+
+
+# --- the parity probe --------------------------------------------------------------------------------------------------
+
+VERSION = PolicyVersion(1, 3)
+TRAINED = np.array([-1.0, -2.0], dtype=np.float32)
+
+
+def served(*logprobs: float) -> np.ndarray:
+    return np.array(logprobs, dtype=np.float32)
+
+
+def test_the_largest_difference_over_tokens_and_actors() -> None:
+    parity = compare({"a": served(-1.0, -2.25), "b": served(-0.5, -2.0)}, TRAINED, VERSION)
+    assert parity == Parity(0.5, 0)
+
+
+@pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])
+def test_an_answer_that_cannot_be_compared_is_a_failure(broken: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == Parity(0.5, 1)
+    assert "parity probe of version 1:3 fails on a" in caplog.text
+    assert compare({"a": broken}, TRAINED, VERSION) == Parity(None, 1)
+
+
+def test_a_trainer_that_gives_nan_fails_on_every_actor(caplog: pytest.LogCaptureFixture) -> None:
+    trained = np.array([math.nan, -2.0], dtype=np.float32)
+    with caplog.at_level(logging.ERROR):
+        assert compare({"a": TRAINED, "b": TRAINED}, trained, VERSION) == Parity(None, 2)
+    assert "log-probabilities of the trainer are not finite" in caplog.text
+
+
+async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
+    same, other = FakeActor(version=3, logprobs=(-1.0, -2.5)), FakeActor(version=2, logprobs=(-9.0, -9.0))
+    tokens = probe_tokens(20, 3, seed=0)
+    async with serving(a=same, b=other) as addresses:
+        members = {**addresses, "gone": "127.0.0.1:1"}
+        assert await measure_parity(members, tokens, TRAINED, VERSION) == Parity(0.5, 0)
+        assert await measure_parity({"b": addresses["b"]}, tokens, TRAINED, VERSION) is None
+
+
+async def test_nan_over_the_wire_is_a_failure() -> None:
+    async with serving(a=FakeActor(version=3, logprobs=(math.nan, -2.0))) as addresses:
+        parity = await measure_parity(addresses, probe_tokens(20, 3, seed=0), TRAINED, VERSION)
+    assert parity == Parity(None, 1)
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    assert probe_tokens(20, 32, seed=5).tolist() == probe_tokens(20, 32, seed=5).tolist()
+    assert probe_tokens(20, 32, seed=5).dtype == np.int32

@@ -36,7 +36,7 @@ from services.trainer.learn.model import blank_policy, frozen_copy, initial_poli
 from services.trainer.learn.policy import Policy, UnadaptedPolicy
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
-from services.trainer.rank_zero import RankZero
+from services.trainer.policy_trainer import RankZero
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
 from tests.unit.test_learner import (  # one_thread: its fixture

@@ -17,13 +17,12 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.feeding import FeederBound
 from pipelinerl.rl.ledger import Outcome
+from services.trainer.checkpoint.checkpointer import CheckpointWriter
 from services.trainer.checkpoint.run_state import load_run_state, newest_checkpoint
-from services.trainer.checkpoint.writer import CheckpointWriter
-from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
-from services.trainer.probe import Parity
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, make_run_state, serving
 
@@ -34,7 +33,7 @@ BRIEF = {"batch_size": 4, "tokens_per_microbatch": 64}
 class FakeIntake:
     """One good group at a time, while `may_give`."""
 
-    books: SequenceTracker
+    tracker: SequenceTracker
     may_give: asyncio.Event = field(default_factory=asyncio.Event)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     given: int = 0
@@ -44,7 +43,7 @@ class FakeIntake:
         await self.may_give.wait()
         group = make_group(self.given)
         self.given += 1
-        self.books.issue(group)
+        self.tracker.issue(group)
         return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
 
 
@@ -72,7 +71,7 @@ class Bench:
     loop: OptimizerLoop
     policy: FakePolicy
     intake: FakeIntake
-    books: SequenceTracker
+    tracker: SequenceTracker
     updater: FakeUpdater
     evaluator: FakeEvaluator
     records: list[dict[str, Any]]
@@ -92,8 +91,8 @@ async def bench(recipe: Recipe | None = None, *, skipped: str = "", give: bool =
 
 @asynccontextmanager
 async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> AsyncIterator[Bench]:
-    policy, books, updater, evaluator = FakePolicy(skipped=skipped), SequenceTracker(), FakeUpdater(), FakeEvaluator()
-    intake = FakeIntake(books)
+    policy, tracker, updater, evaluator = FakePolicy(skipped=skipped), SequenceTracker(), FakeUpdater(), FakeEvaluator()
+    intake = FakeIntake(tracker)
     if give:
         intake.may_give.set()
     records: list[dict[str, Any]] = []
@@ -105,7 +104,7 @@ async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> A
         policy,
         intake,  # type: ignore[arg-type]
         FakeFeeder(),  # type: ignore[arg-type]
-        books,
+        tracker,
         FeederBound(groups_per_step=2, mode=recipe.mode, max_lag=1, conventional_g=1, total_steps=recipe.trainer.steps),
         updater,  # type: ignore[arg-type]
         evaluator,  # type: ignore[arg-type]
@@ -113,7 +112,7 @@ async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> A
         version=0,
         evaluate_first=True,
         writer=CheckpointWriter(run_dir, keep=2),
-        capture=lambda: make_run_state(loop.version, books),
+        capture=lambda version, skipped: make_run_state(version, tracker),
         on_checkpoint=lambda written: durable.append(written.version),
         probe=np.array([1, 2, 3], dtype=np.int32),
         on_step=lambda record, batch: records.append(record),
@@ -121,7 +120,7 @@ async def bench_in(run_dir: Path, recipe: Recipe, skipped: str, give: bool) -> A
         on_parity=parities.append,
     )
     try:
-        yield Bench(loop, policy, intake, books, updater, evaluator, records, heldout, parities, durable, run_dir)
+        yield Bench(loop, policy, intake, tracker, updater, evaluator, records, heldout, parities, durable, run_dir)
     finally:
         policy.may_step.set()
         loop.close()
@@ -140,7 +139,7 @@ async def test_a_run_steps_sends_and_measures() -> None:
         assert one.policy.threads == {"compute"}
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
         assert [result.version for result in one.heldout] == [0, 4]
-        assert one.books.ledger.counts.trained == 8
+        assert one.tracker.ledger.counts.trained == 8
         for record in one.records:
             assert record["idle_s"] == record["step_s"]["snapshot"] + record["step_s"]["send"] > 0
 
@@ -186,20 +185,20 @@ async def test_steps_skipped_in_a_row_end_the_run_with_advice() -> None:
         with pytest.raises(ServiceError, match=r"last 3 .* skipped \(loss not finite\).*lower trainer.learning_rate"):
             await one.loop.run()
         assert len(one.records) == 3
-        assert one.books.ledger.counts.trained == 0
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"step skipped": 6}
+        assert one.tracker.ledger.counts.trained == 0
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"step skipped": 6}
 
 
 async def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
     recipe = quiet(trainer=dict(BRIEF, steps=5, max_skipped_steps=3))
     async with bench(recipe) as one:
-        step, good = one.policy.train_step, 2
+        step, good = one.policy.step, 2
 
         def mostly_skipped(version: int) -> dict[str, Any]:
             one.policy.skipped = "" if version == good else "loss not finite"
             return step(version)
 
-        one.policy.train_step = mostly_skipped  # type: ignore[method-assign]
+        one.policy.step = mostly_skipped  # type: ignore[method-assign]
         await one.loop.run()
         assert one.loop.version == recipe.trainer.steps
 

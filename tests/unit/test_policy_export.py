@@ -19,9 +19,8 @@ from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import TorchPolicyTrainer
-from services.trainer.rank_zero import RankZero
-from services.trainer.worker import follow
+from services.trainer.policy_trainer import PolicyTrainer
+from services.trainer.worker import worker_loop
 from tests.unit.ranks import on_ranks
 from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
 from tests.unit.test_lora import NoTokenizer
@@ -35,26 +34,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_of(learner: Learner, recipe: Recipe) -> TorchPolicyTrainer:
+def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
     """Nothing is sent."""
     nothing: Any = None
     tokenizer: Any = NoTokenizer()
-    return TorchPolicyTrainer(RankZero(learner), tokenizer, nothing, nothing, recipe, version=6)
+    return PolicyTrainer(learner, tokenizer, nothing, nothing, recipe)
 
 
-def checkpoint_beside_training(trainer: TorchPolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
     """What actors would have loaded when it began. When it is written, all weights are something else."""
-    trainer.train_step(trainer.prepare([GROUP], 6))
-    then = {name: weight.clone() for name, weight in trainer._lead.weights()}
-    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer._lead.value_head().items()}
-    pending = trainer.begin_checkpoint()
-    trainer.train_step(trainer.prepare([GROUP], 7))
+    trainer.step(trainer.prepare([GROUP], 6))
+    then = {name: weight.clone() for name, weight in trainer.weights()}
+    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.value_head().items()}
+    write = trainer.begin_checkpoint(7)
+    trainer.step(trainer.prepare([GROUP], 7))
     with torch.no_grad():
-        for weight in trainer._lead.learner.policy.scorer.parameters():
+        for weight in trainer.learner.policy.scorer.parameters():
             weight.fill_(torch.nan)
     folder.mkdir()
-    pending.write(folder)
-    assert pending.version == 7
+    write(folder)
     return then
 
 
@@ -110,7 +108,7 @@ def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch
             found[case] = checkpoint_beside_training(trainer, folder / case)
             trainer.end()
         else:
-            follow(learner)
+            worker_loop(learner)
     leave_ranks()
     return found
 
@@ -128,9 +126,9 @@ def test_an_export_that_fails_leaves_room_for_the_next_checkpoint(source: str, t
         (tmp_path / name).mkdir()
     (tmp_path / "full" / "pipelinerl.json").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        trainer.begin_checkpoint().write(tmp_path / "full")
-    trainer.begin_checkpoint().write(tmp_path / "folder")
-    trainer.begin_checkpoint()
+        trainer.begin_checkpoint(7)(tmp_path / "full")
+    trainer.begin_checkpoint(7)(tmp_path / "folder")
+    trainer.begin_checkpoint(7)
     trainer.end()
 
 

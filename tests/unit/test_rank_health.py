@@ -21,7 +21,7 @@ from services.trainer import worker as rank
 from services.trainer.distributed.world import leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
-from services.trainer.rank_zero import RankZero
+from services.trainer.policy_trainer import RankZero
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import free_port, on_ranks
 from tests.unit.test_learner import model_of
@@ -70,8 +70,8 @@ def rank_0(folder: str, port: int) -> tuple[int, str]:
         load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
     )
     until(lambda: get(port, "/readyz") == (200, "ready\n"))
-    lead.beat()
-    lead.beat()
+    lead.heartbeat()
+    lead.heartbeat()
     until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
     healthy = get(port, "/healthz")
     group = make_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.rl.ledger import Ledger, LedgerCounts
-from services.trainer import policy_trainer
-from services.trainer.data.evaluation import HeldoutResult, HeldoutSample
+from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.metrics import TokenMetrics
-from services.trainer.learn.optimizer import OptimizerReport
-from services.trainer.learn.step import StepOutcome
-from services.trainer.probe import Parity
 from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -108,16 +102,6 @@ def test_problems_without_a_verdict_are_recorded(desk: Desk) -> None:
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
     assert desk.summary()["heldout"] == [{"version": 1, "accuracy": 0.75, "unanswered": 4}]
     assert desk.of("heldout_unanswered_problems") == 4
-
-
-def test_figures_of_a_skipped_step_have_no_trained_tokens() -> None:
-    numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
-    tokens = TokenMetrics(**numbers | {"lag_histogram": {0: 1}, "by_lag": {}})
-    taken, skipped = OptimizerReport(1e-4, 1.0, ""), OptimizerReport(1e-4, float("nan"), "gradient not finite")
-    keys = ("tokens_trained", "sequences_trained", "lag_histogram", "tokens_computed")
-    for report, wanted in ((taken, [1, 1, {0: 1}, 1]), (skipped, [0, 0, {}, 1])):
-        figures = policy_trainer.step_figures(StepOutcome(1, report, tokens, 0.5), make_recipe())
-        assert [figures[key] for key in keys] == wanted
 
 
 def test_throughput_is_exported_and_summed_up(desk: Desk) -> None:

@@ -16,9 +16,9 @@ from services.trainer.learn.lora import whole
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.rank_zero import RankZero
-from services.trainer.worker import follow
-from tests.unit.ranks import on_ranks
+from services.trainer.policy_trainer import RankZero
+from services.trainer.worker import worker_loop
+from tests.unit.ranks import on_ranks, saved_beside
 from tests.unit.test_learner import group_of, model_of, sequences_of
 from tests.unit.test_ranks import UNEVEN, Job
 
@@ -52,7 +52,7 @@ def traced(learner: Learner, job: Job, saved_in: Path | None) -> Trace:
     trained = trained_parameters(learner)
     if saved_in is not None:
         torch.rand(5 + learner.world.layout.rank)  # so that random states are those of no seed
-    metrics = lead(learner, job, saved_in) if learner.world.is_first else follow(learner) or []
+    metrics = lead(learner, job, saved_in) if learner.world.is_first else worker_loop(learner) or []
     draws = torch.rand(3).tolist()
     return Trace(draws, metrics, {name: whole(weight).detach().numpy().copy() for name, weight in trained.items()})
 
@@ -63,7 +63,7 @@ def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, An
         metrics = steps(ranks, job, SAVED_AT, STEPS)
     else:
         steps(ranks, job, 0, SAVED_AT)
-        saving = ranks.save(saved_in)
+        saving = saved_beside(ranks, saved_in)
         metrics = steps(ranks, job, SAVED_AT, STEPS)
         saving.result()
     ranks.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import threading
@@ -22,9 +21,9 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.state import learner_state, local_part
 from services.trainer.learn.step import Learner
 from services.trainer.loading import sharded_learner
-from services.trainer.rank_zero import RankZero
-from services.trainer.worker import follow
-from tests.unit.ranks import on_ranks
+from services.trainer.policy_trainer import RankZero
+from services.trainer.worker import worker_loop
+from tests.unit.ranks import PROCESSES, on_ranks, saved_beside
 from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
 from tests.unit.test_ranks import Job
 
@@ -106,9 +105,9 @@ def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> No
     lead, folder = RankZero(learner()), tmp_path / "state"
     folder.mkdir()
     os.mkfifo(folder / "__0_0.distcp")  # whoever opens it to write waits for a reader
-    saving = lead.save(folder)
+    saving = saved_beside(lead, folder)
     with pytest.raises(AssertionError, match="still being written"):
-        lead.save(tmp_path / "other")
+        saved_beside(lead, tmp_path / "other")
     os.close(os.open(folder / "__0_0.distcp", os.O_RDONLY))
     with pytest.raises(ServiceError):
         saving.result()
@@ -176,9 +175,8 @@ def save_until(number: int, folder: str, said: Connection) -> None:
 def test_a_trainer_that_is_killed_while_it_writes_leaves_nothing_to_go_on_from(
     tmp_path: Path, number: int, there: list[str]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=save_until, args=(number, str(tmp_path / "state"), theirs), daemon=True)
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=save_until, args=(number, str(tmp_path / "state"), theirs), daemon=True)
     process.start()
     assert ours.poll(60)
     assert ours.recv() == there
@@ -200,13 +198,13 @@ def full_disk(folder: Path, rank: int) -> Path:
 
 def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
     lead, folder = RankZero(learner()), full_disk(tmp_path / "full", 0)
-    failure = lead.save(folder).exception()
+    failure = saved_beside(lead, folder).exception()
     assert isinstance(failure, ServiceError)
     assert str(failure) == (
         f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')"
     )
     assert lead.learner.train_step([GROUP], 0).applied
-    lead.save(tmp_path / "state").result()
+    saved_beside(lead, tmp_path / "state").result()
     restore(learner(seed=1), tmp_path / "state")
 
 
@@ -215,15 +213,15 @@ def save_on_bad_disks(folder: str, states: str) -> list[str]:
     join_ranks(torch.device("cpu"))
     one = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
     if not one.world.is_first:
-        follow(one)
+        worker_loop(one)
         leave_ranks()
         return []
     lead, told = RankZero(one), []
     for rank in (1, 0):
-        told.append(str(lead.save(full_disk(Path(states) / f"bad-{rank}", rank)).exception()))
+        told.append(str(saved_beside(lead, full_disk(Path(states) / f"bad-{rank}", rank)).exception()))
         lead.train_step(lead.prepare([GROUP], 0))
     lead.stage()
-    told.append(str(lead.save(Path(states) / "good").exception()))
+    told.append(str(saved_beside(lead, Path(states) / "good").exception()))
     lead.stage()
     lead.end()
     leave_ranks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,50 @@ from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import ThroughputTotals
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak
+from services.trainer.learn.metrics import TokenMetrics
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.step import Learner
-from services.trainer.records import StepWork, throughput_figures, update_idle_s
-from tests.unit.builders import make_group, make_sequence
+from services.trainer.learn.optimizer import OptimizerReport
+from services.trainer.learn.step import Learner, StepOutcome
+from services.trainer.policy_trainer import step_figures
+from services.trainer.records import update_idle_s
+from tests.unit.builders import make_group, make_recipe, make_sequence
 
-WORK: dict[str, Any] = {
-    "tokens_trained": 300,
-    "tokens_computed": 400,
-    "seconds": 2.0,
-    "flops": 1e15,
-    "num_devices": 4,
-    "peak_flops": 5e14,
-    "memory_peak_bytes": 3 * 2**29,
-    "imbalance": 0.125,
-    "phases_s": {"plan": 0.5, "optimizer": 1.5},
-}
+
+def outcome(skipped: str = "") -> StepOutcome:
+    """300 completion tokens of 400, in 2e15 / 2 FLOPs."""
+    numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
+    tokens = TokenMetrics(
+        **numbers | {"completion_tokens": 300, "tokens": 400, "lag_histogram": {0: 300}, "by_lag": {}}
+    )
+    return StepOutcome(
+        version=1,
+        optimizer=OptimizerReport(1e-4, 1.0, skipped),
+        tokens=tokens,
+        advantage_abs_mean=0.5,
+        phases_s={"plan": 0.5, "optimizer": 1.5},
+        imbalance=0.125,
+        flops=1e15,
+        memory_peak_bytes=3 * 2**29,
+    )
 
 
 def test_figures_by_hand() -> None:
-    assert throughput_figures(StepWork(**WORK)) == {
+    figures = step_figures(outcome(), make_recipe(), 2.0, num_devices=4, peak_flops=5e14)
+    wanted = {
         "tokens_per_s": {"trained": 150.0, "computed": 200.0},
         "mfu": 0.25,
         "memory_peak_gib": 1.5,
         "imbalance": 0.125,
         "compute_s": {"plan": 0.5, "optimizer": 1.5},
     }
+    assert {name: figures[name] for name in wanted} == wanted
 
 
-def test_an_unknown_device_has_no_utilization() -> None:
-    assert throughput_figures(StepWork(**WORK | {"peak_flops": None}))["mfu"] is None
+def test_a_skipped_step_on_an_unknown_device_trained_nothing_and_has_no_utilization() -> None:
+    figures = step_figures(outcome("loss"), make_recipe(), 2.0, num_devices=4, peak_flops=None)
+    assert figures["mfu"] is None
+    assert figures["tokens_per_s"] == {"trained": 0.0, "computed": 200.0}
+    assert (figures["tokens_trained"], figures["sequences_trained"], figures["lag_histogram"]) == (0, 0, {})
 
 
 def test_idle_time_is_that_of_sending() -> None:

@@ -28,7 +28,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int =
 def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Every run has trained all its steps."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(loop, "BEAT_S", 0.01)
+    monkeypatch.setattr(loop, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
 
 
@@ -42,14 +42,14 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
         assert (run._status.message().phase, run._status.message().message) == (FINISHED, "")
-        assert run._observers._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
-        assert [step async for step in run._observers.feed.read(0)] == []
+        assert run._recorder._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
+        assert [step async for step in run._recorder.feed.read(0)] == []
         folder, version = await run._loop.request_checkpoint()
         assert (Path(folder).is_dir(), version) == (True, 4)
         heard = len(policy.calls)
         while len(policy.calls) == heard:  # the other ranks hear that rank 0 is there
             await asyncio.sleep(0.01)
-        assert (running.done(), policy.calls[-1]) == (False, "beat")
+        assert (running.done(), policy.calls[-1]) == (False, "heartbeat")
         stop.set()
         await running
         assert policy.calls[-1] == "end"
@@ -74,7 +74,7 @@ async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
         run._loop.version, policy.version, policy.num_ranks = 4, 4, 2
         running = asyncio.create_task(run.run(asyncio.Event()))
         await until_logged(caplog, LINGERS)
-        policy.beat = gone  # type: ignore[method-assign]
+        policy.heartbeat = gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await running
         assert raised.group_contains(RuntimeError, match="closed by peer")

@@ -12,7 +12,7 @@ from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded, discrepancy

@@ -1,6 +1,6 @@
 """A trainer that dies and starts again: what it takes over from its checkpoint and from the streams, and what it never does.
 
-The trainer here is its books, feeder and intake over an in-memory bus, with the real files; weights are a version number.
+The trainer here is its tracker, feeder and intake over an in-memory bus, with the real files; weights are a version number.
 """
 
 from __future__ import annotations
@@ -37,30 +37,36 @@ from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.lag import Lineage
 from pipelinerl.rl.ledger import Outcome
+from services.trainer.checkpoint.checkpointer import CheckpointWriter, link_export
 from services.trainer.checkpoint.run_state import (
-    RunState,
     find_start,
     load_run_state,
     note_training_began,
     read_lineage,
     write_lineage,
 )
-from services.trainer.checkpoint.writer import CheckpointWriter, link_export
 from services.trainer.data.feeder import (
     EncodedProblem,
     Feeder,
-    FeederState,
     feeder_bound,
-    look_for_left_behind,
 )
 from services.trainer.data.intake import HeldSequences, Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.resume import Resume
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import FakePending, make_run_state
+from tests.unit.trainer_fakes import make_run_state, tensors_of
 
 RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
+
+
+class NoReport:
+    def to_state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        assert state == {}
 
 
 class Life:
@@ -73,19 +79,30 @@ class Life:
         self.version = self.start.version
         self.stack = ExitStack()
         self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
-        self.books = SequenceTracker(self.journal.write)
+        self.tracker = SequenceTracker(self.journal.write)
         self.bound = feeder_bound(recipe, 1)
         self.feeder = Feeder(
-            bus, recipe, self.problem, self.books, lambda: self.bound, lambda: self.version, self.reserve
+            bus, recipe, self.problem, self.tracker, lambda: self.bound, lambda: self.version, self.reserve
         )
         self.intake = Intake(
             bus,
             recipe,
-            self.books,
+            self.tracker,
             self.bound,
             vocab_size=100,
             on_loss=self.feeder.look_again,
             lineage=self.start.lineage,
+        )
+        self.resume = Resume(
+            run_dir,
+            recipe,
+            bus,
+            self.journal,
+            self.start,
+            self.tracker,
+            self.feeder,
+            self.intake,
+            NoReport(),  # type: ignore[arg-type]
         )
         self.writer = CheckpointWriter(run_dir, keep=2, before_rename=self.journal.sync)
         self.tasks: list[asyncio.Task[None]] = []
@@ -100,21 +117,10 @@ class Life:
         self.journal.sync()
 
     async def begin(self) -> None:
-        lineage, state = self.start.lineage, self.start.state
-        event = {"event": "start", "incarnation": lineage.incarnation, "version": self.version}
-        self.journal.write({**event, "keep": self.start.journal_bytes})
-        if state is not None:
-            self.books.restore(state.books)
-            self.feeder.state = FeederState(state.next_group)
-            self.intake.restore(state.held, state.position)
-        if self.start.again:
-            left = await look_for_left_behind(self.bus, self.intake.position)
-            self.intake.position = left.position
-            reserved = reserved_groups(self.run_dir / JOURNAL)
-            self.published_again = await self.feeder.adopt(reserved, left, f"i{lineage.incarnation}")
+        self.published_again = await self.resume.begin()
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
-    async def settle(self) -> None:
+    async def idle(self) -> None:
         """Until feeder and intake have nothing left to do."""
         end = (await self.bus.sequences_info()).last_position
         self.feeder.look_again()
@@ -125,35 +131,24 @@ class Life:
 
     async def step(self) -> bool:
         """One optimizer step, if there is a batch for it."""
-        try:
-            async with asyncio.timeout(0.005):
-                batch = await self.intake.take_batch(self.version)
-        except TimeoutError:
+        taking = asyncio.create_task(self.intake.take_batch(self.version))
+        for _ in range(50):  # all that it may need is here already
+            await asyncio.sleep(0)
+        if not taking.done():
+            taking.cancel()
+            with suppress(asyncio.CancelledError):
+                await taking
             return False
-        for group in batch:
-            self.books.train(group.sequences, self.version + 1)
+        for group in taking.result():
+            self.tracker.train(group.sequences, self.version + 1)
         self.version += 1
-        self.books.end_step(self.version)
+        self.tracker.end_step(self.version)
         self.feeder.look_again()
         return True
 
-    def capture(self) -> RunState:
-        self.journal.flush()
-        return make_run_state(
-            self.version,
-            self.books,
-            starts=self.start.lineage.starts,
-            recipe=self.recipe.model_dump(mode="json"),
-            journal_bytes=self.journal.size,
-            next_group=self.feeder.state.next_group,
-            position=self.intake.position,
-            held=self.intake.held(),
-        )
-
     async def checkpoint(self) -> None:
-        state = self.capture()
-        written = await asyncio.wrap_future(self.writer.write(FakePending(self.version), state))
-        self.journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
+        state = self.resume.capture(self.version, 0)
+        self.resume.checkpoint_written(await asyncio.wrap_future(self.writer.write(tensors_of(self.version), state)))
 
     async def die(self) -> None:
         """As SIGKILL leaves things: what was written is there, and nothing else is."""
@@ -212,101 +207,101 @@ async def streams(server: MemoryServer | None = None) -> AsyncIterator[MemoryBus
 async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
             for _ in range(3):
                 await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert await one.step()
             await one.checkpoint()
-            counts = one.books.ledger.counts
+            counts = one.tracker.ledger.counts
         async with life(tmp_path, bus) as again:
             assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
-            assert again.books.ledger.counts == counts
+            assert again.tracker.ledger.counts == counts
             assert again.start.folder is not None
             assert again.start.saved_at_s == again.start.folder.stat().st_mtime
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
-            await again.settle()
+            await again.idle()
             await answer_next(again)
-            await again.settle()
+            await again.idle()
             assert await again.step()
 
 
 async def test_sequences_of_undone_versions_are_dropped_and_their_groups_issued_again(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
             await one.checkpoint()
             for _ in range(2):
                 await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert await one.step()
             await answer_next(one, version=1)
             await answer_next(one, version=0)
         async with life(tmp_path, bus) as again:
             # The two groups that were trained into version 1, which is undone, are read again and trained again.
-            await again.settle()
+            await again.idle()
             assert await again.step()
             for _ in range(4):
                 await answer_next(again)
-                await again.settle()
+                await again.idle()
             assert await again.step()
-            assert again.books.ledger.reasons(Outcome.DROPPED_STALE) == {"version undone by a restart": 2}
-            assert again.books.ledger.counts.trained == 8
-            assert again.books.lost_groups == 1
+            assert again.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"version undone by a restart": 2}
+            assert again.tracker.ledger.counts.trained == 8
+            assert again.tracker.lost_groups == 1
 
 
 async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
             await one.checkpoint()  # before anything was issued
-            await one.settle()
-            assert one.books.issued_groups == 6
+            await one.idle()
+            assert one.tracker.issued_groups == 6
             for _ in range(3):
                 await answer_next(one)
         async with life(tmp_path, bus) as again:
-            assert (again.books.issued_groups, again.published_again) == (6, 0)
-            await again.settle()
-            assert (again.books.issued_groups, again.intake.num_ready) == (6, 3)
+            assert (again.tracker.issued_groups, again.published_again) == (6, 0)
+            await again.idle()
+            assert (again.tracker.issued_groups, again.intake.num_ready) == (6, 3)
             assert (await bus.prompts_info()).messages == 3
 
 
 async def test_without_a_checkpoint_it_starts_from_version_0_and_loses_nothing(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
             for _ in range(2):
                 await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert await one.step()
             await answer_next(one, version=0)
         async with life(tmp_path, bus) as again:
             assert again.start.lineage == Lineage((0, 0))
-            await again.settle()
+            await again.idle()
             assert await again.step()
             assert again.published_again == 0
-            assert again.books.ledger.counts.trained == 4
+            assert again.tracker.ledger.counts.trained == 4
 
 
 async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path) -> None:
     server = MemoryServer()
     async with streams(server) as bus:
         async with life(tmp_path, bus) as one:
-            server.set_reachable(False)  # the groups are reserved, and one is in the books
-            while one.books.issued_groups == 0:
+            server.set_reachable(False)  # the groups are reserved, and one is in the tracker
+            while one.tracker.issued_groups == 0:
                 await asyncio.sleep(0)
         server.set_reachable(True)
         async with life(tmp_path, bus) as again:
-            assert (again.books.issued_groups, again.published_again) == (6, 6)
+            assert (again.tracker.issued_groups, again.published_again) == (6, 6)
             assert (await bus.prompts_info()).messages == 6
 
 
 async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_again(tmp_path: Path) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         await answer_next(one)
         await answer_next(one, samples=1)
-        await one.settle()
+        await one.idle()
         await one.checkpoint()
     async with streams() as bus, life(tmp_path, bus) as again:
         assert again.intake.position == 0
@@ -322,7 +317,7 @@ async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_ag
 async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
             await one.checkpoint()
             delivery = await bus.next_prompt(timeout_s=1)
             assert delivery is not None
@@ -336,16 +331,16 @@ async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path
 async def test_partly_taken_batches_survive(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
             await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert not await one.step()  # one group of the two that a batch needs is taken
-            state = one.capture()
+            state = one.resume.capture(0, 0)
             assert (len(state.held.taken), len(state.held.ready)) == (1, 0)
             await one.checkpoint()
         async with life(tmp_path, bus) as again:
             await answer_next(again)
-            await again.settle()
+            await again.idle()
             assert await again.step()
 
 
@@ -387,7 +382,7 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
     recipe = make_recipe(checkpoint={"every_steps": 1})
     state = make_run_state(2, SequenceTracker(), recipe=recipe.model_dump(mode="json"))
     with CheckpointWriterIn(tmp_path) as writer:
-        writer.write(FakePending(2), state).result()
+        writer.write(tensors_of(2), state).result()
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
     assert find_start(tmp_path, RUN, longer).version == 2
     with pytest.raises(ChangedRecipe, match=r"sampling\.temperature: 1\.0 → 0\.5"):
@@ -397,10 +392,10 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
 @pytest.mark.parametrize("lost", ["lineage.json", "ledger.jsonl", "half of ledger.jsonl", "checkpoints"])
 async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path: Path, lost: str) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         for _ in range(2):
             await answer_next(one)
-        await one.settle()
+        await one.idle()
         assert await one.step()
         await one.checkpoint()
     if lost == "checkpoints":
@@ -448,23 +443,19 @@ class CheckpointWriterIn:
         self.writer.close()
 
 
-@dataclass(frozen=True)
-class FailingPending:
-    version: int
-
-    def write(self, folder: Path) -> None:
-        (folder / "half").write_text("half")
-        raise OSError(28, "No space left on device")
+def half(folder: Path) -> None:
+    (folder / "half").write_text("half")
+    raise OSError(28, "No space left on device")
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
     with CheckpointWriterIn(tmp_path) as writer:
-        writer.write(FakePending(1), make_run_state(1, SequenceTracker())).result()
+        writer.write(tensors_of(1), make_run_state(1, SequenceTracker())).result()
         with pytest.raises(OSError, match="No space"):
-            writer.write(FailingPending(2), make_run_state(2, SequenceTracker())).result()
+            writer.write(half, make_run_state(2, SequenceTracker())).result()
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
         for version in (3, 4):
-            writer.write(FakePending(version), make_run_state(version, SequenceTracker())).result()
+            writer.write(tensors_of(version), make_run_state(version, SequenceTracker())).result()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
@@ -472,17 +463,16 @@ KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
 from services.trainer.data.tracker import SequenceTracker
-from services.trainer.checkpoint.writer import CheckpointWriter
-from tests.unit.trainer_fakes import FakePending, make_run_state
+from services.trainer.checkpoint.checkpointer import CheckpointWriter
+from tests.unit.trainer_fakes import make_run_state, tensors_of
 
-class Deadly(FakePending):
-    def write(self, folder):
-        super().write(folder)
-        os.kill(os.getpid(), signal.SIGKILL)
+def deadly(folder):
+    tensors_of(2)(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
-writer.write(FakePending(1), make_run_state(1, SequenceTracker())).result()
-writer.write(Deadly(2), make_run_state(2, SequenceTracker())).result()
+writer.write(tensors_of(1), make_run_state(1, SequenceTracker())).result()
+writer.write(deadly, make_run_state(2, SequenceTracker())).result()
 """
 
 
@@ -499,7 +489,7 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_
 
 def test_the_export_of_a_checkpoint_is_linked_without_its_state(tmp_path: Path) -> None:
     with CheckpointWriterIn(tmp_path) as writer:
-        written = writer.write(FakePending(7), make_run_state(7, SequenceTracker())).result()
+        written = writer.write(tensors_of(7), make_run_state(7, SequenceTracker())).result()
     folder = link_export(written.folder, tmp_path / "checkpoint")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert json.loads((folder / "config.json").read_text()) == {"version": 7}
@@ -543,13 +533,13 @@ async def history(moves: list[str]) -> None:
                 for move in moves:
                     one = await play(move, one)
                 while one.version < RECIPE.trainer.steps:  # whatever state it is in, it comes to its end
-                    await one.settle()
+                    await one.idle()
                     if not await one.step():
                         assert await answer_next(one), "the trainer waits, and there is nothing on the queue"
-                await one.settle()
+                await one.idle()
             finally:
                 await one.die()
-        check_books(one)
+        check_tracker(one)
         check_journal(run_dir, one)
 
 
@@ -564,7 +554,7 @@ async def play(move: str, one: Life) -> Life:
                 one, version=max(0, one.version - 1), incarnation=max(1, one.start.lineage.incarnation - 1)
             )
         case "step":
-            await one.settle()
+            await one.idle()
             if one.version < RECIPE.trainer.steps:
                 await one.step()
         case "checkpoint":
@@ -587,8 +577,8 @@ async def repeat_last(bus: MemoryBus) -> None:
         await bus.publish_sequence(entry.payload, f"again-{info.last_position}")
 
 
-def check_books(one: Life) -> None:
-    ledger = one.books.ledger
+def check_tracker(one: Life) -> None:
+    ledger = one.tracker.ledger
     ledger.check()
     assert ledger.counts.trained == 2 * 2 * RECIPE.trainer.steps - missing_from_batches(one)
     assert set(ledger.in_flight()) == {
@@ -598,18 +588,18 @@ def check_books(one: Life) -> None:
 
 def missing_from_batches(one: Life) -> int:
     """Samples that a trained group lacked because they were stale."""
-    stale = one.books.ledger.counts.dropped_stale
-    return stale - 2 * one.books.lost_groups if stale > 2 * one.books.lost_groups else 0
+    stale = one.tracker.ledger.counts.dropped_stale
+    return stale - 2 * one.tracker.lost_groups if stale > 2 * one.tracker.lost_groups else 0
 
 
 def held_or_open(one: Life) -> set[str]:
     held = one.intake.held()
     groups = {sequence.group_id for group in (*held.taken, *held.ready) for sequence in group.sequences}
-    return groups | set(one.books.groups.open_groups())
+    return groups | set(one.tracker.groups.open_groups())
 
 
 def check_journal(run_dir: Path, one: Life) -> None:
-    """What counts of the journal, by itself, gives the same books, and trains nothing twice."""
+    """What counts of the journal, by itself, gives the same tracker, and trains nothing twice."""
     kept: list[tuple[int, dict[str, Any]]] = []
     for offset, event in read_events(run_dir / JOURNAL):
         if event["event"] == "start":
@@ -628,5 +618,5 @@ def check_journal(run_dir: Path, one: Life) -> None:
     assert set(closed) <= set(issued)
     trained = [event for event in events if event.get("outcome") == "trained"]
     assert sorted({event["version"] for event in trained}) == list(range(1, RECIPE.trainer.steps + 1))
-    counts = one.books.ledger.counts
+    counts = one.tracker.ledger.counts
     assert (issued.total(), closed.total()) == (counts.issued, counts.issued - counts.in_flight)

@@ -120,7 +120,7 @@ async def stop_during_step(run: TrainingRun, policy: FakePolicy) -> asyncio.Task
 
     async def batch(version: int) -> list[TrainingGroup]:
         group = make_group(900 + version)  # not one that the feeder issues
-        run._books.issue(group)
+        run._tracker.issue(group)
         return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
 
     run._intake.take_batch = batch  # type: ignore[method-assign]
@@ -205,7 +205,7 @@ async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its
             await asyncio.sleep(0.01)
         stop.set()
         await running
-        assert policy.calls == ["beat", "end"]
+        assert policy.calls == ["heartbeat", "end"]
 
 
 async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -
         def gone() -> None:
             raise RuntimeError("connection closed by peer")
 
-        policy.num_ranks, policy.beat = 2, gone  # type: ignore[method-assign]
+        policy.num_ranks, policy.heartbeat = 2, gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
         assert raised.group_contains(RuntimeError, match="closed by peer")

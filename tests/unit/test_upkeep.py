@@ -41,7 +41,7 @@ async def kept_desk(
 
         upkeep = StreamUpkeep(
             bus,
-            one.books,
+            one.tracker,
             one.intake,
             lambda filling: one.newest if filling else one.readable_from,
             checkpoint,
@@ -110,12 +110,12 @@ async def test_a_group_that_left_the_queue_without_its_sequences_ends_as_failed(
         deliveries = [await one.bus.next_prompt(1.0) for _ in range(4)]
         assert all(deliveries)
         await deliveries[0].terminate("does not parse")  # type: ignore[union-attr]
-        while one.books.lost_groups == 0:
+        while one.tracker.lost_groups == 0:
             await asyncio.sleep(EVERY_S)
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 2}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 2}
         assert await one.bus.next_prompt(1.0) is not None  # another group in its place
         await several_looks()
-        assert one.books.lost_groups == 1  # the others are in an actor's hands
+        assert one.tracker.lost_groups == 1  # the others are in an actor's hands
 
 
 async def test_the_samples_that_came_before_their_group_was_lost_are_trained_where_they_can() -> None:
@@ -124,9 +124,9 @@ async def test_the_samples_that_came_before_their_group_was_lost_are_trained_whe
         await one.publish(make_sequence(groups[0], 0))
         for group in groups[1:]:
             await one.answer(group)
-        while one.books.lost_groups == 0:
+        while one.tracker.lost_groups == 0:
             await asyncio.sleep(EVERY_S)
-        assert one.books.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 1, "group incomplete": 1}
+        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"prompt group lost": 1, "group incomplete": 1}
         assert len(await one.intake.take_batch(version=0)) == 2
 
 
@@ -135,17 +135,17 @@ async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read() -> None:
         await bus.create_streams()
         one = Desk(bus, make_recipe())
         upkeep = StreamUpkeep(
-            bus, one.books, one.intake, lambda filling: 1, no_checkpoint, every_s=EVERY_S, lost_after_s=0.0
+            bus, one.tracker, one.intake, lambda filling: 1, no_checkpoint, every_s=EVERY_S, lost_after_s=0.0
         )
         tasks = [asyncio.create_task(part) for part in (one.feeder.run(), upkeep.run())]
         for group in await one.take_issued():
             await one.answer(group)
         await several_looks()  # the intake has read nothing
-        assert one.books.ledger.counts.failed == 0
+        assert one.tracker.ledger.counts.failed == 0
         tasks.append(asyncio.create_task(one.intake.run()))
         assert len(await one.intake.take_batch(version=0)) == 2
         await several_looks()
-        assert one.books.ledger.counts.failed == 0
+        assert one.tracker.ledger.counts.failed == 0
         for task in tasks:
             task.cancel()
 
@@ -163,4 +163,4 @@ async def test_an_outage_loses_nothing() -> None:
             await delivery.ack()
         await several_looks()
         assert len(await one.intake.take_batch(version=0)) == 2
-        assert one.books.ledger.counts.failed == 0
+        assert one.tracker.ledger.counts.failed == 0

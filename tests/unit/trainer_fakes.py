@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +90,7 @@ class FakeVerifier:
 
 
 def step_figures(skipped: str = "") -> dict[str, Any]:
-    """What `TorchPolicyTrainer.train_step` gives, as far as loop and report look at it."""
+    """What `PolicyTrainer.step` gives, as far as loop and report look at it."""
     tokens = 0 if skipped else 8
     return {
         "skipped": skipped,
@@ -108,14 +108,9 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class FakePending:
-    """A checkpoint of no tensors."""
-
-    version: int
-
-    def write(self, folder: Path) -> None:
-        (folder / "config.json").write_text(f'{{"version": {self.version}}}')
+def tensors_of(version: int) -> Callable[[Path], object]:
+    """Writes a checkpoint of no tensors."""
+    return lambda folder: (folder / "config.json").write_text(f'{{"version": {version}}}')
 
 
 class FakeTokenizer:
@@ -153,7 +148,7 @@ class FakePolicy:
             self.prepared_ahead.set()
         return version
 
-    def train_step(self, prepared: int) -> dict[str, Any]:
+    def step(self, prepared: int) -> dict[str, Any]:
         version = prepared
         self._call(f"step {version}")
         self.stepping.set()
@@ -169,13 +164,14 @@ class FakePolicy:
         self._call("score")
         return np.array([-1.0, -2.0], dtype=np.float32)
 
-    def begin_checkpoint(self) -> FakePending:
-        self._call(f"checkpoint {self.version}")
+    def begin_checkpoint(self, version: int) -> Callable[[Path], object]:
+        assert version == self.version, "tensors of another version than the rest of the checkpoint"
+        self._call(f"checkpoint {version}")
         self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
-        return FakePending(self.version)
+        return tensors_of(version)
 
-    def beat(self) -> None:
-        self._call("beat")
+    def heartbeat(self) -> None:
+        self._call("heartbeat")
 
     def end(self) -> None:
         self._call("end")

@@ -1,23 +1,91 @@
-"""When a checkpoint is written, and that it is of one version: tensors and books of the same moment between two steps.
+"""When a checkpoint is written, that it is of one version, and that a folder which is there is whole.
 
-A step, from its computation to its entry into the books, and the copying for a checkpoint take turns. Writing goes on beside
-the next steps; one that falls due meanwhile is written after it.
+Tensors and the rest are of the same moment between two steps: a step, from its computation to its entry into the tracker, and
+the copying for a checkpoint take turns. Writing goes on beside the next steps, one checkpoint at a time, on a thread of its
+own; one that falls due meanwhile is written after it. Everything goes into a hidden folder beside the final one, onto the disk,
+and is renamed then: a crash at any point leaves the checkpoint before. Not here: what is in one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
-from services.trainer.checkpoint.run_state import RunState
-from services.trainer.checkpoint.writer import CheckpointWriter, PendingCheckpoint, WrittenCheckpoint
+from pipelinerl.run_dir import CHECKPOINTS
+from services.trainer.checkpoint.files import partial_folder, prune, put_in_place, sync_folder, sync_tree
+from services.trainer.checkpoint.run_state import RESUME, RunState
 
 log = logging.getLogger(__name__)
+
+RUN_ENDED = "the run has ended: no more checkpoints are written"
+WriteTensors = Callable[[Path], None]
+"""Writes the tensors of one version, which are in host memory, into a checkpoint's folder. Blocks."""
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """On disk."""
+
+    folder: Path
+    version: int
+    position: int
+    """Of SEQUENCES: what is up to there will not be read again."""
+    seconds: float
+
+
+class CheckpointWriter:
+    """`before_rename` runs on the writing thread when all but the name is on disk; what it raises is a failed checkpoint."""
+
+    def __init__(self, run_dir: Path, keep: int, before_rename: Callable[[], None] = lambda: None) -> None:
+        self._run_dir, self._keep, self._before_rename = run_dir, keep, before_rename
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._pending > 0
+
+    def write(self, write_tensors: WriteTensors, state: RunState) -> Future[WrittenCheckpoint]:
+        """Of the same version; called on one thread. The future carries whatever went wrong."""
+        self._pending += 1
+        job = self._thread.submit(self._write, write_tensors, state)
+        job.add_done_callback(self._written)
+        return job
+
+    def close(self) -> None:
+        """One under way is left to itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _written(self, job: Future[WrittenCheckpoint]) -> None:
+        self._pending -= 1
+
+    def _write(self, write_tensors: WriteTensors, state: RunState) -> WrittenCheckpoint:
+        began_s = time.monotonic()
+        folder = self._run_dir / CHECKPOINTS / f"step-{state.policy_version}"
+        partial = partial_folder(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            (partial / RESUME).mkdir(parents=True)
+            write_tensors(partial)
+            state.save(partial / RESUME)
+            sync_tree(partial)
+            self._before_rename()
+            put_in_place(partial, folder)
+            sync_folder(folder.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        prune(folder.parent, self._keep)
+        return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
 
 
 class Due:
@@ -38,13 +106,13 @@ class Due:
 
 
 class Checkpointer:
-    """`begin` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
+    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
 
     def __init__(
         self,
         due: Due,
         writer: CheckpointWriter,
-        begin: Callable[[], Awaitable[PendingCheckpoint]],
+        begin: Callable[[int], Awaitable[WriteTensors]],
         capture: Callable[[], RunState],
         on_written: Callable[[WrittenCheckpoint], None],
     ) -> None:
@@ -53,6 +121,8 @@ class Checkpointer:
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._boundary = asyncio.Lock()
         self._over = False
+        self._interrupted = False
+        """A step was cancelled, or failed: the run ends, and the weights may be ahead of the tracker."""
 
     async def if_due(self, version: int) -> None:
         """Begins one and returns once training may go on. What goes wrong with writing is logged, and training goes on."""
@@ -66,22 +136,21 @@ class Checkpointer:
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # for the end of the process
-            yield
+            try:
+                yield
+            except BaseException:
+                self._interrupted = True
+                raise
 
-    async def write(self, *, anew: bool = False) -> WrittenCheckpoint:
+    async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
         """One of now, or of after the step under way; returns when it is on disk. Raises `ServiceError` when it cannot be.
 
-        `anew`: also of a version that is written already, with what has arrived since.
+        `anew`: also of a version that is written already, with what has arrived since. `last`: no step begins after it.
         """
-        return await self._write(last=False, anew=anew)
-
-    async def write_last(self) -> WrittenCheckpoint:
-        """The same, after which no step begins any more."""
-        return await self._write(last=True)
-
-    async def _write(self, *, last: bool, anew: bool = False) -> WrittenCheckpoint:
         while True:
             async with self._boundary:
+                if self._interrupted:
+                    raise ServiceError(RUN_ENDED)
                 self._over = self._over or last
                 if last:
                     await self._idle()
@@ -100,11 +169,13 @@ class Checkpointer:
         """Of the version as it is; that which is written already, or being written, is not written again unless `anew`."""
         state = self._capture()
         version = state.policy_version
-        if not anew and self._newest is not None and self._newest[0] == version and not failed(self._newest[1]):
-            return self._newest[1]
+        if not anew and self._newest is not None and self._newest[0] == version:
+            newest = self._newest[1]
+            if not newest.done() or (not newest.cancelled() and newest.exception() is None):
+                return newest
         self._due.began(version)
-        pending = await self._begin()
-        task = asyncio.create_task(self._finish(self._writer.write(pending, state), version))
+        write_tensors = await self._begin(version)
+        task = asyncio.create_task(self._finish(self._writer.write(write_tensors, state), version))
         self._newest = version, task
         task.add_done_callback(self._ended)
         return task
@@ -119,9 +190,25 @@ class Checkpointer:
         return written
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
-        if failed(task) and not task.cancelled():
+        if not task.cancelled() and task.exception() is not None:
             log.error("%s; the one before is still there", task.exception())
 
 
-def failed(task: asyncio.Task[WrittenCheckpoint]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def link_export(step_folder: Path, folder: Path) -> Path:
+    """Makes `folder` the policy's export that is in a checkpoint: the same files, where the file system can, else copies."""
+    partial = partial_folder(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        shutil.copytree(step_folder, partial, ignore=shutil.ignore_patterns(RESUME), copy_function=_link)
+        put_in_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target

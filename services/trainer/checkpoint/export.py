@@ -24,7 +24,7 @@ from services.trainer.learn.lora import has_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from services.trainer.rank_zero import RankZero
+    from services.trainer.policy_trainer import RankZero
 
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 """What a model has beside its class and configuration that files are made of."""
@@ -48,14 +48,14 @@ class PolicyExport:
         self._tokenizer, self._dtype = tokenizer, dtype
         self._memory: dict[str, Tensor] = {}
 
-    def stage(self, lead: RankZero) -> StagedExport:
+    def stage(self, rank_zero: RankZero) -> StagedExport:
         """Gathers what actors would load. Blocks, on the thread that computes; all ranks take part."""
         staged = StagedExport(
-            weights=self._copied("weights", lead.weights(), self._dtype),
-            value_head=self._copied("value head", lead.value_head().items()),
-            adapter=self._copied("adapter", lead.adapter()) if has_adapters(self.form) else None,
+            weights=self._copied("weights", rank_zero.weights(), self._dtype),
+            value_head=self._copied("value head", rank_zero.value_head().items()),
+            adapter=self._copied("adapter", rank_zero.adapter()) if has_adapters(self.form) else None,
         )
-        device = lead.learner.policy.device
+        device = rank_zero.learner.policy.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return staged

@@ -1,16 +1,12 @@
-"""`lineage.json`: how often this run's trainer has started, from which version each time, with which recipe last, and when
-the first of them began to train.
+"""From what does this trainer start? And what a checkpoint holds beside tensors, and `lineage.json`.
 
-A trainer writes it before it serves anything, so that no two of a run's trainers take themselves for the same incarnation.
+`lineage.json` says how often this run's trainer has started, from which version each time, with which recipe last, and when
+the first of them began to train. A trainer writes it before it serves anything, so that no two of a run's trainers take
+themselves for the same incarnation.
 
-What a checkpoint holds beside tensors: books, feeder, held sequences, position in the log, figures, the recipe.
-
-Two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. A failed sample is
-kept by its reason alone. Reads and writes these files; who captures the parts, and when, is the caller's business.
-
-From what does this trainer start? From nothing, or from where this run's trainer was when it last ended.
-
-Looks into the run directory only; the streams are looked at later (`left_behind.py`).
+A checkpoint holds, beside tensors: the tracker, the feeder, held sequences, the position in the log, figures, the recipe. Two
+files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. A failed sample is kept by
+its reason alone. Not here: who captures the parts, and when; and what is on the streams.
 """
 
 from __future__ import annotations
@@ -39,6 +35,8 @@ from services.trainer.checkpoint.files import tidy, write_durably, write_json_du
 from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import failed_sample
 from services.trainer.learn.batch import TrainingGroup
+
+log = logging.getLogger(__name__)
 
 BEGAN = "training_began_s"
 
@@ -197,8 +195,6 @@ def _read_delimited(data: bytes) -> Iterator[Sequence]:
     while (message := parse_length_prefixed(sequence_pb2.Sequence, source)) is not None:
         yield decode_sequence(message.SerializeToString())
 
-
-log = logging.getLogger(__name__)
 
 RESUME, STATE = "resume", "state"
 """`checkpoints/step-<v>/resume/state`: folders in a run directory."""

@@ -2,13 +2,11 @@
 
 The files are torch.distributed.checkpoint's: each rank writes what it has, and any number of ranks reads it. Its `.metadata`
 is a pickle, so restore only what a run of yours has written. It is the last file: a folder without it is no state, whatever
-else a crash has left there. Written by `dcp.save` on a thread of ours (`saver.py`) and not by `dcp.async_save`, which wants to
-know the folder when it stages, and by default stages into new memory each time. Not here: which versions are saved, renaming.
+else a crash has left there. Written by `dcp.save` on a thread of ours and not by `dcp.async_save`, which wants to know the
+folder when it stages, and by default stages into new memory each time.
 
-One rank's checkpoints, one after the other: when its thread stages, and when another thread writes.
-
-All ranks stage between the same two steps, by rank 0's order. Where to write is said later, in a group of the writing
-threads, so that no rank's training waits for it. Not here: what is staged and how it is written (`saving.py`).
+All ranks stage between the same two steps, by rank 0's order. Rank 0 says later where to write, in a group of the writing
+threads, so that no rank's training waits for it. Not here: which versions are saved, and renaming.
 """
 
 from __future__ import annotations
@@ -34,6 +32,8 @@ from services.trainer.checkpoint.files import sync_folder
 from services.trainer.distributed.world import Links, Message
 from services.trainer.learn.state import RNG, adopt, is_quantized, learner_state, local_part, plain_part
 from services.trainer.learn.step import Learner
+
+log = logging.getLogger(__name__)
 
 FIELD = "checkpoint"
 
@@ -169,9 +169,7 @@ def _alone_is_meant() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-log = logging.getLogger(__name__)
-
-FOLDER, NOWHERE = "folder", "nowhere"
+FOLDER, DISCARD = "folder", "discard"
 
 
 class PendingState:
@@ -179,7 +177,7 @@ class PendingState:
 
     def __init__(self, staged: StagedState, others: Links | None) -> None:
         self.staged = staged
-        self.settled: Future[None] = Future()
+        self.resolved: Future[None] = Future()
         """Done when the memory is free for the next one."""
         self._others, self._begun, self._lock = others, False, threading.Lock()
 
@@ -190,13 +188,13 @@ class PendingState:
             self._tell(Message(FOLDER, {"folder": str(folder)}))
             self.staged.write(folder)
         finally:
-            self.settled.set_result(None)
+            self.resolved.set_result(None)
 
     def abandon(self) -> None:
         """Does nothing once it is being written."""
         if self._begin():
-            self._tell(Message(NOWHERE))
-            self.settled.set_result(None)
+            self._tell(Message(DISCARD))
+            self.resolved.set_result(None)
 
     def _begin(self) -> bool:
         with self._lock:
@@ -208,40 +206,8 @@ class PendingState:
             self._others.tell_all(message)
 
 
-class LeadingSaver:
-    """Rank 0's. All but the writing itself belongs to the thread that computes."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._last: PendingState | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-
-    def make_room(self) -> None:
-        """Before the others are told to stage: a state that nobody has begun to write will not be written."""
-        if self._last is not None:
-            self._last.abandon()
-            assert self._last.settled.done(), "the state before is still being written, from the same memory"
-
-    def stage(self) -> PendingState:
-        """This rank's part of an order to stage."""
-        staged = stage(self._learner, None if self._last is None else self._last.staged)
-        self._last = PendingState(staged, self._learner.world.saving)
-        return self._last
-
-    def save(self, folder: Path) -> Future[None]:
-        """`stage`, and then `write` on a thread of its own."""
-        return self._thread.submit(self.stage().write, folder)
-
-    def end(self) -> None:
-        """Waits for a write under way. A state that is not being written is dropped."""
-        if self._last is not None:
-            self._last.abandon()
-            self._last.settled.result()
-        self._thread.shutdown()
-
-
-class FollowingSaver:
-    """The same of another rank. A state that cannot be written is rank 0's to tell, and is no end of training."""
+class WorkerSaver:
+    """Checkpoints of a rank other than 0. Rank 0 tells of a state that cannot be written; it does not end training."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -250,7 +216,7 @@ class FollowingSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
 
     def save(self) -> None:
-        """Stages now, and writes on its thread where rank 0 says. First waits for the write before, which rank 0 has done."""
+        """Stages now, and writes on its own thread where rank 0 says. Waits for the write before, which rank 0 has done."""
         if self._writing is not None:
             self._writing.result()
         self._staged = stage(self._learner, self._staged)
@@ -262,7 +228,7 @@ class FollowingSaver:
 
     def _write(self, staged: StagedState) -> None:
         saving = self._learner.world.saving
-        assert saving is not None, "a rank that follows has others"
+        assert saving is not None, "a rank that is alone has no worker"
         try:
             told = saving.hear()
             if told.kind == FOLDER:

@@ -13,6 +13,7 @@ import grpc
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import (
+    FinishReason,
     Logprobs,
     PolicyVersion,
     SamplingParams,
@@ -25,7 +26,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry.spans import Trace, headers_of
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class EvaluatedCompletion:
     token_ids: TokenIds
     spans: tuple[VersionSpan, ...]
     text: str
-    finish_reason: int
+    finish_reason: FinishReason
     failure: str
 
 
@@ -96,7 +97,9 @@ class ActorClient:
                     ),
                     spans=spans_from_proto(result.spans),
                     text=result.completion_text,
-                    finish_reason=result.finish_reason,
+                    finish_reason=FinishReason.LENGTH
+                    if result.finish_reason == sequence_pb2.FINISH_REASON_LENGTH
+                    else FinishReason.STOP,
                     failure=result.failure,
                 )
         except grpc.aio.AioRpcError as error:

@@ -1,13 +1,12 @@
-"""Verdicts on held-out completions: what the verifier says of them by a deadline, and whether it means a right answer.
+"""Measures one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-The verifier may be away for as long as it likes; what it has not judged by the deadline has no verdict. Not here: what
-an evaluation makes of that.
+Held-out evaluation consumes the held-out problems and produces an accuracy; it waits for actors and verifier up to a deadline.
+The parity probe is a fixed token sequence, which every actor scores with the version it serves, and the trainer with that
+version's weights: the largest absolute difference of token log-probabilities, in nats, is the run's `logprob_mismatch_max`; an
+answer that cannot be compared is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
 
-Held-out evaluation through the same actors, at one stated policy version.
-
-Consumes the held-out problems, produces an accuracy; waits for actors and verifier up to a deadline. While it runs, the
-caller holds commits of later versions, so that every completion is of the version that is being measured; the spans that
-come back prove it. Training sequences go on beside it, and so does the optimizer, up to the next version's commit.
+While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
+spans that come back prove it. Training goes on beside it, up to the next version's commit.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import FinishReason, SamplingParams, TokenIds
-from pipelinerl.messages.verification import VerifyItem, VerifyOutcome
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion, SamplingParams, TokenIds
+from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import (
@@ -33,17 +32,12 @@ from pipelinerl.telemetry.spans import (
     trace_of,
 )
 from services.trainer.data.actor_client import ActorClient, ActorClients, EvaluatedCompletion
+from services.trainer.data.feeder import EncodedProblem
 
 log = logging.getLogger(__name__)
 
 JUDGE_BATCH = 64
 """Completions per verifier call: what one call loses, others keep."""
-
-
-class Verifier(Protocol):
-    """`pipelinerl.messages.verification.VerifierClient`."""
-
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]: ...
 
 
 def is_right(outcome: VerifyOutcome, correct_reward: float) -> bool:
@@ -52,7 +46,7 @@ def is_right(outcome: VerifyOutcome, correct_reward: float) -> bool:
     return outcome.ok and sum(terms) >= correct_reward * (1 - 1e-9)
 
 
-async def judge(verifier: Verifier, items: Sequence[VerifyItem], deadline: float) -> dict[str, VerifyOutcome]:
+async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyOutcome]:
     """Outcomes by sequence id, as far as the verifier gives them before `deadline` (seconds of the loop's clock)."""
     verdicts: dict[str, VerifyOutcome] = {}
     try:
@@ -64,7 +58,7 @@ async def judge(verifier: Verifier, items: Sequence[VerifyItem], deadline: float
     return verdicts
 
 
-async def _judge_batch(verifier: Verifier, items: Sequence[VerifyItem], verdicts: dict[str, VerifyOutcome]) -> None:
+async def _judge_batch(verifier: VerifierClient, items: list[VerifyItem], verdicts: dict[str, VerifyOutcome]) -> None:
     try:
         outcomes = await verifier.verify(items)
     except (ServiceError, MessageError) as error:
@@ -77,15 +71,6 @@ GENERATION_SHARE = 0.9
 """Of the evaluation's time; what generation leaves of it is the verifier's."""
 EMPTY = "empty_completion"
 """An actor's reason that is the policy's own fault: a wrong answer."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeldoutProblem:
-    problem_id: str
-    task: str
-    prompt_token_ids: TokenIds
-    prompt_text: str
-    reference_json: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +98,13 @@ class HeldoutResult:
 
 
 class HeldoutEvaluator:
-    """See the module. `members()` gives the addresses of the actors that serve, by name."""
+    """`members()` gives the addresses of the actors that serve, by name."""
 
     def __init__(
         self,
-        problems: Sequence[HeldoutProblem],
+        problems: list[EncodedProblem],
         members: Callable[[], Mapping[str, str]],
-        verifier: Verifier,
+        verifier: VerifierClient,
         sampling: SamplingParams,
         *,
         incarnation: int,
@@ -128,7 +113,7 @@ class HeldoutEvaluator:
         timeout_s: float,
         client: ActorClients = ActorClient,
     ) -> None:
-        self._problems = {problem.problem_id: problem for problem in problems}
+        self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
         self._members, self._verifier = members, verifier
         self._sampling, self._incarnation, self._seed = sampling, incarnation, seed
         self._correct_reward, self._timeout_s, self._client = correct_reward, timeout_s, client
@@ -256,12 +241,80 @@ class HeldoutEvaluator:
     def _item(self, completion: EvaluatedCompletion) -> VerifyItem:
         problem = self._problems[completion.problem_id]
         return VerifyItem(
-            sequence_id=problem.problem_id,
+            sequence_id=completion.problem_id,
             task=problem.task,
             prompt_text=problem.prompt_text,
             completion_text=completion.text,
             reference_json=problem.reference_json,
             completion_tokens=len(completion.token_ids),
             max_tokens=self._sampling.max_tokens,
-            finish_reason=FinishReason.LENGTH if completion.finish_reason == 2 else FinishReason.STOP,
+            finish_reason=completion.finish_reason,
         )
+
+
+# --- the parity probe --------------------------------------------------------------------------------------------------
+
+SCORE_TIMEOUT_S = 60.0
+
+
+def probe_tokens(vocabulary_size: int, num_tokens: int, seed: int) -> TokenIds:
+    """int32[num_tokens], fixed by the seed: any tokens will do, the models only have to agree on them."""
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, vocabulary_size, size=num_tokens, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One probe. `mismatch`: largest difference, nats, always finite; None when no answer could be compared.
+
+    `failures`: answers of actors that serve the version and cannot be compared, for numbers that are not finite or missing.
+    """
+
+    mismatch: float | None
+    failures: int
+
+
+async def measure_parity(
+    members: Mapping[str, str],
+    tokens: TokenIds,
+    trained: Logprobs,
+    version: PolicyVersion,
+    client: ActorClients = ActorClient,
+) -> Parity | None:
+    """Over all actors that serve `version`; None when none of them could say."""
+    answers = await asyncio.gather(
+        *(_score(client(name, address), tokens, version) for name, address in members.items())
+    )
+    served = {name: answer for name, answer in zip(members, answers, strict=True) if answer is not None}
+    return compare(served, trained, version) if served else None
+
+
+def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVersion) -> Parity:
+    """The parity of the answers of actors, by name; logs each one that cannot be compared as an error."""
+    differences: list[float] = []
+    for name, logprobs in served.items():
+        if len(logprobs) != len(trained):
+            problem = f"{len(logprobs)} log-probabilities where the trainer has {len(trained)}"
+        elif not np.isfinite(trained).all():
+            problem = "log-probabilities of the trainer are not finite"
+        elif not np.isfinite(logprobs).all():
+            problem = "log-probabilities of the actor are not finite"
+        else:
+            differences.append(float(np.abs(logprobs.astype(np.float64) - trained.astype(np.float64)).max()))
+            continue
+        log.error("parity probe of version %s fails on %s: %s", version, name, problem)
+    return Parity(max(differences, default=None), len(served) - len(differences))
+
+
+async def _score(actor: ActorClient, tokens: TokenIds, version: PolicyVersion) -> Logprobs | None:
+    """None when it does not answer, or serves another version."""
+    try:
+        async with actor:
+            served, served_version = await actor.score(tokens, SCORE_TIMEOUT_S)
+    except (ServiceError, MessageError) as error:
+        log.warning("parity probe goes on without %s: %s", actor.name, error)
+        return None
+    if served_version != version:
+        log.warning("parity probe: %s serves %s, not %s", actor.name, served_version, version)
+        return None
+    return served

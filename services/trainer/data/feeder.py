@@ -1,15 +1,11 @@
-"""What an earlier incarnation left on the run's streams: looked up once, before a trainer goes on from a checkpoint.
-
-Reads PROMPTS and what SEQUENCES holds after the checkpoint's position; takes nothing off either. What follows from it is
-the feeder's business (`Feeder.adopt`).
-
-Issues prompt groups, as many as the staleness bound allows.
+"""Issues prompt groups, as many as the staleness bound allows; and makes prompt tokens of problems.
 
 Consumes the task's problems in order, produces messages on PROMPTS, waits for the bound to allow more: a new version or a
-lost group unblocks it. What was issued is in the books before it is on the stream, so that nothing can arrive unexpected,
+lost group unblocks it. What was issued is in the tracker before it is on the stream, so that nothing can arrive unexpected,
 and group numbers are reserved on disk before that, so that a trainer that starts again knows which may be out there.
 
-From a problem to prompt tokens: the one place where the trainer tokenises. Completions are never tokenised again.
+A trainer that goes on from a checkpoint first looks up what the incarnation before left on the streams (`scan_in_flight`), and
+takes it over (`Feeder.adopt`). Prompts are tokenised here alone; completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,8 +26,7 @@ from pipelinerl.rl.feeding import FeederBound, default_backlog
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Problem, Split
-from pipelinerl.telemetry.spans import Trace, headers_of, trace_of
-from services.trainer.data.evaluation import HeldoutProblem
+from pipelinerl.telemetry.spans import headers_of, trace_of
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 
 if TYPE_CHECKING:
@@ -51,7 +46,7 @@ class InFlightScan:
     arrived: frozenset[str] = frozenset()
 
 
-async def look_for_left_behind(bus: Bus, position: int) -> InFlightScan:
+async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
     """`position`: of the last message of SEQUENCES that the checkpoint knows. Raises `BusError`.
 
     PROMPTS first: an actor stores the sequences of a group before it acknowledges it, so that a group which is not on
@@ -92,10 +87,8 @@ class EncodedProblem:
     reference_json: str
 
 
-class ProblemStream(Protocol):
-    """Training problems by index: the same index gives the same problem in every run with the same seed."""
-
-    def __call__(self, index: int) -> EncodedProblem: ...
+ProblemStream = Callable[[int], EncodedProblem]
+"""Training problems by index: the same index gives the same problem in every run with the same seed."""
 
 
 def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
@@ -112,24 +105,16 @@ def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
     )
 
 
-@dataclass(frozen=True)
-class FeederState:
-    """All that the feeder needs to go on: saved with a checkpoint, equal in two runs that issued the same.
-
-    Group number i holds problem i, in every incarnation: a group that is issued again under its number is the same.
-    """
-
-    next_group: int = 0
-
-
 async def _no_reservation(groups: int) -> None:
     return
 
 
 class Feeder:
-    """See the module. `version()` is the version that the bound counts from; `bound()` follows the number of actors.
+    """`bound()` follows the number of actors. `version()` is what it counts from: the version that every actor serves, which
+    new tokens are sampled by; below 0 before the first.
 
-    `reserve(n)` returns once it is on disk that groups numbered below n may be published.
+    `reserve(n)` returns once it is on disk that groups numbered below n may be published. `next_group` is all that the feeder
+    needs to go on: group number i holds problem i, in every incarnation.
     """
 
     def __init__(
@@ -137,27 +122,29 @@ class Feeder:
         bus: Bus,
         recipe: Recipe,
         problems: ProblemStream,
-        books: SequenceTracker,
+        tracker: SequenceTracker,
         bound: Callable[[], FeederBound],
         version: Callable[[], int],
         reserve: Callable[[int], Awaitable[None]] = _no_reservation,
         traces: SequenceTraces | None = None,
     ) -> None:
         self._reserve, self._traces = reserve, traces or SequenceTraces()
-        self._bus, self._recipe, self._problems, self._books = bus, recipe, problems, books
+        self._bus, self._recipe, self._problems, self._tracker = bus, recipe, problems, tracker
         self._bound, self._version = bound, version
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
-        self.state = FeederState()
+        self.next_group = 0
 
     @property
     def allowance(self) -> int:
         """Groups that may be issued now."""
-        return self._bound().groups_allowed(self._version(), self._books.issued_groups, self._books.lost_groups)
+        return self._bound().groups_allowed(
+            max(0, self._version()), self._tracker.issued_groups, self._tracker.lost_groups
+        )
 
     def look_again(self) -> None:
-        """The version, the books or the bound changed."""
+        """The version, the tracker or the bound changed."""
         self._look.set()
 
     async def run(self) -> None:
@@ -166,39 +153,35 @@ class Feeder:
             await self._look.wait()
             self._look.clear()
             while (allowance := self.allowance) > 0:
-                await self._reserve(self.state.next_group + allowance)
+                await self._reserve(self.next_group + allowance)
                 for _ in range(allowance):
-                    await self._issue_next()
+                    if (group := self._open_next()) is not None:
+                        await self._send(group, group.group_id)
 
-    async def adopt(self, reserved: int, left: InFlightScan, name: str) -> int:
+    async def adopt(self, reserved: int, scan: InFlightScan, name: str) -> int:
         """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.
 
         A group that the streams show is expected; one that they do not show never got there, or was lost with them, and is
         published, under an id of its own that ends with `name`. To be called before anything is read from the log.
         """
-        while self.state.next_group < reserved:
+        while self.next_group < reserved:
             self._open_next()
         published = 0
-        for group_id in self._books.groups.open_groups():
-            if group_id in left.prompts or group_id in left.arrived:
-                self._books.published(group_id, left.prompts.get(group_id, 0))
-            elif self._books.groups.missing(group_id):
+        for group_id in self._tracker.groups.open_groups():
+            if group_id in scan.prompts or group_id in scan.arrived:
+                self._tracker.published(group_id, scan.prompts.get(group_id, 0))
+            elif self._tracker.groups.missing(group_id):
                 published += 1
-                done = self._books.groups.arrived(group_id)
+                done = self._tracker.groups.arrived(group_id)
                 group = replace(self._group(group_number(group_id)), done_samples=done)
                 await self._send(group, f"{group_id}/{name}")
         return published
 
-    async def _issue_next(self) -> None:
-        group = self._open_next()
-        if group is not None:
-            await self._send(group, group.group_id)
-
     def _open_next(self) -> PromptGroup | None:
-        """Enters the next group into the books; None when it cannot be used and has ended there already."""
-        group = self._group(self.state.next_group)
-        self.state = FeederState(self.state.next_group + 1)
-        self._books.issue(group)
+        """Enters the next group into the tracker; None when it cannot be used and has ended there already."""
+        group = self._group(self.next_group)
+        self.next_group += 1
+        self._tracker.issue(group)
         tokens, context = len(group.prompt_token_ids), self._recipe.model.max_context
         if tokens >= context:
             self._refuse(group, "prompt too long", f"{tokens} prompt tokens, model.max_context {context}")
@@ -208,13 +191,16 @@ class Feeder:
     async def _send(self, group: PromptGroup, message_id: str) -> None:
         try:
             with self._traces.issue(group, message_id) as span:
-                position = await self._publish(group, message_id, trace_of(span))
+                payload, headers = encode_group(group), headers_of(trace_of(span))
+                position = await retry_forever(
+                    lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"
+                )
         except PayloadTooLarge as error:
             self._refuse(group, "prompt group too large", str(error))
         except MessageError as error:
             self._refuse(group, "prompt group invalid", str(error))
         else:
-            self._books.published(group.group_id, position)
+            self._tracker.published(group.group_id, position)
             self._unusable_in_a_row = 0
 
     def _group(self, number: int) -> PromptGroup:
@@ -235,17 +221,10 @@ class Feeder:
             issued_version=max(0, self._version()),
         )
 
-    async def _publish(self, group: PromptGroup, message_id: str, trace: Trace) -> int:
-        """Position on PROMPTS. Waits through outages. Raises `PayloadTooLarge`, `MessageError`."""
-        payload, headers = encode_group(group), headers_of(trace)
-        return await retry_forever(
-            lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"
-        )
-
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """A prompt that cannot be sent out, or leaves no room for a completion, ends here; another takes its place."""
         log.warning("problem %d is left out, %s: %s", group.problem_index, reason, detail)
-        self._books.refuse(group, reason)
+        self._tracker.refuse(group, reason)
         self._unusable_in_a_row += 1
         if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
             raise UserError(unusable_prompts(self._recipe, reason, detail))
@@ -290,22 +269,11 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
     return problem
 
 
-def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldoutProblem]:
+def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
     """The evaluator's problems. One that does not fit the context stays without a verdict."""
     source = make_source(recipe.task, recipe.seed)
-    problems = []
-    for index in range(recipe.task.heldout_problems):
-        encoded = encode(source.problem(Split.HELDOUT, index), recipe.task, tokenizer)
-        problems.append(
-            HeldoutProblem(
-                f"h{index:06d}",
-                encoded.task,
-                encoded.prompt_token_ids,
-                encoded.prompt_text,
-                encoded.reference_json,
-            )
-        )
-    return problems
+    indices = range(recipe.task.heldout_problems)
+    return [encode(source.problem(Split.HELDOUT, index), recipe.task, tokenizer) for index in indices]
 
 
 def encode(problem: Problem, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:

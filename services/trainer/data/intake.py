@@ -1,14 +1,12 @@
-"""Groups lost one after another: when it goes on for too long, nothing will ever be trained, and the run should say so.
-
-Pure: stepped by every group that is complete, asked for its verdict. What was stale when its turn came does not count:
-newer versions end that by themselves. It closes nothing.
-
-From the SEQUENCES log to batches of complete groups.
+"""From the SEQUENCES log to batches of complete groups.
 
 `Intake.run` consumes the log from a position, checks every sequence and produces ready groups; it waits for actors.
 `take_batch` consumes ready groups, drops what is too old for the version that asks, and waits until a batch is full; the
-feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the books.
-What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
+feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the
+tracker. What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
+
+`LossStreak` counts groups lost one after another: when it goes on for too long, nothing will ever be trained, and the run says
+so. What was stale when its turn came does not count: newer versions end that by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipelinerl.bus.protocol import Bus, LogEntry
 from pipelinerl.errors import MessageError, UserError
@@ -32,8 +30,10 @@ from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage, stale_reason
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import short_reason
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker, failed_copy
+from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
+
+log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Without `trainer.give_up_after_groups`: so many optimizer steps' worth of groups, and so many groups at least."""
@@ -49,6 +49,7 @@ _FIXES = {
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
     "unreadable": "run trainer and actors of the same release",
 }
+"""What a user can do about a reason of the ledger (docs/errors.md), by its beginning."""
 _ANY_FIX = "read the warnings in the trainer's log"
 
 
@@ -82,19 +83,12 @@ class LossStreak:
         if self._num_groups < self._limit:
             return ""
         (reason, count), *_ = self._reasons.most_common(1) or [("unknown", 0)]
+        fix = next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
         return (
             f"the last {self._num_groups} prompt groups were lost and none between them could be trained on; most "
-            f"frequent reason: {reason} ({count} of {self._reasons.total()}). To repair it, {fix_of(reason)}. A run that "
+            f"frequent reason: {reason} ({count} of {self._reasons.total()}). To repair it, {fix}. A run that "
             "needs more patience sets trainer.give_up_after_groups"
         )
-
-
-def fix_of(reason: str) -> str:
-    """What a user can do about a reason of the ledger (docs/errors.md)."""
-    return next((fix for beginning, fix in _FIXES.items() if reason.startswith(beginning)), _ANY_FIX)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,13 +103,13 @@ class HeldSequences:
 
 
 class Intake:
-    """See the module. `on_loss` is called when a group was lost, so that the feeder looks again."""
+    """`on_loss` is called when a group was lost, so that the feeder looks again."""
 
     def __init__(
         self,
         bus: Bus,
         recipe: Recipe,
-        books: SequenceTracker,
+        tracker: SequenceTracker,
         bound: FeederBound,
         *,
         vocab_size: int,
@@ -123,7 +117,7 @@ class Intake:
         lineage: Lineage = FIRST_INCARNATION,
         traces: SequenceTraces | None = None,
     ) -> None:
-        self._bus, self._recipe, self._books, self._bound = bus, recipe, books, bound
+        self._bus, self._recipe, self._tracker, self._bound = bus, recipe, tracker, bound
         self._lineage, self._traces = lineage, traces or SequenceTraces()
         self._vocab_size, self._on_loss = vocab_size, on_loss
         self._ready: deque[CompletedGroup] = deque()
@@ -155,7 +149,7 @@ class Intake:
                 self.position = entry.position
                 sequence = self._read(entry)
                 if sequence is not None:
-                    if self._books.ledger.is_open(sequence.sequence_id):
+                    if self._tracker.ledger.is_open(sequence.sequence_id):
                         self._traces.received(entry, sequence)
                     await self._add(sequence)
 
@@ -172,22 +166,22 @@ class Intake:
         return self._handed_out
 
     def held(self) -> HeldSequences:
-        """Between two steps: what came of the last batch must be in the books."""
-        is_open = self._books.ledger.is_open
+        """Between two steps: what came of the last batch must be in the tracker."""
+        is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
-        return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._books.groups.held())
+        return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.groups.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Takes over what another intake held, whose books are ours now; the log is read from after `position`."""
+        """Takes over what another intake held, whose tracker is ours now; the log is read from after `position`."""
         self._phase, self.position = list(held.taken), position
         self._ready.extend(held.ready)
         for sequence in held.open:
-            completed = self._books.groups.add(sequence)
+            completed = self._tracker.groups.add(sequence)
             assert completed is None, f"group {sequence.group_id} was held as incomplete"
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Ends the samples of an open group that did not come and never will; its others are trained where they can."""
-        for sequence in self._books.missing(group_id, self._bus.run, failure):
+        for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
@@ -198,25 +192,25 @@ class Intake:
             names = (entry.msg_id, sequence_id_in(entry.payload, run=self._bus.run))
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         reason = untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
-        return failed_copy(sequence, reason) if reason else sequence
+        return replace(sequence, failure=reason) if reason else sequence
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
         """Counts a bad message, and returns what ends the sample that one of the ids names, where it is still to come:
         it was published as this one, and nothing else will be."""
         self.bad_messages += 1
         log.error("%s is set aside: %s", what, failure)
-        found = (self._books.missing_sample(sequence_id, self._bus.run, failure) for sequence_id in sequence_ids)
+        found = (self._tracker.missing_sample(sequence_id, self._bus.run, failure) for sequence_id in sequence_ids)
         return next((sequence for sequence in found if sequence is not None), None)
 
     async def _add(self, sequence: Sequence) -> None:
         try:
-            group = self._books.arrive(sequence)
+            group = self._tracker.arrive(sequence)
         except MessageError as error:
             name = sequence.sequence_id
             failed = self._set_aside(f"sequence {name}", (name,), f"contradicts its group: {error}")
             if failed is None:
                 return
-            sequence, group = failed, self._books.arrive(failed)
+            sequence, group = failed, self._tracker.arrive(failed)
         self.tokens_arrived += sequence.num_completion_tokens
         self.tokens_arrived_here += sequence.num_completion_tokens
         if sequence.failure:
@@ -260,12 +254,12 @@ class Intake:
             if reason is None:
                 kept.append(position)
             else:
-                self._books.close([sequence], Outcome.DROPPED_STALE, reason.value)
+                self._tracker.close([sequence], Outcome.DROPPED_STALE, reason.value)
         if not kept:
             self._lose((), Outcome.DROPPED_STALE, "")
             return None
         return TrainingGroup(tuple(group.sequences[position] for position in kept), advantages[kept])
 
     def _lose(self, sequences: tuple[Sequence, ...], outcome: Outcome, reason: str) -> None:
-        self._books.lose(sequences, outcome, reason)
+        self._tracker.lose(sequences, outcome, reason)
         self._on_loss()

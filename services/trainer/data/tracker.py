@@ -1,13 +1,12 @@
-"""What was issued and where it ended: the ledger and the groups that are still open, kept in step.
+"""What was issued and where it ended: the ledger and the groups that are still open, kept in step; and the spans of both.
 
-Stepped by issue, arrival and close; pure state, no stream and no clock. Each step is also an event for the journal
-(`pipelinerl/audit/journal.py`). `lost` groups, of which nothing is trained, are the ones that the feeder may issue again.
+`SequenceTracker` is stepped by issue, arrival and close; pure state, no stream and no clock. Each step is also an event for
+the journal (`pipelinerl/audit/journal.py`). The feeder may issue `lost` groups again, of which nothing is trained.
 
-The trainer's spans of sequences: issued, received, and how each ended; and one span for each optimizer step.
-
-A group's trace begins where it is issued; whatever is done with its sequences, here or elsewhere, follows. Until a sequence has
-ended, what its next span follows is kept here, of sampled traces only. It changes nothing of what is traced; a trace whose
-trainer starts again has no end unless the sequence is received once more.
+`SequenceTraces` has the trainer's spans: issued, received, and how each sequence ended; and one for each optimizer step. A
+group's trace begins where it is issued; whatever is done with its sequences, here or elsewhere, follows. It remembers what the
+next span of a sequence follows until the sequence has ended, of sampled traces only. A trace whose trainer starts again has no
+end unless the sequence is received once more.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,10 +37,10 @@ from pipelinerl.telemetry.spans import (
 
 
 class SequenceTracker:
-    """See the module. `issued_groups` counts replacements of lost ones too; `record` takes the events.
+    """`issued_groups` counts replacements of lost ones too; `record` takes the events.
 
     `counts` and `tokens` are for readers on other threads: the ledger's numbers after the last event, of one moment, and the
-    completion tokens that ended here by outcome, since these books were opened.
+    completion tokens that ended here by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -102,20 +100,17 @@ class SequenceTracker:
         """Open groups whose prompt is no longer on PROMPTS, where `first_position` is the oldest one left."""
         return tuple(group_id for group_id, position in self._queue_positions.items() if position < first_position)
 
-    def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "") -> None:
-        """Raises `LedgerViolation`."""
-        self._end(sequences, outcome, reason)
-
     def train(self, sequences: Iterable[Sequence], version: int) -> None:
         """They were trained on, and `version` came of it. Raises `LedgerViolation`."""
-        self._end(sequences, Outcome.TRAINED, version=version)
+        self.close(sequences, Outcome.TRAINED, version=version)
 
     def end_step(self, version: int) -> None:
         """All of the step that made `version` is in. Raises `LedgerViolation` when the equation does not hold."""
         self.ledger.check()
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
-    def _end(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
+    def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
+        """They end here; `more` goes into the event. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
@@ -141,7 +136,7 @@ class SequenceTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over `to_state` of other books, without an event. Raises `LedgerViolation`."""
+        """Takes over `to_state` of another tracker, without an event. Raises `LedgerViolation`."""
         groups = state["groups"]
         self.ledger, self.groups = Ledger.from_state(state["ledger"]), GroupAssembler()
         self.counts = self.ledger.counts
@@ -170,30 +165,20 @@ def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, f
     )
 
 
-def failed_copy(sequence: Sequence, failure: str) -> Sequence:
-    return replace(sequence, failure=failure)
-
-
 Record = Callable[[Mapping[str, Any]], None]
 
 MOST_OPEN = 100_000
 """Sequences under way whose traces are remembered; beyond it the oldest is forgotten, and its trace has no end."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    trace: Trace
-    began_at: int
-    """Unix ns."""
-
-
 class SequenceTraces:
-    """See the module. Costs a dictionary's look-up for each sequence where nothing is sampled."""
+    """Costs a dictionary look-up for each sequence where nothing is sampled."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, Trace] = OrderedDict()
         """By sequence id: what its next span follows."""
-        self._step: _Step | None = None
+        self._step: tuple[Trace, int] | None = None
+        """The optimizer step under way, and when it began (Unix ns)."""
 
     def issue(self, group: PromptGroup, message_id: str) -> Span:
         """Of sending a group out, which begins its trace. To be used in a `with`, and followed by the message."""
@@ -220,7 +205,7 @@ class SequenceTraces:
             self._remember(sequence.sequence_id, trace_of(span) or trace)
 
     def recording(self, record: Record) -> Record:
-        """`record`, for events of the books, with the end of each sequence in its trace."""
+        """`record`, for events of the tracker, with the end of each sequence in its trace."""
 
         def both(event: Mapping[str, Any]) -> None:
             record(event)
@@ -231,13 +216,13 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Around an optimizer step and its entry into the books: sequences that end inside were trained by it.
+        """Around an optimizer step and its entry into the tracker: sequences that end inside were trained by it.
 
         `version`: that the step makes.
         """
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
-            self._step = _Step(trace_of(span), now_ns())
+            self._step = trace_of(span), now_ns()
             try:
                 yield span
             finally:
@@ -256,8 +241,8 @@ class SequenceTraces:
                 self._open.pop(sequence_id, None),
                 "sequence.train" if trained else "sequence.end",
                 attributes={a.SEQUENCE_ID: sequence_id, **about},
-                links=[step.trace] if step else (),
-                began_at=step.began_at if step else None,
+                links=[step[0]] if step else (),
+                began_at=step[1] if step else None,
             ).end()
 
     def _remember(self, sequence_id: str, trace: Trace) -> None:

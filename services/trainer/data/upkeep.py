@@ -34,7 +34,7 @@ class _Gone(NamedTuple):
 
 
 class StreamUpkeep:
-    """See the module. `checkpoint` writes one; `readable_from(filling)`: lowest position of the log that may be read again, by
+    """`checkpoint` writes one; `readable_from(filling)`: lowest position of the log that may be read again, by
     the newest checkpoint alone where the log is `filling` up. `on_look` hears what is seen of `prompts` and `sequences`.
 
     An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
@@ -45,7 +45,7 @@ class StreamUpkeep:
     def __init__(
         self,
         bus: Bus,
-        books: SequenceTracker,
+        tracker: SequenceTracker,
         intake: Intake,
         readable_from: Callable[[bool], int],
         checkpoint: Callable[[], Awaitable[None]],
@@ -54,7 +54,7 @@ class StreamUpkeep:
         every_s: float = LOOK_EVERY_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
-        self._bus, self._books, self._intake = bus, books, intake
+        self._bus, self._tracker, self._intake = bus, tracker, intake
         self._readable_from, self._checkpoint = readable_from, checkpoint
         self._on_look, self._every_s, self._lost_after_s = on_look, every_s, lost_after_s
         self._purged_below = 1
@@ -86,11 +86,11 @@ class StreamUpkeep:
             self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
-        gone = self._books.gone_from_queue(prompts.first_position)
+        gone = self._tracker.gone_from_queue(prompts.first_position)
         if gone:
             still_there = {group_id_of(prompt.msg_id): prompt.position for prompt in await self._bus.pending_prompts()}
             for group_id in set(gone) & set(still_there):
-                self._books.published(group_id, still_there[group_id])
+                self._tracker.published(group_id, still_there[group_id])
             gone = tuple(group_id for group_id in gone if group_id not in still_there)
         log_end = (await self._bus.sequences_info()).last_position if gone else 0
         now_s = asyncio.get_running_loop().time()

@@ -1,15 +1,9 @@
-"""Which part of the work each rank has, as a pure function of its number and the recipe.
+"""The ranks of the trainer: which part of the work each has, the groups they talk in, and the messages of those groups.
 
 Ranks that share the tokens of a row (sequence parallelism) are neighbours, and so are those that share one copy of the
-weights: both talk most, and neighbours are on one node. Opens no connection.
-
-What ranks say to each other: a kind, small fields and arrays, as bytes in the safetensors format (never pickle).
-
-Sends nothing.
-
-The ranks of the trainer and the groups they talk in: for orders (host memory), for tensors, for checkpoints, per shared row.
-
-One rank is a world without any group. What is said in the groups is not decided here.
+weights: both talk most, and neighbours are on one node. There are groups for orders (host memory), for tensors, for
+checkpoints, and per shared row; one rank is a world without any. A message is a kind, small fields and arrays, as bytes in the
+safetensors format (never pickle). Not here: what rank 0 orders, and how it is carried out.
 """
 
 from __future__ import annotations
@@ -30,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.errors import FieldError, ServiceError
 
-SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, BEAT, END = "score", "weights", "adapter", "value head", "beat", "end"
-SAVE = "save"
+SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
+HEARTBEAT, END = "beat", "end"
 """Kinds of rank 0's orders."""
 
 
@@ -49,7 +43,8 @@ class RankLayout:
     def __post_init__(self) -> None:
         for name, value in (("context_parallel", self.sequence_ranks), ("shard_ranks", self.shard_ranks)):
             if self.size % value:
-                fix = f"does not divide the {self.size} ranks of the trainer; use one of {divisors(self.size)}"
+                divisors = [number for number in range(1, self.size + 1) if self.size % number == 0]
+                fix = f"does not divide the {self.size} ranks of the trainer; use one of {divisors}"
                 raise FieldError(f"trainer.{name}", value, fix)
 
     @property
@@ -66,21 +61,6 @@ class RankLayout:
     def sequence_index(self) -> int:
         """Which part of its row."""
         return self.rank % self.sequence_ranks
-
-    @property
-    def copies(self) -> int:
-        """Copies of the weights: more than one is hybrid sharding."""
-        return self.size // self.shard_ranks
-
-
-def rank_layout(rank: int, size: int, context_parallel: int, shard_ranks: int) -> RankLayout:
-    """Of a recipe's `trainer.context_parallel` and `trainer.shard_ranks` (0 = all ranks)."""
-    return RankLayout(rank, size, context_parallel, shard_ranks or size)
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 _HEADER = 8
@@ -108,7 +88,7 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for rank 0's next order. Rank 0 gives one every few seconds (`loop.BEAT_S`) unless it computes or
+"""How long a rank waits for rank 0's next order. Rank 0 gives one every few seconds (`loop.HEARTBEAT_S`) unless it computes or
 writes a checkpoint, so this only ends ranks whose rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """How long a collective of the step may wait for a rank that computes."""
@@ -203,8 +183,9 @@ def join_ranks(device: torch.device) -> None:
 
 
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
-    """All ranks that have met; called by all of them. Raises `FieldError`."""
-    layout = rank_layout(dist.get_rank(), dist.get_world_size(), context_parallel, shard_ranks)
+    """All ranks that have met; called by all of them. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
+    size = dist.get_world_size()
+    layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
     links = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
     saving = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
     mesh, host = _shard_mesh(layout, device), torch.device("cpu")
@@ -219,9 +200,10 @@ def leave_ranks() -> None:
 
 
 def _shard_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
-    if layout.copies == 1:
+    copies = layout.size // layout.shard_ranks
+    if copies == 1:
         return init_device_mesh(device.type, (layout.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (layout.copies, layout.shard_ranks), mesh_dim_names=("copy", "shard"))
+    return init_device_mesh(device.type, (copies, layout.shard_ranks), mesh_dim_names=("copy", "shard"))
 
 
 def _row_group(layout: RankLayout, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.events import EventRecorder, EventType, PodRef
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.service.settings import TrainerSettings
-from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.weight_sync.membership import MemberChange
 
 COMPONENT = "pipelinerl-trainer"

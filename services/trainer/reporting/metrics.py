@@ -22,11 +22,11 @@ from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.checkpoint.writer import WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.data.actor_client import ActorLoad
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
-from services.trainer.distributed.world import ADAPTER, BEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
+from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.coordinator import EvictionCause
@@ -35,7 +35,7 @@ from services.trainer.weight_sync.session import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
 PREFIX = "pipelinerl_trainer"
-ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, BEAT)
+ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 class RankMetrics:

@@ -24,17 +24,16 @@ from pipelinerl.rl.advantages import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
 from pipelinerl.run_summary import RunSummary, RunTotals
 from pipelinerl.service.logs import LogContext
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.checkpoint.writer import WrittenCheckpoint
 from services.trainer.data.actor_client import ActorLoad
-from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.loop import OptimizerLoop
-from services.trainer.probe import Parity
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting.board import PageBoard, about, ends_of
 from services.trainer.reporting.events import RunEvents
