@@ -1,7 +1,7 @@
 """The bus over NATS JetStream.
 
-Four streams, one durable consumer and one key-value bucket per run (`nats_streams`), one connection per process
-(`nats_link`). It does not start a server (`pipelinerl.local.nats` does) and does not change streams that exist.
+Four streams, one durable consumer and one key-value bucket per run, one connection per process. It does not start a server
+(`pipelinerl.local.nats` does) and does not change streams that exist.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import nats.js.errors
 from nats.js.api import StreamConfig
 
-from pipelinerl.bus import streams as nats_streams
 from pipelinerl.bus.link import (
     NatsLink,
     bus_errors,
@@ -24,7 +24,6 @@ from pipelinerl.bus.link import (
     is_stream_missing,
     open_link,
 )
-from pipelinerl.bus.members import MemberWatch
 from pipelinerl.bus.protocol import (
     NO_HEADERS,
     ControlMessage,
@@ -40,8 +39,17 @@ from pipelinerl.bus.protocol import (
     used_before,
     watched,
 )
-from pipelinerl.bus.publisher import StreamPublisher, headers_given
-from pipelinerl.bus.reader import OrderedReader, ReadPlan, stored_messages, stream_info
+from pipelinerl.bus.publisher import StreamPublisher
+from pipelinerl.bus.reader import (
+    MemberWatch,
+    OrderedReader,
+    ReadPlan,
+    Received,
+    headers_given,
+    stored_messages,
+    stream_info,
+)
+from pipelinerl.bus.streams import ACTORS, actors_consumer, members_bucket, stream_configs
 from pipelinerl.bus.work_queue import NatsPrompt, PromptPuller
 from pipelinerl.errors import BusError
 
@@ -98,7 +106,7 @@ class JetStreamBus:
         self.run, self.limits = subjects.run, limits
         self._link, self._subjects = link, subjects
         self._publisher = StreamPublisher(link)
-        self._puller = PromptPuller(link, subjects.prompts_stream, nats_streams.ACTORS)
+        self._puller = PromptPuller(link, subjects.prompts_stream, ACTORS)
         self._limit_texts: dict[str, str] = {}
 
     @property
@@ -136,14 +144,16 @@ class JetStreamBus:
     async def _create_streams(self, fresh: bool) -> None:
         if fresh and (used := await self._used_streams()):
             raise used_before(self.run, used)
-        await self._ensure_stream(nats_streams.prompts(self._subjects, self.limits))
-        await self._ensure_stream(nats_streams.sequences(self._subjects, self.limits))
-        await self._ensure_stream(nats_streams.control(self._subjects, self.limits))
-        await self._ensure_stream(nats_streams.dead(self._subjects, self.limits))
-        if not await self._has_stream(nats_streams.members_stream(self._subjects)):
+        for config in stream_configs(self._subjects, self.limits):
+            await self._ensure_stream(config)
+        if not await self._has_stream(self._subjects.members_stream):
             with bus_errors(f"creating the membership bucket at {self._link.url} (needs nats-server 2.11)"):
-                await self._link.js.create_key_value(nats_streams.members(self._subjects, self.limits))
-        await self._ensure_actors_consumer()
+                await self._link.js.create_key_value(members_bucket(self._subjects, self.limits))
+        with bus_errors(f"creating the consumer of {self._subjects.prompts_stream}"):
+            try:
+                await self._link.js.consumer_info(self._subjects.prompts_stream, ACTORS)
+            except nats.js.errors.NotFoundError:
+                await self._link.js.add_consumer(self._subjects.prompts_stream, actors_consumer(self.limits))
 
     async def delete_streams(self) -> None:
         for stream in self._subjects.every_stream:
@@ -164,7 +174,7 @@ class JetStreamBus:
     async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
         plan = ReadPlan(self._subjects.sequences_stream, from_position=max(1, from_position))
         async with OrderedReader(self._link, plan) as reader:
-            yield _LogEntries(reader)
+            yield _Messages(reader, _log_entry)
 
     async def purge_sequences(self, below_position: int) -> None:
         if below_position <= 1:
@@ -202,23 +212,28 @@ class JetStreamBus:
         self, kinds: Sequence[str], actor: str = ""
     ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
         subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
+        prefix = self._subjects.control("")
+
+        def control_message(received: Received) -> ControlMessage:
+            message, ack = received
+            kind, _, name = message.subject.removeprefix(prefix).partition(".")
+            return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message.headers))
+
         async with OrderedReader(self._link, ReadPlan(self._subjects.control_stream, subjects)) as reader:
-            yield _ControlMessages(reader, prefix=self._subjects.control(""))
+            yield _Messages(reader, control_message)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
-        subject = nats_streams.member_subject(self._subjects, check_actor_name(actor))
-        await self._publisher.store(subject, payload)
+        await self._publisher.store(self._subjects.member(check_actor_name(actor)), payload)
 
     async def remove_member(self, actor: str) -> None:
-        subject = nats_streams.member_subject(self._subjects, check_actor_name(actor))
-        await self._publisher.store(subject, b"", {"KV-Operation": "DEL"})
+        await self._publisher.store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
 
     @contextlib.asynccontextmanager
     async def watch_members(self) -> AsyncIterator[AsyncIterator[MemberEvent]]:
-        stream = nats_streams.members_stream(self._subjects)
+        stream = self._subjects.members_stream
         with bus_errors(f"watching members at {self._link.url}"):
             ttl_s = (await self._link.js.stream_info(stream)).config.max_age
-        every = nats_streams.member_subject(self._subjects, "*")
+        every = self._subjects.member("*")
         async with OrderedReader(self._link, ReadPlan(stream, (every,), snapshot_again=True)) as reader:
             yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
 
@@ -280,39 +295,29 @@ class JetStreamBus:
             raise
         return True
 
-    async def _ensure_actors_consumer(self) -> None:
-        with bus_errors(f"creating the consumer of {self._subjects.prompts_stream}"):
-            try:
-                await self._link.js.consumer_info(self._subjects.prompts_stream, nats_streams.ACTORS)
-            except nats.js.errors.NotFoundError:
-                await self._link.js.add_consumer(self._subjects.prompts_stream, nats_streams.actors(self.limits))
-
     async def _info(self, stream: str) -> StreamInfo:
         return await stream_info(self._link, stream)
 
 
-class _LogEntries:
-    def __init__(self, reader: OrderedReader) -> None:
-        self._reader = reader
+_Item = TypeVar("_Item")
 
-    def __aiter__(self) -> _LogEntries:
+
+class _Messages(Generic[_Item]):
+    """What `convert` makes of each message of `reader`. Not a generator: one whose `anext` is cancelled would be over."""
+
+    def __init__(self, reader: OrderedReader, convert: Callable[[Received], _Item]) -> None:
+        self._reader, self._convert = reader, convert
+
+    def __aiter__(self) -> _Messages[_Item]:
         return self
 
-    async def __anext__(self) -> LogEntry:
-        message, ack = await self._reader.next_message()
-        msg_id = message.headers.get(_MSG_ID, "") if message.headers else ""
-        given = headers_given(message.headers)
-        return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, given)
+    async def __anext__(self) -> _Item:
+        return self._convert(await self._reader.next_message())
 
 
-class _ControlMessages:
-    def __init__(self, reader: OrderedReader, prefix: str) -> None:
-        self._reader, self._prefix = reader, prefix
-
-    def __aiter__(self) -> _ControlMessages:
-        return self
-
-    async def __anext__(self) -> ControlMessage:
-        message, ack = await self._reader.next_message()
-        kind, _, actor = message.subject.removeprefix(self._prefix).partition(".")
-        return ControlMessage(kind, actor, message.data, ack.stream_position, headers_given(message.headers))
+def _log_entry(received: Received) -> LogEntry:
+    message, ack = received
+    msg_id = (message.headers or {}).get(_MSG_ID, "")
+    return LogEntry(
+        ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, headers_given(message.headers)
+    )

@@ -1,16 +1,9 @@
-"""How a process gets into NATS: user and password, or a .creds file, and certificates, read again for each connection.
+"""One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
 
-What cannot be read is an error at the start; later the last that could be read is used, and a warning logged, so that a
-half-renewed file costs nothing. It opens no connection and shows no password.
-
-nats-py's client, with what it lacks: refusals that reach whoever waits, logins and certificates that are read again.
-
-It also keeps a password from a server without TLS where TLS was asked for, and outlives the end of a connection that the
-server gives a reason for (its users were changed): nats-py would close for ever. It knows nothing of streams.
-
-One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
-
-It knows nothing of runs, streams or sequences.
+nats-py's client, with what it lacks: refusals that reach the task that waits, and logins and certificates that are read again
+for each connection. What cannot be read is an error at the start; later the last that could be read is used, and a warning
+logged, so that a half-renewed file costs nothing. A password is neither shown nor sent to a server without TLS where TLS was
+asked for. It knows nothing of runs, streams or sequences.
 """
 
 from __future__ import annotations
@@ -143,7 +136,11 @@ _ENDS_NOTHING = ("permissions violation", "stale connection")
 
 
 class NatsClient(Client):
-    """`refused` holds functions to call with a subject, in lower case, that the server does not let this user use."""
+    """`refused` holds functions to call with a subject, in lower case, that the server does not let this user use.
+
+    It outlives the end of a connection that the server gives a reason for (its users were changed): nats-py would close for
+    ever.
+    """
 
     def __init__(self, access: NatsAccess) -> None:
         super().__init__()

@@ -75,32 +75,6 @@ def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def permissions_in(block: Mapping[str, Any]) -> dict[str, Permissions]:
-    """The permissions that a parsed `authorization` block gives, by user; the reverse of `authorization`.
-
-    A side is a list or `{"allow": [...]}`; a user without permissions has full access. Raises `ValueError` for rules that
-    `Permissions` cannot say (`deny`, `allow_responses`).
-    """
-    return {user["user"]: _of_user(user) for user in block["users"]}
-
-
-def _of_user(user: Mapping[str, Any]) -> Permissions:
-    given = user.get("permissions")
-    if given is None:
-        return Permissions((">",), (">",))
-    if extra := sorted(set(given) - {"publish", "subscribe"}):
-        raise ValueError(f"user {user['user']!r}: rules {extra} beside publish and subscribe")
-    return Permissions(_allowed(user["user"], given["publish"]), _allowed(user["user"], given["subscribe"]))
-
-
-def _allowed(user: str, side: Any) -> tuple[str, ...]:
-    if isinstance(side, Mapping):
-        if set(side) != {"allow"}:
-            raise ValueError(f"user {user!r}: rules {sorted(side)} instead of one list of what is allowed")
-        side = side["allow"]
-    return (side,) if isinstance(side, str) else tuple(side)
-
-
 def _trainer(subjects: Subjects) -> tuple[str, ...]:
     """Makes the run's streams, issues prompts, gives orders, reads everything, purges what it has consumed."""
     own = (subjects.prompts, *(subjects.control(kind) for kind in FROM_TRAINER))
@@ -145,7 +119,7 @@ def _actor(subjects: Subjects) -> tuple[str, ...]:
 
 
 def _reading(stream: str) -> tuple[str, ...]:
-    """An ephemeral consumer of its own (`nats_reader`)."""
+    """An ephemeral consumer of its own, as `OrderedReader` makes it."""
     return (
         f"{_API}.CONSUMER.CREATE.{stream}",
         f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",

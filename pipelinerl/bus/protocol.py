@@ -1,11 +1,8 @@
-"""What the services need from a message bus. `jetstream.py` and `memory.py` implement it under one contract test suite.
+"""What the services need from a message bus, and the names of a run's streams and subjects. Pure.
 
-Payloads are opaque bytes here: `pipelinerl.messages` makes and reads them. The bus neither retries a publish for ever nor
-drops anything: a stream that is full or unreachable raises `BusError`, and the caller keeps what it holds.
-
-Names of streams, subjects and buckets of one run. Subjects are prefixed by the run, so that runs share one NATS.
-
-Pure: strings in, strings out.
+`jetstream.py` implements it; tests have one in memory beside it. Payloads are opaque bytes here: `pipelinerl.messages` makes
+and reads them. The bus neither retries a publish for ever nor drops anything: a stream that is full or unreachable raises
+`BusError`, and the caller keeps what it holds.
 """
 
 from __future__ import annotations
@@ -125,7 +122,7 @@ class PromptDelivery(Protocol):
 
 
 class Bus(Protocol):
-    """One run's streams. Made by `jetstream.connect(...)` or `memory.MemoryBus(...)`, as an async context manager.
+    """One run's streams. Made by `jetstream.connect(...)`.
 
     Every call is bounded in time and raises `BusError` when the server does not answer. The iterators are not: they
     wait, across reconnections, until the context is left. Cancelling a wait (`anext` too) never loses a message.
@@ -206,7 +203,7 @@ class Bus(Protocol):
     ) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
         """The last message of each matching subject, then every new one, in stream order.
         An answer kind (`staged`) matches the answers of all actors; an order (`commit`) matches those to all, and those
-        to `actor` alone (`subjects.EVERY_ACTOR`: to any one)."""
+        to `actor` alone (`EVERY_ACTOR`: to any one)."""
         ...
 
     async def put_member(self, actor: str, payload: bytes) -> None:
@@ -248,56 +245,18 @@ def group_id_of(msg_id: str) -> str:
     return msg_id.partition("/")[0]
 
 
-@dataclass(frozen=True)
 class Subjects:
-    """Subjects, streams and the membership bucket of one run."""
+    """Subjects, streams and the membership bucket of one run. Subjects are prefixed by the run, so that runs share one NATS."""
 
-    run: str
-
-    def __post_init__(self) -> None:
-        check_run_name(self.run)
-
-    @property
-    def prompts_stream(self) -> str:
-        return f"PROMPTS_{self.run}"
-
-    @property
-    def sequences_stream(self) -> str:
-        return f"SEQUENCES_{self.run}"
-
-    @property
-    def control_stream(self) -> str:
-        return f"CONTROL_{self.run}"
-
-    @property
-    def dead_stream(self) -> str:
-        return f"DEAD_{self.run}"
-
-    @property
-    def members_bucket(self) -> str:
-        return f"members-{self.run}"
-
-    @property
-    def members_stream(self) -> str:
-        """What JetStream calls the bucket's stream."""
-        return f"KV_{self.members_bucket}"
-
-    @property
-    def prompts(self) -> str:
-        return f"{self.run}.prompts"
-
-    @property
-    def sequences(self) -> str:
-        return f"{self.run}.sequences"
-
-    @property
-    def dead(self) -> str:
-        """Messages of PROMPTS that were given up."""
-        return f"{self.run}.dead"
-
-    @property
-    def every_stream(self) -> tuple[str, ...]:
-        return (
+    def __init__(self, run: str) -> None:
+        self.run = check_run_name(run)
+        self.prompts, self.sequences, self.dead = f"{run}.prompts", f"{run}.sequences", f"{run}.dead"
+        self.control_all = f"{run}.control.>"
+        self.prompts_stream, self.sequences_stream = f"PROMPTS_{run}", f"SEQUENCES_{run}"
+        self.control_stream, self.dead_stream = f"CONTROL_{run}", f"DEAD_{run}"
+        self.members_bucket = f"members-{run}"
+        self.members_stream = f"KV_{self.members_bucket}"  # as JetStream calls the bucket's stream
+        self.every_stream = (
             self.prompts_stream,
             self.sequences_stream,
             self.control_stream,
@@ -309,9 +268,8 @@ class Subjects:
         """Subject of one kind of control message; an answer, or an order to one actor, ends with the actor's name."""
         return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
 
-    @property
-    def control_all(self) -> str:
-        return f"{self.run}.control.>"
+    def member(self, actor: str) -> str:
+        return f"$KV.{self.members_bucket}.{actor}"
 
 
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")

@@ -1,6 +1,4 @@
-"""Which headers of a NATS message are the publisher's. Pure; it knows no meaning of any of them.
-
-Publishes into streams and waits for each acknowledgement, many at a time over one inbox.
+"""Publishes into streams and waits for each acknowledgement, many at a time over one inbox.
 
 The same as nats-py's `js.publish` at half its cost per message (no task, no random token, no full reading of the answer).
 It never retries: what to do about a failure is the caller's decision, and a message with an id can be repeated unharmed.
@@ -17,18 +15,7 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from pipelinerl.bus.link import NatsLink, bus_errors
-from pipelinerl.bus.protocol import NO_HEADERS, Headers
 from pipelinerl.errors import NotPermitted, PayloadTooLarge
-
-_OF_NATS = "Nats-"
-
-
-def headers_given(received: dict[str, str] | None) -> Headers:
-    """Those that the publisher gave, without the server's and the bus's own."""
-    if not received:
-        return NO_HEADERS
-    return {name: value for name, value in received.items() if not name.startswith(_OF_NATS)} or NO_HEADERS
-
 
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
@@ -50,9 +37,8 @@ class StreamPublisher:
         self._link.refused.add(refused.append)
         with bus_errors(f"subscribing at {self._link.url}"):
             await self._link.client.subscribe(inbox, cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            for _ in range(
-                2
-            ):  # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer
+            # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
+            for _ in range(2):
                 await self._link.client.flush()
         self._link.refused.discard(refused.append)
         if inbox.lower() in refused:

@@ -1,13 +1,12 @@
-"""Looks at what a stream holds, without a consumer: a work queue has its one consumer already and refuses another.
+"""Reading streams: all that one holds, the messages of one in order, and the members of a run.
 
-Gets messages one by one, many at once. It acknowledges nothing and moves nobody's place in the stream.
+`OrderedReader` reads a stream from a position, or from the last message of each subject, without losing any. An ephemeral pull
+consumer without acknowledgements delivers; when it is lost (reconnection, restart of the server, silence, a gap) another one
+continues after the last message received. Reading ahead is bounded. nats-py's own ordered consumer is a push consumer that
+answers flow control every 250 ms and drops what it cannot buffer; hence this one.
 
-Reads a JetStream stream in order, from a position or from the last message of each subject, without losing any.
-
-An ephemeral pull consumer without acknowledgements delivers; when it is lost (reconnection, restart of the server,
-silence, a gap) another one continues after the last message received. Reading ahead is bounded. nats-py's own ordered
-consumer is a push consumer that answers flow control every 250 ms and drops what it cannot buffer; hence this one.
-It does not decode payloads and keeps no position beyond its own life.
+`stored_messages` needs no consumer: a work queue has its one consumer already and refuses another. Nothing here decodes
+payloads, acknowledges anything or keeps a position beyond its own life.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import nats.errors
 import nats.js.errors
@@ -34,8 +32,10 @@ from pipelinerl.bus.link import (
     bus_errors,
     is_stream_missing,
 )
-from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo
 from pipelinerl.errors import BusError, NotPermitted
+
+_log = logging.getLogger(__name__)
 
 _WALKS = 64
 """Gets in flight at once: bounded, since a payload comes with each."""
@@ -62,11 +62,7 @@ async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
         found = json.loads(answer.data)
         if "error" in found:
             raise nats.js.errors.APIError.from_error(found["error"])
-    return info_of(found["state"])
-
-
-def info_of(state: Mapping[str, Any]) -> StreamInfo:
-    """JetStream's state of a stream as ours. Pure."""
+    state = found["state"]
     messages, last = state["messages"], state["last_seq"]
     if not messages:
         return StreamInfo(0, state["bytes"], last + 1, last)
@@ -120,8 +116,6 @@ def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
     return [(low, min(end, low + size)) for low in range(start, end, size)] if size else []
 
 
-_log = logging.getLogger(__name__)
-
 _PULL_BYTES = 65 * 1024**2
 """Bytes asked for at once: one message of NATS's largest size always fits."""
 _PULL_EXPIRES_S = 30.0
@@ -151,6 +145,11 @@ class ReadPlan:
 class Received(NamedTuple):
     message: Msg
     ack: AckSubject
+
+
+def headers_given(received: dict[str, str] | None) -> Headers:
+    """Those that the publisher gave, without the server's and the bus's own."""
+    return {name: value for name, value in (received or {}).items() if not name.startswith("Nats-")} or NO_HEADERS
 
 
 @dataclass(frozen=True)
@@ -354,3 +353,66 @@ class OrderedReader:
             self._outstanding -= int(unserved)
         else:
             self.restart()
+
+
+_REMOVAL_HEADERS = ("KV-Operation", "Nats-Marker-Reason")
+_DOUBT_AFTER_TTLS = 2.0
+
+
+class MemberWatch:
+    """Async iterator over `MemberEvent`. Consumes the bucket of registrations; waits for heartbeats, which actors send.
+
+    The server announces an expiry with a marker (nats-server 2.11). A watcher that could have missed one (disconnected, or
+    busy for longer than the marker stays) compares with a new snapshot of the bucket: it reads the bucket again when a
+    member has sent no heartbeat for two TTLs and no removal of it was seen.
+    """
+
+    def __init__(self, reader: OrderedReader, ttl_s: float) -> None:
+        self._reader, self._doubt_after_s = reader, _DOUBT_AFTER_TTLS * ttl_s
+        self._seen_at: dict[str, float] = {}  # loop time of each present member's last heartbeat
+        self._snapshot_began: float | None = None
+        self._events: deque[MemberEvent] = deque()
+
+    def __aiter__(self) -> MemberWatch:
+        return self
+
+    async def __anext__(self) -> MemberEvent:
+        while not self._events:
+            try:
+                async with asyncio.timeout(self._doubt_after_s):
+                    item = await anext(self._reader)
+            except TimeoutError:
+                self._doubt()
+                continue
+            if isinstance(item, Received):
+                self._on_message(item.message)
+                if item.ack.num_pending == 0:
+                    self._end_snapshot()
+                self._doubt()
+            else:
+                self._snapshot_began = asyncio.get_running_loop().time()
+                if item.size == 0:
+                    self._end_snapshot()
+        return self._events.popleft()
+
+    def _on_message(self, message: Msg) -> None:
+        actor = message.subject.rsplit(".", 1)[-1]
+        if not any(key in (message.headers or {}) for key in _REMOVAL_HEADERS):
+            self._seen_at[actor] = asyncio.get_running_loop().time()
+            self._events.append(MemberEvent(actor, message.data))
+        elif self._seen_at.pop(actor, None) is not None:
+            self._events.append(MemberEvent(actor, None))
+
+    def _end_snapshot(self) -> None:
+        """Everything there at the snapshot's begin has been read: whoever was not in it has left."""
+        if self._snapshot_began is None:
+            return
+        for actor in [actor for actor, seen_at in self._seen_at.items() if seen_at < self._snapshot_began]:
+            del self._seen_at[actor]
+            self._events.append(MemberEvent(actor, None))
+        self._snapshot_began = None
+
+    def _doubt(self) -> None:
+        oldest = asyncio.get_running_loop().time() - self._doubt_after_s
+        if self._snapshot_began is None and any(seen_at < oldest for seen_at in self._seen_at.values()):
+            self._reader.restart()

@@ -1,9 +1,11 @@
-"""How a run's streams look in JetStream: pure configuration, made from `Subjects` and `StreamLimits`.
+"""How a run's streams look in JetStream: pure configuration.
 
-It creates nothing. Streams that are there already are never changed: limits count when a run's streams are first made.
+Streams that are there already are never changed: limits count when a run's streams are first made.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from nats.js.api import (
     AckPolicy,
@@ -26,25 +28,59 @@ _MAX_ACTORS = 16_384
 The server's defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream."""
 
 
-def _storage(limits: StreamLimits) -> StorageType:
-    return StorageType.MEMORY if limits.in_memory else StorageType.FILE
+def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
+    """PROMPTS, SEQUENCES, CONTROL and DEAD.
+
+    PROMPTS is a work queue: a message leaves when it is acknowledged. The others are logs: SEQUENCES keeps messages until they
+    are purged, CONTROL the last one of each subject, DEAD the newest for people. A full PROMPTS or SEQUENCES refuses the next
+    message instead of dropping the oldest.
+    """
+    storage = StorageType.MEMORY if limits.in_memory else StorageType.FILE
+
+    def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
+        kept: dict[str, Any] = {
+            "retention": RetentionPolicy.LIMITS,
+            "storage": storage,
+            "num_replicas": limits.replicas,
+        }
+        return StreamConfig(name=name, subjects=[subject], discard=discard, **kept | more)
+
+    window_s = limits.duplicate_window_s
+    return [
+        config(
+            subjects.prompts_stream,
+            subjects.prompts,
+            DiscardPolicy.NEW,
+            retention=RetentionPolicy.WORK_QUEUE,
+            max_msgs=limits.prompts_max_messages,
+            duplicate_window=window_s,
+        ),
+        config(
+            subjects.sequences_stream,
+            subjects.sequences,
+            DiscardPolicy.NEW,
+            max_msgs=limits.sequences_max_messages,
+            max_bytes=limits.sequences_max_bytes,
+            duplicate_window=window_s,
+        ),
+        config(
+            subjects.control_stream,
+            subjects.control_all,
+            DiscardPolicy.OLD,
+            max_consumers=_MAX_ACTORS,
+            max_msgs_per_subject=1,
+        ),
+        config(
+            subjects.dead_stream,
+            subjects.dead,
+            DiscardPolicy.OLD,
+            max_msgs=limits.dead_max_messages,
+            duplicate_window=window_s,
+        ),
+    ]
 
 
-def prompts(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
-    """A work queue: a message leaves when it is acknowledged; a full queue refuses the next one."""
-    return StreamConfig(
-        name=subjects.prompts_stream,
-        subjects=[subjects.prompts],
-        retention=RetentionPolicy.WORK_QUEUE,
-        discard=DiscardPolicy.NEW,
-        max_msgs=limits.prompts_max_messages,
-        duplicate_window=limits.duplicate_window_s,
-        storage=_storage(limits),
-        num_replicas=limits.replicas,
-    )
-
-
-def actors(limits: StreamLimits) -> ConsumerConfig:
+def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
     """Deliveries are not bounded by the server: it would keep the group for ever and tell nobody."""
     return ConsumerConfig(
         durable_name=ACTORS,
@@ -56,64 +92,13 @@ def actors(limits: StreamLimits) -> ConsumerConfig:
     )
 
 
-def sequences(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
-    """A log: messages stay until purged; a full log refuses the next one instead of dropping the oldest."""
-    return StreamConfig(
-        name=subjects.sequences_stream,
-        subjects=[subjects.sequences],
-        retention=RetentionPolicy.LIMITS,
-        discard=DiscardPolicy.NEW,
-        max_msgs=limits.sequences_max_messages,
-        max_bytes=limits.sequences_max_bytes,
-        duplicate_window=limits.duplicate_window_s,
-        storage=_storage(limits),
-        num_replicas=limits.replicas,
-    )
-
-
-def control(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
-    """The last message of each subject, and no more."""
-    return StreamConfig(
-        name=subjects.control_stream,
-        subjects=[subjects.control_all],
-        retention=RetentionPolicy.LIMITS,
-        discard=DiscardPolicy.OLD,
-        max_consumers=_MAX_ACTORS,
-        max_msgs_per_subject=1,
-        storage=_storage(limits),
-        num_replicas=limits.replicas,
-    )
-
-
-def dead(subjects: Subjects, limits: StreamLimits) -> StreamConfig:
-    """What was given up, for people; the oldest goes first."""
-    return StreamConfig(
-        name=subjects.dead_stream,
-        subjects=[subjects.dead],
-        retention=RetentionPolicy.LIMITS,
-        discard=DiscardPolicy.OLD,
-        max_msgs=limits.dead_max_messages,
-        duplicate_window=limits.duplicate_window_s,
-        storage=_storage(limits),
-        num_replicas=limits.replicas,
-    )
-
-
-def members(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
+def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
     """A bucket whose entries expire, with a notice to watchers when they do (nats-server 2.11)."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,
         ttl=limits.member_ttl_s,
         limit_marker_ttl=max(_SHORTEST_NOTICE_S, limits.member_ttl_s),
-        storage=_storage(limits),
+        storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
         replicas=limits.replicas,
     )
-
-
-def members_stream(subjects: Subjects) -> str:
-    return subjects.members_stream
-
-
-def member_subject(subjects: Subjects, actor: str) -> str:
-    return f"$KV.{subjects.members_bucket}.{actor}"

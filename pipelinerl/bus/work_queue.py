@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pipelinerl.bus.link import AckSubject, NatsLink, bus_errors
-from pipelinerl.bus.publisher import headers_given
+from pipelinerl.bus.reader import headers_given
 from pipelinerl.errors import BusError, NotPermitted
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Both adapters behind one fixture: every contract test runs on JetStream, open and with the run's users, and in memory."""
+"""One real server with a run's users for all contract tests: each call goes by the user that makes it in a run."""
 
 from __future__ import annotations
 
@@ -8,35 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import Bus, StreamLimits
 from pipelinerl.local.nats import NatsServer
-from tests.contract.roles import connected_in_roles, guarded
-from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.support.guarded_nats import LIMITS, connected_in_roles, guarded
 
-LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=0.5, member_ttl_s=1.0)
+RUN = "contract"
 
 Connect = Callable[..., AbstractAsyncContextManager[Bus]]
 
 
-@pytest.fixture
-def guarded_server(tmp_path: Path, run_name: str) -> Iterator[NatsServer]:
-    """With the users of this test's run, and their credentials in the test's folder."""
-    with guarded(tmp_path, run_name) as server:
+@pytest.fixture(scope="session")
+def contract_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contract")
+
+
+@pytest.fixture(scope="session")
+def contract_server(contract_folder: Path) -> Iterator[NatsServer]:
+    with guarded(contract_folder, RUN) as server:
         yield server
 
 
-@pytest.fixture(params=["memory", "jetstream", "jetstream in roles"])
-def connect(request: pytest.FixtureRequest, run_name: str) -> Connect:
-    """`connect(limits=...)`: another client of this test's run."""
-    if request.param == "jetstream":
-        server: NatsServer = request.getfixturevalue("nats_server")
-        return lambda limits=LIMITS: jetstream.connect(server.url, run_name, limits=limits)
-    if request.param == "jetstream in roles":
-        server, folder = request.getfixturevalue("guarded_server"), request.getfixturevalue("tmp_path")
-        return lambda limits=LIMITS: connected_in_roles(server.url, run_name, folder, limits)
-    memory = MemoryServer()
-    return lambda limits=LIMITS: MemoryBus(run_name, server=memory, limits=limits)
+@pytest.fixture
+def connect(contract_server: NatsServer, contract_folder: Path) -> Connect:
+    """`connect(limits)`: another client of the run, whose streams each test makes and deletes."""
+    return lambda limits=LIMITS: connected_in_roles(contract_server.url, RUN, contract_folder, limits)
 
 
 @asynccontextmanager

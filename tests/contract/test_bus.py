@@ -1,4 +1,4 @@
-"""What every bus must do, on JetStream and in memory."""
+"""What services rely on, against a real JetStream."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import (
     EVERY_ACTOR,
     Bus,
@@ -20,7 +21,8 @@ from pipelinerl.bus.protocol import (
     group_id_of,
 )
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
-from tests.contract.conftest import LIMITS, Connect, run_streams
+from tests.contract.conftest import Connect, run_streams
+from tests.support.guarded_nats import LIMITS
 
 Item = TypeVar("Item")
 
@@ -687,11 +689,6 @@ async def test_a_member_name_that_is_no_key_is_refused(bus: Bus) -> None:
 
 
 async def test_a_run_name_that_is_no_subject_is_refused_before_anything_is_opened(nats_url: str) -> None:
-    from pipelinerl.bus import jetstream
-    from tests.support.memory_bus import MemoryBus
-
     with pytest.raises(FieldError):
         async with jetstream.connect(nats_url, "a.b"):
             pass
-    with pytest.raises(FieldError):
-        MemoryBus("a.b")

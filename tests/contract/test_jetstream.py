@@ -22,8 +22,8 @@ from pipelinerl.bus.protocol import MemberEvent, StreamLimits
 from pipelinerl.bus.reader import OrderedReader
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from pipelinerl.local.nats import NatsServer
-from tests.contract.conftest import LIMITS
 from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
+from tests.support.guarded_nats import LIMITS
 
 T = TypeVar("T")
 

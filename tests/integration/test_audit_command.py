@@ -18,8 +18,8 @@ from pipelinerl.bus.jetstream import JetStreamBus, connect
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.run_dir import RunDir, write_json
-from tests.contract.roles import guarded
 from tests.support.certificates import Authority
+from tests.support.guarded_nats import guarded
 from tests.unit.builders import RUN, make_group
 from tests.unit.test_trainer_resume import Life, publish
 

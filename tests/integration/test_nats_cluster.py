@@ -22,7 +22,7 @@ from pipelinerl.errors import BusError
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.app import stream_limits
-from tests.contract.conftest import LIMITS
+from tests.support.guarded_nats import LIMITS
 
 T = TypeVar("T")
 RUN, HOST, SIZE = "demo", "127.0.0.1", 3

@@ -20,7 +20,7 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.local.nats import NatsServer
-from tests.contract.roles import PASSWORDS, guarded
+from tests.support.guarded_nats import PASSWORDS, guarded
 
 RUN = "demo"
 SUBJECTS = Subjects(RUN)

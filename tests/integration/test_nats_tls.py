@@ -15,8 +15,8 @@ from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
 from pipelinerl.errors import BusError, FieldError
 from pipelinerl.local.nats import NatsServer
-from tests.contract.conftest import LIMITS
 from tests.support.certificates import Authority
+from tests.support.guarded_nats import LIMITS
 
 RUN, HOST = "demo", "127.0.0.1"
 LONG_S = 60.0

@@ -8,9 +8,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from pipelinerl.bus.link import AckSubject
-from pipelinerl.bus.members import MemberWatch
 from pipelinerl.bus.protocol import MemberEvent
-from pipelinerl.bus.reader import Received, SnapshotStart
+from pipelinerl.bus.reader import MemberWatch, Received, SnapshotStart
 from pipelinerl.errors import BusError
 
 TTL_S = 0.05

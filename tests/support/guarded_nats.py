@@ -1,0 +1,75 @@
+"""A real nats-server with a run's users, and a bus on which every call goes by the user that makes it in a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.bus import jetstream
+from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
+from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
+from pipelinerl.local.nats import NatsServer
+
+PASSWORDS = {TRAINER: "trainer-secret", ACTOR: "actor-secret", ADMIN: "admin-secret"}
+LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=0.5, member_ttl_s=1.0)
+
+
+def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
+    """A server with the users of `run`, whose credentials are files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for user, password in PASSWORDS.items():
+        (folder / user).write_text(f"{user}:{password}\n")
+    return NatsServer(
+        folder / "nats", max_payload_bytes=1024**2, extra={"authorization": authorization(run, PASSWORDS), **extra}
+    )
+
+
+@asynccontextmanager
+async def connected_in_roles(url: str, run: str, folder: Path, limits: StreamLimits) -> AsyncIterator[RolesBus]:
+    async with AsyncExitStack() as stack:
+        users = [
+            await stack.enter_async_context(jetstream.connect(url, run, limits=limits, credentials=folder / user))
+            for user in (TRAINER, ACTOR, ADMIN)
+        ]
+        yield RolesBus(*users)
+
+
+_BY_ACTOR = {
+    "max_payload_bytes",
+    "next_prompt",
+    "publish_sequence",
+    "publish_dead_letter",
+    "put_member",
+    "remove_member",
+}
+
+
+class RolesBus:
+    """A `Bus`: what is not the actor's is the trainer's, but for deleting streams, which only a person may."""
+
+    def __init__(self, trainer: JetStreamBus, actor: JetStreamBus, person: JetStreamBus) -> None:
+        self._trainer, self._actor, self._person = trainer, actor, person
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor if name in _BY_ACTOR else self._trainer, name)
+
+    async def delete_streams(self) -> None:
+        await self._person.delete_streams()
+
+    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        """A group that is handed over has a slash in its id."""
+        issuer = self._actor if "/" in msg_id else self._trainer
+        return await issuer.publish_prompt(payload, msg_id, headers)
+
+    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
+        sender = self._actor if kind in FROM_ACTOR else self._trainer
+        await sender.publish_control(kind, payload, actor, headers)
+
+    def watch_control(
+        self, kinds: Sequence[str], actor: str = ""
+    ) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
+        reader = self._trainer if set(kinds) & set(FROM_ACTOR) else self._actor
+        return reader.watch_control(kinds, actor)
