@@ -21,6 +21,8 @@ from pipelinerl.errors import FieldError
 
 _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
+MOST_ACTORS = 64
+"""On one machine; more is a slip of the finger."""
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
 """Within a checkpoint: without it nothing can go on from there."""
@@ -153,6 +155,27 @@ def _make_empty(run: RunDir, option: str) -> None:
         raise FieldError(
             option, value, f"is not empty, and what it holds is no run ({some}); give a new or empty folder"
         )
+
+
+def check_actors(count: int) -> int:
+    """Raises `FieldError`."""
+    if not 0 <= count <= MOST_ACTORS:
+        raise FieldError("N", count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
+    return count
+
+
+def write_scale(run: RunDir, num_actors: int) -> None:
+    """Asks a run that goes on for so many actors."""
+    write_json(run.scale, {"actors": check_actors(num_actors)})
+
+
+def read_scale(run: RunDir) -> int | None:
+    """How many actors there should be; None when nobody has asked, or the file is not ours."""
+    try:
+        count = json.loads(run.scale.read_bytes())["actors"]
+        return check_actors(count) if isinstance(count, int) else None
+    except (OSError, ValueError, LookupError, TypeError, FieldError):
+        return None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipelinerl.commands.streams_arguments import add_server_arguments, streams_in_environment
-
-if TYPE_CHECKING:
-    from pipelinerl.local.run_streams import RunStreams
+from pipelinerl.commands.streams import RunStreams, add_server_arguments, holds_streams, streams_in_environment
 
 NAME = "audit"
 HELP = "derive a run's ledger again from its journal, checkpoints and streams"
@@ -57,18 +53,13 @@ def _run_name(run_dir: Path) -> str:
 
 def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:
     """None where neither the folder nor the environment says anything of streams."""
-    from pipelinerl.local.run_streams import RunStreams, holds_streams
-
     if args.nats:
         return RunStreams(None, args.nats, run, args.credentials, args.tls_dir)
     return RunStreams(args.run_dir) if holds_streams(args.run_dir) else streams_in_environment(run)
 
 
 def _trainer_lives(run_dir: Path) -> bool:
-    from pipelinerl.local.processes import living
+    from pipelinerl.local.processes import living_names
     from pipelinerl.run_dir import RunDir
 
-    try:
-        return "trainer" in living(RunDir(run_dir, ""))
-    except (OSError, ValueError):
-        return False
+    return "trainer" in living_names(RunDir(run_dir, ""))

@@ -6,8 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.commands import streams_arguments
-from pipelinerl.commands.streams_arguments import streams_of
+from pipelinerl.commands import streams
 
 if TYPE_CHECKING:
     from pipelinerl.messages.sequences import DeadLetter
@@ -20,7 +19,7 @@ _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    streams_arguments.add_arguments(parser)
+    streams.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, nothing cut short")
 
 
@@ -48,7 +47,7 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     from pipelinerl.messages.sequences import decode_dead_letter
 
     letters, unreadable = [], 0
-    async with streams_of(args).open() as bus:
+    async with streams.streams_of(args).open() as bus:
         for payload in await bus.dead_letters():
             try:
                 letters.append(described(decode_dead_letter(payload, expected_run=bus.run)))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ServiceError
+
+if TYPE_CHECKING:
+    from pipelinerl.run_dir import RunDir
 
 NAME = "scale"
 HELP = "change the number of actors of a running local run (in a cluster: kubectl scale)"
@@ -23,29 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Waits until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
-    from pipelinerl.local.actors import check_count, running_pids, write_wish
-    from pipelinerl.run_dir import RunDir
-
-    run_dir = RunDir(args.run_dir, args.run_dir.name)
-    check_count(args.count)
-    running_pids(run_dir)
-    write_wish(run_dir, args.count)
-    if args.no_wait:
-        return 0
     import asyncio
 
-    asyncio.run(_until_there(args.run_dir, args.count, args.timeout))
+    from pipelinerl.local.processes import running_pids
+    from pipelinerl.run_dir import RunDir, check_actors, write_scale
+
+    run_dir = RunDir(args.run_dir, args.run_dir.name)
+    check_actors(args.count)
+    running_pids(run_dir)
+    write_scale(run_dir, args.count)
+    if not args.no_wait:
+        asyncio.run(_until_there(run_dir, args.count, args.timeout))
     return 0
 
 
-async def _until_there(folder: Path, count: int, timeout_s: float) -> None:
+async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
     import asyncio
 
     shown = ""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                phases = await _phases(folder)
+                phases = await _phases(run_dir)
                 line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
                 if line != shown:
                     shown = line
@@ -59,14 +62,12 @@ async def _until_there(folder: Path, count: int, timeout_s: float) -> None:
         ) from None
 
 
-async def _phases(folder: Path) -> dict[str, str]:
+async def _phases(run_dir: RunDir) -> dict[str, str]:
     """What each actor of the run says it is at. Raises `FieldError` when the run has ended meanwhile."""
-    from pipelinerl.local.actors import running_pids
     from pipelinerl.local.following import actor_view
-    from pipelinerl.run_dir import RunDir
+    from pipelinerl.local.processes import running_pids
     from pipelinerl.service.address import read_address
 
-    run_dir = RunDir(folder, folder.name)
     phases: dict[str, str] = {}
     for name in sorted(name for name in running_pids(run_dir) if name.startswith("actor-")):
         file = run_dir.address(name)

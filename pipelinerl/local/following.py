@@ -1,8 +1,7 @@
-"""What the services of a run say about themselves over gRPC: step metrics, the trainer's phase, the actors' states.
+"""Keeps a `RunState` fresh while a run goes on, by asking its services over gRPC: step metrics, phases, the actors' states.
 
-Only asks. A service that does not answer is a state to show, not an error: whether it lives is the supervisor's business.
-
-Loops that keep a `RunState` fresh while a run goes on. Each ends only by being cancelled, and changes nothing else.
+Only asks. A service that does not answer is a state to show, not an error: whether it lives is the supervisor's business. Each
+loop ends only by being cancelled.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ import asyncio
 import contextlib
 import json
 import math
-import os
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,87 +25,8 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_gr
 
 _CALL_TIMEOUT_S = 2.0
 _RETRY_S = 0.5
-_LOOPBACK = (("grpc.enable_http_proxy", 0),)
-
-
-@dataclass(frozen=True)
-class TrainerView:
-    """The trainer as it describes itself. `message`: what it waits for, for a person."""
-
-    phase: str
-    message: str
-    policy_version: int
-    members: int
-    sequences: dict[str, int]
-
-    @property
-    def text(self) -> str:
-        return self.message or self.phase.replace("_", " ")
-
-
-class TrainerLink:
-    """One channel to the trainer at `address` (host:port). Used as an async context manager."""
-
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_LOOPBACK)
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-
-    async def __aenter__(self) -> TrainerLink:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
-
-    async def status(self) -> TrainerView | None:
-        """None when it does not answer."""
-        try:
-            status = await self._stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
-        phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
-        counts = {field.name: getattr(status.sequences, field.name) for field in status.sequences.DESCRIPTOR.fields}
-        return TrainerView(phase, status.message, status.policy_version, status.members, counts)
-
-    async def first_status(self) -> TrainerView:
-        """Waits for an answer: the caller cancels it when the trainer's process has ended."""
-        while True:
-            view = await self.status()
-            if view is not None:
-                return view
-            await asyncio.sleep(_RETRY_S)
-
-    async def steps(self, from_step: int = 0) -> AsyncIterator[dict[str, Any]]:
-        """The object of metrics.jsonl of every optimizer step from that one on, each once, in order; goes on after a broken
-        stream.
-
-        Never ends by itself: the caller cancels it when the trainer's process has ended.
-        """
-        heard = from_step - 1
-        while True:
-            try:
-                request = trainer_pb2.StreamMetricsRequest(from_step=heard + 1)
-                async for message in self._stub.StreamMetrics(request):
-                    if message.step > heard:
-                        heard = message.step
-                        yield json.loads(message.json)
-            except grpc.aio.AioRpcError:
-                pass  # it is starting, or ending
-            await asyncio.sleep(_RETRY_S)
-
-
-async def actor_view(name: str, address: str) -> ActorView:
-    """The state of the actor at `address`; phase `not answering` when it does not."""
-    async with grpc.aio.insecure_channel(address, options=_LOOPBACK) as channel:
-        try:
-            request = actor_pb2.GetStateRequest()
-            state = await actor_pb2_grpc.ActorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return ActorView(name, "not answering")
-    phase = actor_pb2.ActorPhase.Name(state.phase).removeprefix("ACTOR_PHASE_").lower()
-    return ActorView(name, phase, state.policy_version, state.sequences_in_progress)
-
-
 _ASK_S = 1.0
+_LOOPBACK = (("grpc.enable_http_proxy", 0),)
 
 
 async def follow_trainer(
@@ -126,16 +43,52 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            async with TrainerLink(address.grpc) as link, background(_follow_status(link, state)):
-                await _while_it_lives(process, _follow_steps(link, state, elapsed_s))
+            async with grpc.aio.insecure_channel(address.grpc, options=_LOOPBACK) as channel:
+                trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+                async with background(_follow_status(trainer, state)):
+                    await _while_it_lives(process, _follow_steps(trainer, state, elapsed_s))
 
 
-async def _follow_steps(link: TrainerLink, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """From the version that the trainer began with; steps that it took before it was asked say nothing of the pace."""
-    begun = (await link.first_status()).policy_version
+async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:
+    while True:
+        status = await _status(trainer)
+        if status is not None:
+            phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+            state.phase = status.message or phase.replace("_", " ")
+            counts = status.sequences
+            state.sequences = {field.name: getattr(counts, field.name) for field in counts.DESCRIPTOR.fields}
+        await asyncio.sleep(_ASK_S)
+
+
+async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.TrainerStatus | None:
+    """None when it does not answer."""
+    try:
+        return await trainer.GetStatus(trainer_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+
+
+async def _follow_steps(
+    trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]
+) -> None:
+    """Every optimizer step once, in order, from the version that the trainer began with; goes on after a broken stream.
+    Steps that it took before it was asked say nothing of the pace."""
+    begun = -1
+    while begun < 0:
+        status = await _status(trainer)
+        if status is None:
+            await asyncio.sleep(_RETRY_S)
+        else:
+            begun = status.policy_version
     state.rewind(begun)
-    async for metrics in link.steps(from_step=state.step + 1):
-        state.on_step(metrics, elapsed_s() if (metrics.get("step") or 0) > begun else None)
+    heard = state.step
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it is starting, or ending
+            async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
+                if message.step > heard:
+                    heard = message.step
+                    state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _while_it_lives(process: ServiceProcess, work: Coroutine[Any, Any, None]) -> None:
@@ -151,19 +104,10 @@ async def _while_it_lives(process: ServiceProcess, work: Coroutine[Any, Any, Non
         await asyncio.wait(tasks)
 
 
-async def _follow_status(link: TrainerLink, state: RunState) -> None:
-    while True:
-        status = await link.status()
-        if status is not None:
-            state.on_phase(status.text)
-            state.on_sequences(status.sequences)
-        await asyncio.sleep(_ASK_S)
-
-
 async def watch_actors(services: Callable[[], Sequence[SupervisedService]], state: RunState) -> None:
     """Asks every actor there is for its state, once a second."""
     while True:
-        state.on_actors(await asyncio.gather(*(_actor(service) for service in services())))
+        state.actors = tuple(await asyncio.gather(*(_actor(service) for service in services())))
         await asyncio.sleep(_ASK_S)
 
 
@@ -176,20 +120,16 @@ async def _actor(service: SupervisedService) -> ActorView:
     return await actor_view(service.name, read_address(process.launch.address_file).grpc)
 
 
-async def pid_ended(pid: int) -> None:
-    """Returns when the process ends, child or not. Where the kernel has no pidfd (not Linux) it waits for ever."""
-    ended = asyncio.Event()
-    if sys.platform != "linux":
-        await ended.wait()
-        return
-    descriptor = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+async def actor_view(name: str, address: str) -> ActorView:
+    """The state of the actor at `address`; phase `not answering` when it does not."""
+    async with grpc.aio.insecure_channel(address, options=_LOOPBACK) as channel:
+        try:
+            request = actor_pb2.GetStateRequest()
+            state = await actor_pb2_grpc.ActorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return ActorView(name, "not answering")
+    phase = actor_pb2.ActorPhase.Name(state.phase).removeprefix("ACTOR_PHASE_").lower()
+    return ActorView(name, phase, state.policy_version, state.sequences_in_progress)
 
 
 @asynccontextmanager

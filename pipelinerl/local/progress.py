@@ -1,25 +1,19 @@
-"""Numbers as people read them. Pure; missing values are `-`.
+"""What a person sees of a run while it trains: a live display on a terminal, plain lines anywhere else.
 
-What a person sees of a run while it trains: from step metrics and service states to rows of text. Pure.
-
-No terminal, no clock, no sockets: `progress.py` renders these rows, the caller says how much time has passed. Any
-metric may be missing or null; it is shown as `-`.
-
-A run's progress on the terminal: a live display on a terminal, plain lines anywhere else.
-
-Draws what `progress_view.py` says; decides nothing. Model output never passes here.
+`RunState` is stepped by what is heard of the run; `rows` and `plain_line` turn it into text. These are pure: no terminal, no
+clock, no sockets. Any metric may be missing or null; it is shown as `-`. Model output never passes here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -100,7 +94,7 @@ class RunState:
     """(step, seconds since the runner's start when it was heard of) of the newest steps."""
     actors: tuple[ActorView, ...] = ()
     sequences: Mapping[str, int] = field(default_factory=dict)
-    restarts: dict[str, int] = field(default_factory=dict)
+    restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """Address of the live page; empty where there is none (yet)."""
     ended: bool = False
@@ -120,12 +114,14 @@ class RunState:
         self.history.append(metrics)
         if elapsed_s is not None:
             self.heard_s.append((self.step, elapsed_s))
-        self.stall = _stall(metrics) or self.stall
+        update = metrics.get("weight_update") or {}
+        if (stall_s := update.get("stall_s", metrics.get("stall_s"))) is not None:
+            self.stall = (stall_s, update.get("version"))
         if metrics.get("sequences"):
             self.sequences = metrics["sequences"]
         if metrics.get("heldout_accuracy") is not None:
             version = int(metrics.get("heldout_version", metrics.get("policy_version")) or 0)
-            self._forget_heldout(lambda known: known < version)
+            self.heldout = [one for one in self.heldout if one[0] < version]
             self.heldout.append((version, metrics["heldout_accuracy"]))
 
     def rewind(self, version: int) -> None:
@@ -137,26 +133,11 @@ class RunState:
             self.history.pop()
         known = {"step": version, "policy_version": version} if version else {}
         self.last = self.history[-1] if self.history else known
-        self._forget_heldout(lambda measured: measured <= version)
-
-    def _forget_heldout(self, keep: Callable[[int], bool]) -> None:
-        self.heldout = [one for one in self.heldout if keep(one[0])]
-
-    def on_phase(self, phase: str) -> None:
-        self.phase = phase
+        self.heldout = [one for one in self.heldout if one[0] <= version]
 
     def on_end(self, how: str) -> None:
         """The run is over: `done`, `interrupted`, `failed`."""
-        self.phase, self.ended = how, True
-
-    def on_actors(self, actors: Sequence[ActorView]) -> None:
-        self.actors = tuple(actors)
-
-    def on_sequences(self, sequences: Mapping[str, int]) -> None:
-        self.sequences = sequences
-
-    def on_restart(self, service: str) -> None:
-        self.restarts[service] = self.restarts.get(service, 0) + 1
+        self.phase, self.page, self.ended = how, "", True
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
@@ -171,19 +152,21 @@ def seconds_left(state: RunState, elapsed_s: float) -> float | None:
 def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     """(label, text) rows of the live display, always the same labels in the same order."""
     last = state.last
+    rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
+    actors = [_actor_text(actor, state.restarts[actor.name]) for actor in state.actors]
     return [
         ("step", _step_text(state, elapsed_s)),
         ("policy version", number(last.get("policy_version"))),
-        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(_rewards(state), width=32)}".rstrip()),
+        ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(rewards, width=32)}".rstrip()),
         ("held-out accuracy", _heldout_text(state)),
         ("token lag", _lag_text(last)),
         ("ESS", number(last.get("ess"), 3)),
         ("tokens/s", _rates_text(last)),
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
-        ("actors", _actors_text(state)),
+        ("actors", "; ".join(actors) or "-"),
         ("now", state.phase + _restarts_text(state)),
-        ("live page", "-" if state.ended else state.page or "-"),
+        ("live page", state.page or "-"),
     ]
 
 
@@ -216,10 +199,6 @@ def _step_text(state: RunState, elapsed_s: float) -> str:
     return f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {duration(elapsed_s)} passed{tail}"
 
 
-def _rewards(state: RunState) -> list[float]:
-    return [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
-
-
 def _heldout_text(state: RunState) -> str:
     if not state.heldout:
         return "-"
@@ -240,12 +219,6 @@ def _rates_text(last: Metrics) -> str:
     return f"{number(generated)} generated, {number(trained)} trained"
 
 
-def _stall(metrics: Metrics) -> tuple[float, int | None] | None:
-    update = metrics.get("weight_update") or {}
-    stall_s = update.get("stall_s", metrics.get("stall_s"))
-    return None if stall_s is None else (stall_s, update.get("version"))
-
-
 def _stall_text(state: RunState) -> str:
     if state.stall is None:
         return "-"
@@ -259,11 +232,6 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
     shown = [(name, sequences.get(name, 0)) for name in ("issued", "trained", "in_flight")]
     lost = [(name, sequences.get(name, 0)) for name in ("dropped_stale", "dropped_filtered", "failed")]
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in [*shown, *(row for row in lost if row[1])])
-
-
-def _actors_text(state: RunState) -> str:
-    described = [_actor_text(actor, state.restarts.get(actor.name, 0)) for actor in state.actors]
-    return "; ".join(described) or "-"
 
 
 def _restarts_text(state: RunState) -> str:
@@ -286,36 +254,31 @@ _PHASE_EVERY_S = 2.0
 """Plain lines of phases before the first step come at most this often."""
 
 
-class Display(Protocol):
+class Display(ABC):
     """Where progress is shown. Used as a context manager."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        ...
-
-    def show(self, state: RunState, elapsed_s: float) -> None:
-        """The state as it is now."""
-        ...
-
-
-class PlainDisplay:
-    """One line for a step, at most one every `every_s`; before the first step, what the run is at."""
-
-    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._shown_step, self._shown_at_s = 0, float("-inf")
-        self._shown_phase, self._phase_at_s = "", float("-inf")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """A line that stays."""
+
+    @abstractmethod
+    def show(self, state: RunState, elapsed_s: float) -> None:
+        """The state as it is now."""
+
+
+class PlainDisplay(Display):
+    """One line for a step, at most one every `every_s`; before the first step, what the run is at."""
+
+    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._shown_step, self._shown_at_s = 0, float("-inf")
+        self._shown_phase, self._phase_at_s = "", float("-inf")
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -332,7 +295,7 @@ class PlainDisplay:
             self.note(plain_line(state, elapsed_s))
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Rich live display: a progress bar over the rows of the view."""
 
     def __init__(self, console: Console) -> None:
@@ -340,14 +303,9 @@ class LiveDisplay:
 
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._started = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
-        if self._started:
-            self._started = False
+        if self._live.is_started:
             with contextlib.suppress(OSError):  # the terminal is gone
                 self._live.stop()
 
@@ -355,9 +313,8 @@ class LiveDisplay:
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        if not self._started:
+        if not self._live.is_started:
             self._live.start()
-            self._started = True
         self._live.update(_renderable(state, elapsed_s), refresh=True)
 
 

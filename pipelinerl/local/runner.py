@@ -1,8 +1,8 @@
-"""One run on this machine, from NATS to report: starts the services in order, follows them, stops them in order.
+"""One run on this machine, from NATS to the trainer's end: starts the services in order, follows them, stops them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Whatever
-of these dies is started again (`supervisor.py`, `supervised_nats.py`), until the trainer's summary says that the run is
-finished. Trains nothing itself, and knows nothing of how the trained model fares: `ending.py` writes what remains of a run.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Whatever of
+these dies is started again, until the trainer's summary says that the run is finished. Trains nothing itself, and writes
+nothing of how the run went: `ending` does.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from pipelinerl.errors import PipelineRLError, ServiceError
-from pipelinerl.local.actors import ActorPool, read_wish
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import background, follow_trainer, watch_actors
-from pipelinerl.local.metrics import RunnerMetrics, living_names, runner_http
+from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
-from pipelinerl.local.nats import NatsServer, SupervisedNats
-from pipelinerl.local.processes import Launch, ServiceProcess
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess, living_names
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, available_cores, initial_model, plan_threads
-from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget, SupervisedService
+from pipelinerl.local.supervisor import ActorPool, RestartPolicy, StopBudget, SupervisedService
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json, write_whole
+from pipelinerl.run_dir import RunDir, newest_checkpoint, read_scale, write_json, write_whole
 from pipelinerl.run_summary import is_finished, kept_records, read_jsonl, read_summary
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.telemetry.metrics import RunRegistry
 
-_VERIFIER_READY_S = 120.0
+_NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _SCALED_GRACE_S = 15.0
 """For an actor that is scaled away: it hands over what is finished."""
@@ -61,6 +60,8 @@ class LocalRun:
     """See `ServiceLaunches`."""
     metrics_port: int = 0
     """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
+    refresh_s: float = _REFRESH_S
+    """Between two looks at what is shown and how many actors are asked for."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
@@ -69,7 +70,7 @@ class LocalRun:
         self._metrics = RunnerMetrics(self._registry, lambda: living_names(self.run_dir))
         self._budget = StopBudget(time.monotonic)
         self._pids: dict[str, int] = {}
-        self._killers: list[Callable[[], None]] = []
+        self._started: list[ServiceProcess] = []
         self._interrupts = 0
         self._over = False
         self._trainer_address: ServiceAddress | None = None
@@ -99,7 +100,11 @@ class LocalRun:
             except ExceptionGroup as raised:
                 error = _only_ours(raised)
         ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error)
-        self._catch_up(ending)
+        for record in kept_records(read_jsonl(self.run_dir.metrics)):  # steps that the trainer could no longer tell of
+            if (record.get("step") or 0) > self._state.step:
+                self._state.on_step(record, ending.wall_s)
+        self._state.on_end(ending.how)
+        self._show()
         return ending
 
     async def _work(self) -> None:
@@ -107,8 +112,7 @@ class LocalRun:
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             nats = await stack.enter_async_context(self._nats())
-            self._launches = replace(self._launches, nats_url=nats.url)
-            model_dir = await initial_model(self.recipe, self._launches, self._process, self._state.on_phase)
+            model_dir = await initial_model(self.recipe, self._launches, self._process, self._say_phase)
             verifier, address = await stack.enter_async_context(self._verifier())
             actors = await stack.enter_async_context(self._actors(address, model_dir))
             trainer = await stack.enter_async_context(self._trainer(address, model_dir, actors))
@@ -116,11 +120,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, actors, nats)
 
     async def _until_trained(
-        self,
-        trainer: SupervisedService,
-        verifier: SupervisedService,
-        actors: ActorPool,
-        nats: SupervisedNats,
+        self, trainer: SupervisedService, verifier: SupervisedService, actors: ActorPool, nats: SupervisedService
     ) -> None:
         """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
@@ -141,56 +141,77 @@ class LocalRun:
     async def _scale(self, actors: ActorPool) -> None:
         """Brings the actors to the number that `pipelinerl scale` asks for."""
         while True:
-            wish = read_wish(self.run_dir)
-            self._metrics.actors_wanted.set(self.recipe.actor.count if wish is None else wish)
-            if wish is not None and wish != len(actors.services) and not self._over:
-                self._note(f"scaling from {len(actors.services)} to {wish} actors")
+            wanted = self._actors_wanted()
+            self._metrics.actors_wanted.set(wanted)
+            if wanted != len(actors.services) and not self._over:
+                self._note(f"scaling from {len(actors.services)} to {wanted} actors")
                 try:
-                    await actors.scale(wish, _SCALED_GRACE_S)
+                    await actors.scale(wanted, _SCALED_GRACE_S)
                 except ServiceError as error:
-                    self._note(f"not scaled to {wish} actors, trying again: {error}")
-            await asyncio.sleep(_REFRESH_S)
+                    self._note(f"not scaled to {wanted} actors, trying again: {error}")
+            await asyncio.sleep(self.refresh_s)
+
+    def _actors_wanted(self) -> int:
+        asked = read_scale(self.run_dir)
+        return self.recipe.actor.count if asked is None else asked
 
     # Services as context managers: started on the way in, stopped within their share of the time on the way out.
 
     @asynccontextmanager
-    async def _nats(self) -> AsyncIterator[SupervisedNats]:
-        self._state.on_phase("starting nats-server")
-        log = self.run_dir.log(NATS).resolve()
-        nats = SupervisedNats(
-            NatsServer(self.run_dir.nats_store.resolve(), log_file=log),
-            log,
-            self.run_dir.address(NATS),
-            RestartsInARow(self.policy, lambda: self._state.furthest),
-            on_start=lambda pid: self._record(NATS, pid, lambda: _kill(pid)),
-            on_end=lambda problem, delay_s: self._on_end(NATS, problem, delay_s),
+    async def _nats(self) -> AsyncIterator[SupervisedService]:
+        """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
+        keep. The address file says where it is, for as long as it runs."""
+        self._say_phase("starting nats-server")
+        file = self.run_dir.address(NATS)
+        server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
+
+        def on_start(process: ServiceProcess) -> None:
+            self._on_start(process)
+            if server.url:  # of the process before
+                write_json(file, {"url": server.url})
+
+        def on_end(died: ServiceDied, delay_s: float) -> None:
+            file.unlink(missing_ok=True)
+            self._on_end(died, delay_s)
+
+        service = self._supervised(
+            NATS, lambda: self._launches.nats(server.prepare()), on_start=on_start, on_end=on_end, follows_run=True
         )
         try:
-            await nats.start()
-            yield nats
+            process = await service.start()
+
+            async def reachable() -> str | None:
+                return server.url_of(process.pid)
+
+            server.url = await process.until(reachable, _NATS_READY_S, "is not ready")
+            server.port = int(server.url.rpartition(":")[2])
+            write_json(file, {"url": server.url})
+            self._launches = replace(self._launches, nats_url=server.url)
+            yield service
         finally:
-            await nats.stop(self._budget.grace_s(NATS))
+            await service.stop(self._budget.grace_s(NATS))
+            file.unlink(missing_ok=True)
 
     @asynccontextmanager
     async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
-        self._state.on_phase("starting the verifier")
-        service = self._supervised(self._launches.verifier())
+        self._say_phase("starting the verifier")
+        address: ServiceAddress | None = None
+        service = self._supervised("verifier", lambda: self._launches.verifier(again=address))
         try:
             process = await service.start()
             address = await process.ready(_VERIFIER_READY_S)
-            service.launch = self._launches.verifier(again=address)
             yield service, address.grpc
         finally:
             await service.stop(self._budget.grace_s("verifier"))
 
     @asynccontextmanager
     async def _actors(self, verifier: str, model_dir: str) -> AsyncIterator[ActorPool]:
-        pool = ActorPool(
-            lambda number: self._supervised(self._launches.actor(number, verifier, model_dir)), self._note, self._forget
-        )
+        def make(number: int) -> SupervisedService:
+            return self._supervised(f"actor-{number}", lambda: self._launches.actor(number, verifier, model_dir))
+
+        pool = ActorPool(make, self._note, self._forget)
         try:
-            wish = read_wish(self.run_dir)  # of a run that is resumed
-            await pool.scale(self.recipe.actor.count if wish is None else wish, _SCALED_GRACE_S)
+            await pool.scale(self._actors_wanted(), _SCALED_GRACE_S)
             yield pool
         finally:
             await pool.stop(self._budget.grace_s("actor"))
@@ -199,13 +220,11 @@ class LocalRun:
     async def _trainer(self, verifier: str, model_dir: str, actors: ActorPool) -> AsyncIterator[SupervisedService]:
         """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
 
-        def prepare() -> None:
-            service.launch = self._launches.trainer(verifier, model_dir, len(actors.services), self._trainer_address)
+        def prepare() -> Launch:
             self.run_dir.summary.unlink(missing_ok=True)  # of the process before
+            return self._launches.trainer(verifier, model_dir, len(actors.services), self._trainer_address)
 
-        service = self._supervised(
-            self._launches.trainer(verifier, model_dir), before_start=prepare, progress=lambda: self._state.furthest
-        )
+        service = self._supervised(TRAINER, prepare, follows_run=True)
         try:
             await service.start()
             yield service
@@ -217,7 +236,7 @@ class LocalRun:
     async def _process(self, kind: str, launch: Launch) -> AsyncIterator[ServiceProcess]:
         """A process that is not restarted: what builds the initial model."""
         process = await ServiceProcess.start(launch)
-        self._record(launch.name, process.pid, process.kill)
+        self._on_start(process)
         try:
             yield process
         finally:
@@ -227,40 +246,44 @@ class LocalRun:
 
     def _supervised(
         self,
-        launch: Launch,
-        before_start: Callable[[], None] = lambda: None,
-        progress: Callable[[], int] = lambda: 0,
+        name: str,
+        prepare: Callable[[], Launch],
+        *,
+        on_start: Callable[[ServiceProcess], None] | None = None,
+        on_end: Callable[[ServiceDied, float], None] | None = None,
+        follows_run: bool = False,
     ) -> SupervisedService:
+        """`follows_run`: its restarts are forgiven when the run gets further, not only when it lives long."""
         return SupervisedService(
-            launch,
-            on_start=lambda process: self._record(process.name, process.pid, process.kill),
-            on_end=lambda died, delay_s: self._on_end(died.name, str(died), delay_s),
+            name,
+            prepare,
+            on_start or self._on_start,
+            on_end or self._on_end,
             wanted=lambda: not self._finished(),
             policy=self.policy,
-            before_start=before_start,
-            progress=progress,
+            progress=(lambda: self._state.furthest) if follows_run else (lambda: 0),
         )
 
     # What is written down and shown while the run goes on.
 
-    def _record(self, name: str, pid: int, kill: Callable[[], None]) -> None:
-        self._pids[name] = pid
-        self._killers.append(kill)
+    def _on_start(self, process: ServiceProcess) -> None:
+        self._pids[process.name] = process.pid
+        self._started.append(process)
         write_json(self.run_dir.pids, self._pids)
 
     def _forget(self, name: str) -> None:
         del self._pids[name]
         write_json(self.run_dir.pids, self._pids)
 
-    def _on_end(self, name: str, problem: str, delay_s: float) -> None:
-        self._state.on_restart(name)
-        self._metrics.restarts(name)
+    def _on_end(self, died: ServiceDied, delay_s: float) -> None:
+        self._state.restarts[died.name] += 1
+        self._metrics.on_restart(died.name)
         where = ""
-        if name == TRAINER:
+        if died.name == TRAINER:
             version = newest_checkpoint(self.run_dir.path) or 0
             self._state.rewind(version)
             where = f", and goes on from version {version}"
-        self._note(f"{problem}\n{name} is started again in {delay_s:g} s{where}")
+        self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _trainer_up(self, address: ServiceAddress) -> None:
         """Its page is where this says from now on, also after restarts that can have the same port."""
@@ -273,18 +296,13 @@ class LocalRun:
         """The trainer has said so: it removes nothing after that, and needs nobody any more."""
         return self._over or is_finished(read_summary(self.run_dir.summary))
 
-    def _catch_up(self, ending: Ending) -> None:
-        """Steps that the trainer took but could no longer tell are in its file."""
-        for record in kept_records(read_jsonl(self.run_dir.metrics)):
-            if (record.get("step") or 0) > self._state.step:
-                self._state.on_step(record, ending.wall_s)
-        self._state.on_end(ending.how)
-        self._show()
+    def _say_phase(self, phase: str) -> None:
+        self._state.phase = phase
 
     async def _refresh(self) -> None:
         while True:
             self._show()
-            await asyncio.sleep(_REFRESH_S)
+            await asyncio.sleep(self.refresh_s)
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the run goes on
@@ -314,18 +332,13 @@ class LocalRun:
         """The first stops the run in order (or is too late: it is stopping already), the second kills what is left."""
         self._interrupts += 1
         if self._interrupts > 1:
-            for kill in self._killers:
-                kill()
+            for process in self._started:
+                process.kill()
         elif not self._budget.started:
-            self._state.on_phase("stopping; Ctrl-C again to kill at once")
-            self._note("stopping; Ctrl-C again to kill at once")
+            self._say_phase("stopping; Ctrl-C again to kill at once")
+            self._note(self._state.phase)
             self._budget.start()
             work.cancel()
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _only_ours(group: ExceptionGroup) -> PipelineRLError:

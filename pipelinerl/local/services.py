@@ -1,16 +1,8 @@
-"""How the processes of a local run share the cores.
+"""How each service of a local run is started: its command, its environment (the settings that a pod gets), its share of the
+cores, and the folder of the initial policy, which is built once and kept in a cache for the next run.
 
-Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a
-parallel region waits for its slowest thread. Pure but for what asks the machine. Says nothing about GPUs, where these
-threads only feed kernels.
-
-How each service of a local run is started: its command and its environment, the same settings a pod gets.
-
-Builds `Launch` objects and starts nothing; of this machine it asks only whether the page's port is free.
-
-The folder of the initial policy: the user's, or one built once and kept in a cache for the next run.
-
-The building itself is `python -m services.trainer.warmstart`, a process of its own: it needs torch, this does not.
+Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a parallel
+region waits for its slowest thread. Says nothing about GPUs, where these threads only feed kernels.
 """
 
 from __future__ import annotations
@@ -27,12 +19,16 @@ from pathlib import Path
 
 from pipelinerl.initial_model import THREADS, build_config, built_folder, filling, is_built, is_complete
 from pipelinerl.local.following import background
+from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, split_host_port
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_POLL_S = 0.2
+PROGRESS = "initial model: "
+"""How the builder begins a line that a person should see as it goes. Its errors are told once, at its end."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,6 @@ class ThreadPlan:
         """`nobind`: vLLM would otherwise pin every actor to the same first cores, under the trainer's feet."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-    def light_env(self) -> dict[str, str]:
-        """For processes that compute next to nothing (the verifier)."""
-        return _thread_env(1)
-
 
 def plan_threads(cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0) -> ThreadPlan:
     """Half of the cores (rounded down) to the trainer, the rest shared by the actors, nobody below 1.
@@ -62,13 +54,9 @@ def plan_threads(cores: int, num_actors: int, trainer_threads: int = 0, engine_t
     recipe leaves open is filled from the cores that remain.
     """
     actors = max(1, num_actors)
-    trainer = trainer_threads or max(1, _left_by_actors(cores, actors, engine_threads))
-    engine = engine_threads or max(1, (cores - trainer) // actors)
-    return ThreadPlan(trainer, engine)
-
-
-def _left_by_actors(cores: int, actors: int, engine_threads: int) -> int:
-    return cores - actors * engine_threads if engine_threads else cores // 2
+    left = cores - actors * engine_threads if engine_threads else cores // 2
+    trainer = trainer_threads or max(1, left)
+    return ThreadPlan(trainer, engine_threads or max(1, (cores - trainer) // actors))
 
 
 def _thread_env(threads: int) -> dict[str, str]:
@@ -93,13 +81,10 @@ def _allowed_cores() -> int:
 
 
 def _quota_cores() -> int:
-    """0 = no limit, and where there is no cgroup v2."""
-    return _cgroup_cores(_CGROUP_QUOTA.read_text() if _CGROUP_QUOTA.is_file() else "max 100000")
-
-
-def _cgroup_cores(cpu_max: str) -> int:
-    """Cores of a cgroup v2 `cpu.max` line (`quota period`, microseconds); 0 = no limit."""
-    quota, _, period = cpu_max.strip().partition(" ")
+    """Of cgroup v2's `cpu.max` (`quota period`, microseconds), rounded up; 0 = no limit, and where there is no cgroup v2."""
+    if not _CGROUP_QUOTA.is_file():
+        return 0
+    quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
     return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
 
 
@@ -130,18 +115,26 @@ class ServiceLaunches:
     page_port: int | None = 0
     """Of the trainer's live page; 0 = any free port, None = no page."""
 
+    def nats(self, command: tuple[str, ...]) -> Launch:
+        """Its address file holds `{"url": ...}`, and is the runner's to write."""
+        log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
+        return Launch(NATS, command, self.environment, log, address_file)
+
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """`again`: where it listened before a restart; actors keep that address."""
         settings = {"workers": "2"}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
-        return self._launch("verifier", self.commands.verifier, settings, self.threads.light_env())
+        return self._launch("verifier", self.commands.verifier, settings, _thread_env(1))
 
     def trainer(
         self, verifier: str, model_dir: str, actors: int | None = None, again: ServiceAddress | None = None
     ) -> Launch:
         """`actors`: how many there are; the recipe's number unless it was changed. `again`: where it listened before a restart;
         pages that are open keep that address, if nobody else has taken its port meanwhile."""
+        port = str(self.page_port or 0)
+        if again is not None and self.page_port is not None:
+            port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
         settings = {
             "nats_url": self.nats_url,
             "verifier": verifier,
@@ -149,20 +142,10 @@ class ServiceLaunches:
             "run_dir": str(self.run_dir.path.resolve()),
             "expected_actors": str(self.recipe.actor.count if actors is None else actors),
             "page": "false" if self.page_port is None else "true",
-            "http_port": self._trainer_port(again),
+            "http_port": port,
         }
-        return self._launch(
-            "trainer", self.commands.trainer, settings, self.threads.trainer_env(self.recipe.trainer.nproc)
-        )
-
-    def _trainer_port(self, again: ServiceAddress | None) -> str:
-        """Where the page was, or shall be; any free one where that cannot be had again, or there is no page."""
-        if self.page_port is None:
-            return "0"
-        if again is None:
-            return str(self.page_port)
-        port = _port(again.http)
-        return "0" if why_taken(int(port)) else port
+        threads = self.threads.trainer_env(self.recipe.trainer.nproc)
+        return self._launch("trainer", self.commands.trainer, settings, threads)
 
     def actor(self, index: int, verifier: str, model_dir: str) -> Launch:
         settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}
@@ -191,10 +174,6 @@ def _port(address: str) -> str:
     return str(split_host_port(address)[1])
 
 
-_POLL_S = 0.2
-PROGRESS = "initial model: "
-"""How the builder begins a line that a person should see as it goes. Its errors are told once, at its end."""
-
 RunProcess = Callable[[str, Launch], AbstractAsyncContextManager[ServiceProcess]]
 """Starts a process of the given kind and stops it at the block's end."""
 
@@ -208,7 +187,8 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 async def initial_model(
     recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, say: Callable[[str], None]
 ) -> str:
-    """Folder of the initial policy; "" for a hub model, which the services fetch. Builds it where the recipe says so.
+    """Folder of the initial policy; "" for a hub model, which the services fetch. Builds it where the recipe says so, in a
+    process of its own, since that needs torch and this does not.
 
     `say` hears what is going on. Raises `ServiceDied` when the building fails.
     """
@@ -217,22 +197,7 @@ async def initial_model(
     folder = built_folder(recipe, cache_folder(launches.environment) / "models")
     if is_complete(folder):
         say(f"initial model from the cache: {folder}")
-    else:
-        await _build(recipe, folder, launches, run_process, say)
-    return str(folder)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).resolve())
-
-
-async def _build(
-    recipe: Recipe,
-    folder: Path,
-    launches: ServiceLaunches,
-    run_process: RunProcess,
-    say: Callable[[str], None],
-) -> None:
+        return str(folder)
     say("building the initial model (kept for the next run)")
     config_file = launches.run_dir.path.resolve() / "warmstart.json"
     config_file.write_text(json.dumps(build_config(recipe), indent=2) + "\n", encoding="utf-8")
@@ -243,6 +208,11 @@ async def _build(
             code = await process.wait()
         if code != 0:
             raise process.died()
+    return str(folder)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve())
 
 
 async def _repeat_log(log: Path, say: Callable[[str], None]) -> None:

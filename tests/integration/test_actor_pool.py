@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelinerl.local.actors import ActorPool
 from pipelinerl.local.processes import Launch, ServiceProcess
-from pipelinerl.local.supervisor import RestartPolicy, SupervisedService
+from pipelinerl.local.supervisor import ActorPool, RestartPolicy, SupervisedService
 
 LIVES = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
 DEAF = (
@@ -27,7 +26,7 @@ def pool_of(
         name = f"actor-{number}"
         launch = Launch(name, programs[number], os.environ, folder / f"{name}.log", folder / f"{name}.json")
         never_again = RestartPolicy(limit=0, limit_unserved=0)
-        return SupervisedService(launch, started.append, lambda died, delay: None, policy=never_again)
+        return SupervisedService(name, lambda: launch, started.append, lambda died, delay_s: None, policy=never_again)
 
     return ActorPool(make, notes.append, lambda name: None)
 

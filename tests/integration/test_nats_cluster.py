@@ -133,7 +133,9 @@ async def test_nothing_is_lost_when_servers_are_killed(tmp_path: Path) -> None:
             await _publish_on(bus, NUM_BEFORE)
             after = range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER)
             assert await read(entries, NUM_AFTER) == [b"%d" % number for number in after]
-        await dead.start_again()
+        dead.port = int(dead.url.rpartition(":")[2])
+        dead.stop()
+        dead.start()
         await persistently(lambda: _all_current(bus))
         dead = by_name[await leader_of(bus._link.client.connected_url.geturl(), "PROMPTS_demo")]
         os.kill(dead.pid, signal.SIGKILL)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.bus.jetstream import connect
+from pipelinerl.commands.streams import RunStreams
 from pipelinerl.errors import FieldError
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.run_streams import RunStreams
 from pipelinerl.run_dir import RunDir, write_json
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fastapi import FastAPI
 
@@ -29,6 +31,6 @@ def test_what_has_no_port(text: str) -> None:
 async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None:
     try:
         async with serve_http(FastAPI(), "::1", 0) as port:
-            assert await http_status(host_port("::1", port), "/", 5.0) == 404
+            assert await asyncio.to_thread(http_status, host_port("::1", port), "/", 5.0) == 404
     except ServiceError as error:
         pytest.skip(f"no IPv6 here: {error}")

@@ -64,9 +64,9 @@ def test_rows_of_a_running_run() -> None:
         metrics(2),
         metrics(3, heldout_accuracy=0.55, heldout_version=2),
     )
-    run.on_phase("training")
-    run.on_actors([ActorView("actor-0", "serving", 3, 64), ActorView("actor-1", "starting")])
-    run.on_restart("actor-1")
+    run.phase = "training"
+    run.actors = (ActorView("actor-0", "serving", 3, 64), ActorView("actor-1", "starting"))
+    run.restarts["actor-1"] += 1
     shown = dict(rows(run, 14.0))
     assert shown["step"] == "3 of 100 (3.0%), 14s passed, 3m 14s left"
     assert shown["policy version"] == "3"
@@ -117,7 +117,7 @@ def test_time_left_forgets_a_slow_start() -> None:
 
 def test_sequences_come_from_the_steps_and_in_between_from_the_status() -> None:
     run = state(metrics(1))
-    run.on_sequences({"issued": 600, "trained": 384, "failed": 1, "in_flight": 215})
+    run.sequences = {"issued": 600, "trained": 384, "failed": 1, "in_flight": 215}
     assert row(run, "sequences") == "600 issued, 384 trained, 215 in flight, 1 failed"
 
 
@@ -128,7 +128,7 @@ def test_a_rewound_run_is_where_its_checkpoint_was() -> None:
         metrics(3, heldout_accuracy=0.55, heldout_version=2),
         metrics(4, heldout_accuracy=0.6, heldout_version=3),
     )
-    run.on_restart("trainer")
+    run.restarts["trainer"] += 1
     run.rewind(2)
     assert (run.step, run.furthest, run.last["reward_mean"]) == (2, 4, 0.25)
     assert run.heldout == [(0, 0.4), (2, 0.55)]
@@ -207,9 +207,9 @@ def test_plain_lines_come_at_their_pace_the_last_step_always() -> None:
     with display:
         display.note("hello")
         display.show(run, 0.0)
-        run.on_phase("waiting for actors")
+        run.phase = "waiting for actors"
         display.show(run, 1.0)
-        run.on_phase("waiting for sequences")
+        run.phase = "waiting for sequences"
         display.show(run, 2.5)
         display.show(run, 5.0)
         for step, at_s in [(1, 10.0), (2, 12.0), (3, 15.5), (5, 16.0), (6, 17.0)]:
@@ -247,7 +247,7 @@ def test_plain_line_has_everything_on_one_line() -> None:
 def test_the_live_display_shows_every_row_and_keeps_notes() -> None:
     out = io.StringIO()
     run = state(metrics(1), metrics(2))
-    run.on_phase("[red]not markup[/red]")
+    run.phase = "[red]not markup[/red]"
     with LiveDisplay(Console(file=out, force_terminal=True, width=110)) as display:
         display.show(run, 12.0)
         display.note("actor-0 [0] is started again")

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import FieldError
-from pipelinerl.local.actors import running_pids
-from pipelinerl.local.processes import lives, living
+from pipelinerl.local.processes import lives, living, running_pids
 from pipelinerl.local.resume import Resumption, find_run, held, plan_resume
 from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml

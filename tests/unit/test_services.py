@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.initial_model import build_config, cache_key
 from pipelinerl.local.processes import Launch
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, cache_folder
-from pipelinerl.local.supervisor import RestartPolicy, RestartsInARow, StopBudget
+from pipelinerl.local.supervisor import RestartCounter, RestartPolicy, StopBudget
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress
@@ -84,20 +84,20 @@ def test_a_restarted_verifier_keeps_its_ports(tmp_path: Path, monkeypatch: pytes
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
-    policy = RestartPolicy(limit=3, first_delay_s=1.0, factor=2.0)
-    assert [policy.delay_s(n, exit_code=1, served=True) for n in range(5)] == [1.0, 2.0, 4.0, None, None]
+    counter = RestartCounter(RestartPolicy(limit=3, first_delay_s=1.0, factor=2.0))
+    assert [counter.next_delay_s(1.0, exit_code=1, served=True) for _ in range(5)] == [1.0, 2.0, 4.0, None, None]
 
 
 def test_a_service_that_never_served_gets_one_more_chance_a_users_mistake_none() -> None:
-    policy = RestartPolicy()
-    assert [policy.delay_s(n, exit_code=-9, served=False) for n in range(3)] == [1.0, None, None]
-    assert policy.delay_s(0, exit_code=2, served=True) is None
-    assert policy.delay_s(0, exit_code=0, served=True) == 1.0
+    counter = RestartCounter(RestartPolicy())
+    assert [counter.next_delay_s(1.0, exit_code=-9, served=False) for _ in range(3)] == [1.0, None, None]
+    assert RestartCounter(RestartPolicy()).next_delay_s(1.0, exit_code=2, served=True) is None
+    assert RestartCounter(RestartPolicy()).next_delay_s(1.0, exit_code=0, served=True) == 1.0
 
 
 def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_lives_long() -> None:
     reached = 0
-    row = RestartsInARow(RestartPolicy(limit=2, first_delay_s=1.0, stable_s=600.0), lambda: reached)
+    row = RestartCounter(RestartPolicy(limit=2, first_delay_s=1.0, stable_s=600.0), lambda: reached)
 
     def after(lived_s: float = 1.0) -> float | None:
         return row.next_delay_s(lived_s, exit_code=1, served=True)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.local.services import (
     ThreadPlan,
-    _cgroup_cores,
     available_cores,
     keep_to_quota,
     plan_threads,
@@ -52,15 +51,17 @@ def test_environment_of_each_process() -> None:
     assert plan.trainer_env()["OMP_NUM_THREADS"] == "3"
     assert plan.actor_env()["OMP_NUM_THREADS"] == "2"
     assert plan.actor_env()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert plan.light_env()["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(
     ("cpu_max", "cores"),
-    [("max 100000\n", 0), ("200000 100000\n", 2), ("150000 100000\n", 2), ("5000 100000\n", 1), ("100000", 1)],
+    [("max 100000\n", 16), ("200000 100000\n", 2), ("150000 100000\n", 2), ("5000 100000\n", 1), ("100000", 1)],
 )
-def test_cgroup_quota_rounds_up(cpu_max: str, cores: int) -> None:
-    assert _cgroup_cores(cpu_max) == cores
+def test_cgroup_quota_rounds_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu_max: str, cores: int) -> None:
+    (tmp_path / "cpu.max").write_text(cpu_max)
+    monkeypatch.setattr("pipelinerl.local.services._CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert available_cores() == cores
 
 
 def test_this_machine_has_a_core() -> None:

@@ -1,0 +1,146 @@
+"""The streams of a run that goes on, has ended, or crashed: opened for looking, by a command that was not part of the run.
+
+A command names the folder of a local run, or a NATS server and a run's name; in a pod of a run neither need be given, since the
+variables that its service is configured by say where NATS is. A local run that goes on is asked at its own nats-server. Of one
+that does not, the stored streams are copied and served by a nats-server of the moment, so that the run directory stays as it
+was. Changes no stream and starts no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import FieldError
+
+if TYPE_CHECKING:
+    from pipelinerl.bus.jetstream import JetStreamBus
+
+_STORE = "jetstream"
+"""What nats-server calls the folder of its streams."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, ended or not")
+    add_server_arguments(parser)
+    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nats",
+        metavar="URL",
+        default="",
+        help="NATS server of a run elsewhere: nats://host:4222; in a pod of the run: that pod's",
+    )
+    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
+    parser.add_argument(
+        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if asked"
+    )
+
+
+@dataclass(frozen=True)
+class RunStreams:
+    """Where a run's streams are: in the folder of a local run, or on a NATS server under the run's name."""
+
+    run_dir: Path | None = None
+    nats_url: str = ""
+    run: str = ""
+    """Name of the run; of a local run's folder it is read."""
+    credentials: Path | None = None
+    tls_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        from pipelinerl.bus.protocol import check_run_name
+
+        if bool(self.run_dir) == bool(self.nats_url):
+            raise FieldError("RUN_DIR", str(self.run_dir or ""), "give the folder of a run, or --nats URL --run NAME")
+        if self.nats_url:
+            check_run_name(self.run, "--run")
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[JetStreamBus]:
+        """A connected bus. Raises `FieldError` when the folder holds no streams, `BusError` when NATS does not answer."""
+        from pipelinerl.bus.jetstream import connect
+
+        if self.run_dir is None:
+            async with connect(self.nats_url, self.run, credentials=self.credentials, tls_dir=self.tls_dir) as bus:
+                yield bus
+            return
+        name = run_name(self.run_dir)
+        async with _server_url(self.run_dir) as url, connect(url, name) as bus:
+            yield bus
+
+
+def streams_of(args: argparse.Namespace) -> RunStreams:
+    """Raises `FieldError` when neither the arguments nor the environment say where the streams are."""
+    if not args.nats and not (args.run_dir and holds_streams(args.run_dir)):
+        run = args.run or (run_name(args.run_dir) if args.run_dir else "")
+        if (elsewhere := streams_in_environment(run)) is not None:
+            return elsewhere
+    return RunStreams(args.run_dir, args.nats, args.run, args.credentials, args.tls_dir)
+
+
+def streams_in_environment(run: str = "") -> RunStreams | None:
+    """Of `run`, or of the run that the environment names; None where it names no NATS server."""
+    from pipelinerl.service.settings import StreamsSettings
+
+    found = StreamsSettings()
+    if not found.nats_url:
+        return None
+    return RunStreams(None, found.nats_url, run or found.run, found.nats_credentials, found.nats_tls_dir)
+
+
+def holds_streams(run_dir: Path) -> bool:
+    """Whether it is the folder of a run on this machine, which keeps its streams there."""
+    return (run_dir / "nats" / _STORE).is_dir()
+
+
+def run_name(run_dir: Path) -> str:
+    """What the run in this folder is called: `run.json` says so; without it, the folder's name. Raises `FieldError`."""
+    import json
+
+    from pipelinerl.bus.protocol import check_run_name
+
+    if not run_dir.is_dir():
+        raise FieldError("RUN_DIR", str(run_dir), "is no folder")
+    try:
+        name = json.loads((run_dir / "run.json").read_bytes())["run"]
+    except FileNotFoundError:
+        name = run_dir.resolve().name
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise FieldError("RUN_DIR", str(run_dir), f"its run.json cannot be read: {error!r}") from error
+    return check_run_name(str(name), "RUN_DIR")
+
+
+@asynccontextmanager
+async def _server_url(folder: Path) -> AsyncIterator[str]:
+    import asyncio
+    import json
+    import shutil
+    import tempfile
+
+    from pipelinerl.local.nats import NatsServer
+    from pipelinerl.local.processes import living_names
+    from pipelinerl.run_dir import RunDir
+
+    run_dir = RunDir(folder, "")
+    if living_names(run_dir):
+        file = run_dir.address("nats")
+        try:
+            url = str(json.loads(file.read_bytes())["url"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            fix = f"does not say where the run's nats-server is: {error!r}"
+            raise FieldError("RUN_DIR", str(file), fix) from error
+        yield url
+        return
+    if not holds_streams(folder):
+        raise FieldError("RUN_DIR", str(folder), "holds no streams of a run; give --nats URL --run NAME")
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-streams-") as copy:
+        await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, Path(copy, _STORE))
+        async with NatsServer(Path(copy)) as server:
+            yield server.url
