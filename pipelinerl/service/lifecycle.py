@@ -164,7 +164,7 @@ def exit_code(run: Callable[[], None]) -> int:
         log.error("cancelled by a second signal before everything had ended")
         return EXIT_FAILURE
     except Exception as raised:  # the process boundary
-        error = _alone(raised)
+        error = sole_error(raised)
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr)
             return EXIT_USER_ERROR
@@ -173,9 +173,9 @@ def exit_code(run: Callable[[], None]) -> int:
     return EXIT_OK
 
 
-def _alone(error: Exception) -> Exception:
+def sole_error(error: BaseException) -> BaseException:
     """The error itself where task groups wrapped it and nothing else."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 

@@ -77,6 +77,11 @@ def do_print(words: str) -> float:
     return 1.0
 
 
+def do_touch(path: str) -> float:
+    Path(path).touch()
+    return 1.0
+
+
 def do_fork_and_return(_: str) -> float:
     return 1.0 if os.fork() else 0.0
 

@@ -25,7 +25,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages.verification import (
     VerifierClient,
     VerifyItem,
@@ -34,8 +34,12 @@ from pipelinerl.messages.verification import (
 )
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.lifecycle import sole_error
+from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import Backoff
+from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from services.verifier.server import serve
 from services.verifier.worker_process import children
 from tests.exposition import without_run
 from tests.support.certificates import Authority
@@ -61,6 +65,19 @@ def recipe(**reward: Any) -> dict[str, Any]:
     }
 
 
+def get(address: ServiceAddress, path: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address.http}{path}", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def sample(address: ServiceAddress, name: str) -> float:
+    """One sample by its name without prefix, with labels but the run's; 0 when it is not there yet."""
+    text = without_run(await asyncio.to_thread(get, address, "/metrics"))
+    found = re.search(rf"^pipelinerl_verifier_{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 class Verifier:
     """A running verifier and what it wrote."""
 
@@ -82,16 +99,6 @@ class Verifier:
             assert time.monotonic() < deadline_s, self.log
             time.sleep(0.02)  # a file of another process: nothing to wait on
         return self
-
-    def get(self, path: str) -> str:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{self.address.http}{path}", timeout=5) as answer:
-            return answer.read().decode()
-
-    def metric(self, name: str) -> float:
-        """One sample by its full name with labels but the run's; 0 when it is not there yet."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", without_run(self.get("/metrics")), re.MULTILINE)
-        return float(found[1]) if found else 0.0
 
 
 @contextmanager
@@ -121,9 +128,36 @@ def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Itera
         )
     try:
         yield Verifier(process, folder)
+        workers = children(process.pid)
     finally:
         process.kill()
         process.wait()
+    assert [worker for worker in workers if not wait_until_gone(worker)] == [], "workers outlived their verifier"
+
+
+@asynccontextmanager
+async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncIterator[ServiceAddress]:
+    """The same in this process, which costs less than one of its own."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    where = {"run": "test", "recipe": folder / "recipe.yaml", "instance": "verifier-0", "workers": 1}
+    address, stop = folder / "address.json", asyncio.Event()
+    task = asyncio.create_task(
+        serve(
+            VerifierSettings(**(where | {"address_file": address} | settings)),
+            stop,
+            LogContext("test", "verifier", "verifier-0"),
+        )
+    )
+    try:
+        async with asyncio.timeout(START_S):
+            while not address.exists() and not task.done():
+                await asyncio.sleep(0.02)
+        if task.done():
+            await task
+        yield read_address(address)
+    finally:
+        stop.set()
+        await task
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +257,10 @@ async def test_processes_a_reward_started_end_with_its_item(
 
 async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -> None:
     """30 times 16 MiB kept in processes of 256 MiB each."""
-    before = hostile.metric('pipelinerl_verifier_worker_restarts_total{reason="retirement"}')
+    before = await sample(hostile.address, 'worker_restarts_total{reason="retirement"}')
     scored = [outcome for _ in range(30) for outcome in await outcomes(hostile, ["keep_mib 16"])]
     assert {outcome.status for outcome in scored} == {VerifyStatus.OK}
-    assert hostile.metric('pipelinerl_verifier_worker_restarts_total{reason="retirement"}') > before
+    assert await sample(hostile.address, 'worker_restarts_total{reason="retirement"}') > before
 
 
 async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> None:
@@ -293,31 +327,31 @@ async def test_no_items_no_answer(hostile: Verifier) -> None:
 
 async def test_outcomes_are_counted(hostile: Verifier) -> None:
     names = {
-        "ok": f'pipelinerl_verifier_requests_total{{status="ok",task="{TASK}"}}',
-        "timeout": f'pipelinerl_verifier_requests_total{{status="timeout",task="{TASK}"}}',
-        "unknown": 'pipelinerl_verifier_requests_total{status="unknown_task",task="(unknown)"}',
-        "timeouts": "pipelinerl_verifier_timeouts_total",
-        "calls": 'pipelinerl_verifier_calls_total{code="OK"}',
-        "halves": f'pipelinerl_verifier_reward_bucket{{le="0.5",task="{TASK}"}}',
-        "ones": f'pipelinerl_verifier_reward_bucket{{le="1.0",task="{TASK}"}}',
+        "ok": f'requests_total{{status="ok",task="{TASK}"}}',
+        "timeout": f'requests_total{{status="timeout",task="{TASK}"}}',
+        "unknown": 'requests_total{status="unknown_task",task="(unknown)"}',
+        "timeouts": "timeouts_total",
+        "calls": 'calls_total{code="OK"}',
+        "halves": f'reward_bucket{{le="0.5",task="{TASK}"}}',
+        "ones": f'reward_bucket{{le="1.0",task="{TASK}"}}',
     }
-    restarts = 'pipelinerl_verifier_worker_restarts_total{reason="timeout"}'
-    restarts_before = hostile.metric(restarts)
-    before = {key: hostile.metric(name) for key, name in names.items()}
+    restarts = 'worker_restarts_total{reason="timeout"}'
+    restarts_before = await sample(hostile.address, restarts)
+    before = {key: await sample(hostile.address, name) for key, name in names.items()}
     await outcomes(hostile, ["say 0.5", "say 1", "sleep 600"])
     await outcomes(hostile, ["say 1"], task="x" * 1000)
-    grown = {key: hostile.metric(name) - before[key] for key, name in names.items()}
+    grown = {key: await sample(hostile.address, name) - before[key] for key, name in names.items()}
     assert grown == {
         "ok": 2, "timeout": 1, "unknown": 1, "timeouts": 1, "calls": 2, "halves": 1, "ones": 2,
     }  # fmt: skip
     async with asyncio.timeout(10):  # the killed worker is reaped after its item was answered for
-        while await asyncio.to_thread(hostile.metric, restarts) <= restarts_before:
+        while await sample(hostile.address, restarts) <= restarts_before:
             pass
 
 
 async def test_health_reflection_and_probes_answer(hostile: Verifier) -> None:
-    assert hostile.get("/healthz") == "ok\n"
-    assert hostile.get("/readyz") == "ready\n"
+    assert get(hostile.address, "/healthz") == "ok\n"
+    assert get(hostile.address, "/readyz") == "ready\n"
     async with aio.insecure_channel(hostile.address.grpc) as channel:
         request = health_pb2.HealthCheckRequest(service="pipelinerl.v1.VerifierService")
         answer = await health_pb2_grpc.HealthStub(channel).Check(request)
@@ -332,10 +366,34 @@ async def test_health_reflection_and_probes_answer(hostile: Verifier) -> None:
 # --- its start and its end
 
 
+@pytest.fixture
+def users_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers look for modules where this process does."""
+    monkeypatch.syspath_prepend(HERE)
+
+
+async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_in_order(tmp_path: Path) -> None:
+    authority = Authority()
+    own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
+    with verifier(tmp_path / "run", recipe(), tls_dir=own) as running:
+        target = running.wait_until_serving().address.grpc
+        async with VerifierClient(target, backoff=SOON, tls_dir=callers) as client:
+            assert len(await client.verify(items(["say 1"]))) == 1
+        async with VerifierClient(target, backoff=SOON) as stranger:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stranger.verify(items(["say 1"])), 0.5)
+        workers = children(running.process.pid)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 0, running.log
+        assert "Traceback" not in running.log
+        assert len(workers) == 2
+        assert not any(is_alive(worker) for worker in workers)
+
+
 async def test_reasoning_gym_recipe_end_to_end(tmp_path: Path) -> None:
     import reasoning_gym
 
-    data = recipe(scorer="task", answer_pattern=r"=\s*(-?\d+)\s*$") | {"task": {"name": "chain_sum"}}
+    data = recipe(scorer="task", answer_pattern=r"=\s*(-?\d+)\s*$", timeout_s=20) | {"task": {"name": "chain_sum"}}
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
     reference = json.dumps({"answer": entry["answer"], "dataset": "chain_sum", "entry": entry})
     completions = {f"... = {entry['answer']}": 1.0, f"... = {entry['answer']}0": 0.0, "no idea": 0.0}
@@ -343,48 +401,31 @@ async def test_reasoning_gym_recipe_end_to_end(tmp_path: Path) -> None:
         VerifyItem(text, "chain_sum", entry["question"], text, known)
         for text, known in [*((text, reference) for text in completions), ("broken", '{"answer": "1"}')]
     ]
-    with verifier(tmp_path, data, workers=1) as running:
-        running.wait_until_serving()
-        async with VerifierClient(running.address.grpc) as client:
-            *scored, broken = await client.verify(asked)
-        assert {outcome.sequence_id: outcome.reward for outcome in scored} == completions
-        assert broken.status is VerifyStatus.BAD_REFERENCE
-        workers = children(running.process.pid)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(10) == 0, running.log
-        assert "Traceback" not in running.log
-        assert len(workers) == 1
-        assert not any(is_alive(worker) for worker in workers)
+    async with serving(tmp_path, data) as address, VerifierClient(address.grpc) as client:
+        *scored, broken = await client.verify(asked)
+    assert {outcome.sequence_id: outcome.reward for outcome in scored} == completions
+    assert broken.status is VerifyStatus.BAD_REFERENCE
 
 
-async def test_full_queue_and_sudden_death(tmp_path: Path) -> None:
-    with verifier(tmp_path, recipe(timeout_s=30), workers=1, max_queue=4) as running:
-        running.wait_until_serving()
-        async with VerifierClient(running.address.grpc, backoff=SOON) as client:
-            with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
-                await client.verify(items(["say 1"] * 5))
-            first = asyncio.create_task(client.verify(items(["sleep 1", *["say 1"] * 3])))
-            while await asyncio.to_thread(running.metric, "pipelinerl_verifier_queue_items") < 3:
-                assert not first.done()
-            second = asyncio.create_task(client.verify(items(["say 2"] * 4)))
-            assert [outcome.reward for outcome in await first + await second] == [1.0] * 4 + [2.0] * 4
-        assert running.metric('pipelinerl_verifier_calls_total{code="RESOURCE_EXHAUSTED"}') > 0
-        (worker,) = children(running.process.pid)
-        running.process.kill()
-        assert wait_until_gone(worker)
-
-
-async def test_a_caller_that_leaves_takes_its_items_along(tmp_path: Path) -> None:
-    with verifier(tmp_path, recipe(timeout_s=30), workers=1, max_queue=4) as running:
-        running.wait_until_serving()
-        async with VerifierClient(running.address.grpc, backoff=SOON) as client:
-            leaving = asyncio.create_task(client.verify(items(["sleep 1"] * 4)))
-            while await asyncio.to_thread(running.metric, "pipelinerl_verifier_queue_items") < 3:
-                assert not leaving.done()
-            leaving.cancel()
-            started_s = time.monotonic()
-            assert [outcome.reward for outcome in await client.verify(items(["say 3"] * 4))] == [3.0] * 4
-            assert time.monotonic() - started_s < 2.0  # behind the one under way, not behind all four
+async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(
+    tmp_path: Path, users_rewards: None
+) -> None:
+    async with (
+        serving(tmp_path, recipe(timeout_s=30), max_queue=4) as address,
+        VerifierClient(address.grpc, backoff=SOON) as client,
+    ):
+        with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
+            await client.verify(items(["say 1"] * 5))
+        leaving = asyncio.create_task(client.verify(items(["sleep 1", *["sleep 600"] * 3])))
+        while await sample(address, "queue_items") < 3:
+            assert not leaving.done()
+        waiting = asyncio.create_task(client.verify(items(["say 2"] * 4)))
+        while await sample(address, 'calls_total{code="RESOURCE_EXHAUSTED"}') == 0:
+            assert not waiting.done()
+        leaving.cancel()
+        assert [outcome.reward for outcome in await waiting] == [
+            2.0
+        ] * 4  # behind the one under way, not behind all four
 
 
 @pytest.mark.parametrize(
@@ -392,27 +433,31 @@ async def test_a_caller_that_leaves_takes_its_items_along(tmp_path: Path) -> Non
     [
         ({"reward": {"scorer": "hostile_rewards:scoer"}}, "has no function scoer; did you mean score?"),
         ({"reward": {"scorer": "maths"}}, "did you mean math?"),
-        ({"reward": {}, "task": {"name": "chain_summ"}}, "not a reasoning-gym family; did you mean chain_sum"),
     ],
 )
-def test_a_reward_that_does_not_exist_is_the_users_mistake(
-    tmp_path: Path, change: dict[str, Any], problem: str
+async def test_a_reward_that_does_not_exist_is_the_users_mistake(
+    tmp_path: Path, users_rewards: None, change: dict[str, Any], problem: str
 ) -> None:
-    with verifier(tmp_path, recipe() | change, workers=1) as running:
-        assert running.process.wait(START_S) == 2
-        assert problem in running.log
-        assert "error: " in running.log
-        assert "\nTraceback" not in running.log
+    with pytest.raises(UserError, match=re.escape(problem)):
+        async with serving(tmp_path, recipe() | change):
+            pass
 
 
 @pytest.mark.parametrize("setting", ["grpc_port", "http_port"])
-def test_a_port_in_use_is_named(tmp_path: Path, setting: str) -> None:
+async def test_a_port_in_use_is_named(tmp_path: Path, users_rewards: None, setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with verifier(tmp_path, recipe(), workers=1, **{setting: port}) as running:
-            assert running.process.wait(START_S) == 1
-            assert f"{setting} = {port}: cannot listen on 127.0.0.1:{port}" in running.log
-            assert "Traceback" not in running.log
+        with pytest.raises((ServiceError, ExceptionGroup)) as raised:
+            async with serving(tmp_path, recipe(), **{setting: port}):
+                pass
+    assert f"{setting} = {port}: cannot listen on 127.0.0.1:{port}" in str(sole_error(raised.value))
+
+
+async def test_a_verifier_whose_certificate_has_expired_does_not_start(tmp_path: Path, users_rewards: None) -> None:
+    expired = Authority().issue(tmp_path / "own", "127.0.0.1", days=-1)
+    with pytest.raises(UserError, match=r"is refused under ca\.crt: certificate has expired"):
+        async with serving(tmp_path, recipe(), tls_dir=expired):
+            pass
 
 
 LIGHT = """
@@ -615,22 +660,3 @@ async def test_calls_go_round_all_addresses_of_a_name() -> None:
                 await client.verify(items(["a"]))
     assert first.calls + second.calls == 20
     assert min(first.calls, second.calls) >= 5
-
-
-async def test_a_verifier_with_certificates_answers_only_those_who_show_one(tmp_path: Path) -> None:
-    authority = Authority()
-    own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
-    with verifier(tmp_path / "run", recipe(), tls_dir=own) as running:
-        target = running.wait_until_serving().address.grpc
-        async with VerifierClient(target, backoff=SOON, tls_dir=callers) as client:
-            assert len(await client.verify(items(["1"]))) == 1
-        async with VerifierClient(target, backoff=SOON) as stranger:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(stranger.verify(items(["1"])), 0.5)
-
-
-def test_a_verifier_whose_certificate_has_expired_does_not_start(tmp_path: Path) -> None:
-    expired = Authority().issue(tmp_path / "own", "127.0.0.1", days=-1)
-    with verifier(tmp_path / "run", recipe(), tls_dir=expired) as running:
-        assert running.process.wait(START_S) == 2
-        assert f"error: tls_dir = '{expired}/tls.crt': is refused under ca.crt: certificate has expired" in running.log

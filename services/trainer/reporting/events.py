@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.events import EventRecorder, EventType, PodRef
-from pipelinerl.service.lifecycle import StartStopped
+from pipelinerl.service.lifecycle import StartStopped, sole_error
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.weight_sync.membership import MemberChange
@@ -88,7 +88,7 @@ class RunEvents:
             self._emit("RunStopped", text)
 
     def failed(self, error: BaseException) -> None:
-        self._emit("RunFailed", f"run {self._run} failed: {_alone(error)}")
+        self._emit("RunFailed", f"run {self._run} failed: {sole_error(error)}")
 
     def _pod(self, change: MemberChange) -> PodRef:
         """An actor that is no pod of this cluster is told of at the trainer's."""
@@ -124,10 +124,3 @@ async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
                 await recorder.drained()
         sending.cancel()
         await client.close()
-
-
-def _alone(error: BaseException) -> BaseException:
-    """The error itself where task groups wrapped it and nothing else."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
