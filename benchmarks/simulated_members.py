@@ -31,7 +31,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
-from services.trainer.weight_sync.session import SentBytes
+from services.trainer.weight_sync.session import TransferResult
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])
@@ -41,7 +41,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 class NoBytesPort:
-    """Implements `lane.TransferPort`: every group stands at once and every broadcast is over at once."""
+    """Implements `sender.CollectivePort`: every group stands at once and every broadcast is over at once."""
 
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"
@@ -58,8 +58,8 @@ class NoBytesGroup:
     async def built(self) -> None:
         return
 
-    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
-        return SentBytes(CHECKSUM, MANIFEST.total_bytes, 0.0)
+    async def broadcast(self, snapshot: object, deadline_s: float) -> TransferResult:
+        return TransferResult(CHECKSUM, MANIFEST.total_bytes, 0.0)
 
     async def abandon(self) -> None:
         return

@@ -96,33 +96,33 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_an_arrival_is_told_once_and_again_after_an_eviction() -> None:
     attendance = MembershipLog()
-    attendance.registers(A)
-    assert attendance.serves(A, 1, 0) == [MemberChange("joined", A, 1, 0)]
-    assert attendance.serves(A, 1, 1) == []
+    attendance.registered(A)
+    assert attendance.served(A, 1, 0) == [MemberChange("joined", A, 1, 0)]
+    assert attendance.served(A, 1, 1) == []
     assert attendance.put_out("a", 2, 1, "too slow", left=False) == [MemberChange("evicted", A, 2, 1, "too slow")]
-    assert attendance.serves(A, 3, 2) == [MemberChange("joined", A, 3, 2)]
+    assert attendance.served(A, 3, 2) == [MemberChange("joined", A, 3, 2)]
     again = Member("a", "a-2", pod_uid="u1")
-    attendance.registers(again)
-    assert attendance.serves(again, 4, 3) == [MemberChange("joined", again, 4, 3)]
+    attendance.registered(again)
+    assert attendance.served(again, 4, 3) == [MemberChange("joined", again, 4, 3)]
 
 
 def test_a_departure_is_told_once_by_the_epoch_or_by_the_registration() -> None:
     attendance = MembershipLog()
-    attendance.registers(A)
-    attendance.serves(A, 1, 0)
+    attendance.registered(A)
+    attendance.served(A, 1, 0)
     assert attendance.put_out("a", 1, 0, "its pod", left=True) == [MemberChange("left", A, 1, 0, "its pod")]
-    assert attendance.goes("a", 1, 0, "its pod", left=True) == []
-    attendance.registers(A)
-    attendance.serves(A, 2, 1)
-    assert attendance.goes("a", 2, 1, "stopped", left=False) == [MemberChange("evicted", A, 2, 1, "stopped")]
-    assert attendance.goes("a", 2, 1, "stopped", left=False) == []
+    assert attendance.gone("a", 1, 0, "its pod", left=True) == []
+    attendance.registered(A)
+    attendance.served(A, 2, 1)
+    assert attendance.gone("a", 2, 1, "stopped", left=False) == [MemberChange("evicted", A, 2, 1, "stopped")]
+    assert attendance.gone("a", 2, 1, "stopped", left=False) == []
 
 
 def test_one_that_never_served_is_told_of_when_an_epoch_puts_it_out_and_not_when_it_goes() -> None:
     attendance = MembershipLog()
-    attendance.registers(A)
+    attendance.registered(A)
     assert attendance.put_out("a", 1, -1, "did not come", left=False) == [
         MemberChange("evicted", A, 1, -1, "did not come")
     ]
-    assert attendance.goes("a", 1, -1, "stopped", left=False) == []
+    assert attendance.gone("a", 1, -1, "stopped", left=False) == []
     assert attendance.put_out("a", 1, -1, "unknown", left=False) == []

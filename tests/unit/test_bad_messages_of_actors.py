@@ -77,7 +77,7 @@ async def read_all(payloads: list[bytes], names: list[int]) -> None:
                     encode_sequence(make_sequence(group, index, reward=index)), f"{group.group_id}.{index}/good"
                 )
         batches = [await two_groups(one), await two_groups(one)]
-        one.books.ledger.check()
+        one.tracker.ledger.check()
         trained = [sequence for batch in batches for sequence in batch]
         assert len({sequence.sequence_id for sequence in trained}) == len(trained) > 0
         assert all(span.version == 0 and span.incarnation == 1 for s in trained for span in s.spans)
@@ -98,7 +98,7 @@ async def two_groups(one: Desk) -> list[Sequence]:
     finally:
         answering.cancel()
     for sequence in batch:
-        one.books.close([sequence], Outcome.TRAINED)
+        one.tracker.close([sequence], Outcome.TRAINED)
     return batch
 
 

@@ -24,8 +24,8 @@ from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import EvictionCause, Phase
 from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.session import SentBytes, UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater, together
+from services.trainer.weight_sync.session import TransferResult, UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater, coalesce_departures
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 
@@ -57,9 +57,9 @@ class ScriptedGroup:
     async def built(self) -> None:
         return
 
-    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
+    async def broadcast(self, snapshot: object, deadline_s: float) -> TransferResult:
         self.sent.append(snapshot)
-        return SentBytes(CHECKSUM, 16, 0.001)
+        return TransferResult(CHECKSUM, 16, 0.001)
 
     async def abandon(self) -> None:
         """As a real group's: others go on meanwhile."""
@@ -482,7 +482,7 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
 def test_departures_that_follow_one_another_are_taken_together() -> None:
     joined, served = c.MemberJoined("a", 1), c.MemberServing("a", 1, 1)
     gone = [(None, c.MembersDown((name,))) for name in "bcd"]
-    assert together([(None, joined), *gone[:2], (None, served), gone[2]]) == [
+    assert coalesce_departures([(None, joined), *gone[:2], (None, served), gone[2]]) == [
         (None, joined),
         (None, c.MembersDown(("b", "c"))),
         (None, served),
@@ -493,7 +493,7 @@ def test_departures_that_follow_one_another_are_taken_together() -> None:
 def test_departures_in_order_are_taken_together_when_they_are_of_one_kind() -> None:
     one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ab")
     gone = c.MembersLeaving((c.Member("d", "p"),), "its pod was deleted", still_running=False)
-    assert together([(None, one), (None, two), (None, gone)]) == [
+    assert coalesce_departures([(None, one), (None, two), (None, gone)]) == [
         (None, c.MembersLeaving((*one.members, *two.members), "its pod is being deleted")),
         (None, gone),
     ]

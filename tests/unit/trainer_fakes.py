@@ -182,7 +182,7 @@ class FakePolicy:
 
 
 class FakePort:
-    """`updater.TransferPort` that no actor ever needs."""
+    """`sender.CollectivePort` that no actor ever needs."""
 
     manifest = build_manifest([("w", (4,), "float32")])
     backend = "gloo"

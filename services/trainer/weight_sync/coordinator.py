@@ -11,7 +11,7 @@ Invariants that the tests drive every order of events against:
   * who came late, or failed, is not in an epoch with others before `MemberReady` says that it has served a version on a
     side group: no actor holds up the others twice.
 
-The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`joining.py`).
+The run has one for the epoch of all actors, and one for each side group that brings a joiner up to date (`membership.py`).
 Deliberately not here: when a joiner gets a side group, and anything that knows what bytes are.
 """
 
@@ -268,7 +268,7 @@ class _Round:
 
 
 class Coordinator:
-    """See the module. `epoch` 0 means that no group has been formed yet; `epochs` numbers those to come, shared in a run."""
+    """`epoch` 0 means that no group has been formed yet; `epochs` numbers those to come, shared in a run."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -299,7 +299,7 @@ class Coordinator:
         return self.phase is Phase.IDLE
 
     def step(self, event: Event) -> list[Action]:
-        """Actions to perform, in order. Events of an old epoch or version, or of strangers, change nothing."""
+        """Actions to perform, in order. Events of an old epoch or version, or of no member, change nothing."""
         match event:
             case MemberUp(member):
                 return self._member_up(member)
@@ -392,12 +392,12 @@ class Coordinator:
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
             return []
-        heard = {
+        answered = {
             Phase.FORMING: self._round.joined,
             Phase.SENDING: set(self._round.staged),
             Phase.COMMITTING: self._round.serving,
         }[self.phase]
-        late = set(self.members) - heard
+        late = set(self.members) - answered
         if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
         if not late or self._round.left:

@@ -1,16 +1,9 @@
-"""Who has come and gone, as the run tells it: which pods end, which processes are therefore not to come back, and what is new.
-
-Pure: it keeps names, takes events and returns what follows. What a departure means for an epoch is the coordinator's business.
-
-Which actors get a side group of their own, as a pure state machine: those registered that serve no current version.
+"""Who has come and gone, which actors get a side group of their own, and what each registered actor is doing. Pure.
 
 An actor that comes, or that was left out of an epoch, is brought to the newest served version at once on a group of the
-trainer and itself, beside the epoch of the others. Once it serves that, it is a member of the next epoch like any other;
-until then it cannot hold anybody up.
-
-`services.trainer.weight_sync.updater` performs the actions, one lane for each. Not here: what happens within a transfer.
-
-What each registered actor is doing, in one word: for the page and for the metrics. Pure.
+trainer and itself, beside the epoch of the others (`Joining`). Once it serves that, it is a member of the next epoch like any
+other; until then it cannot hold anybody up. `updater.py` performs the actions, one session for each. Not here: what happens
+within a transfer, and what a departure means for an epoch (`coordinator.py`).
 """
 
 from __future__ import annotations
@@ -80,10 +73,10 @@ class MembershipLog:
         self._registered: dict[str, Member] = {}
         self._serving: dict[str, Member] = {}
 
-    def registers(self, member: Member) -> None:
+    def registered(self, member: Member) -> None:
         self._registered[member.actor] = member
 
-    def serves(self, member: Member, epoch: int, version: int) -> list[MemberChange]:
+    def served(self, member: Member, epoch: int, version: int) -> list[MemberChange]:
         """Its version was brought to it, by an epoch or on a side group."""
         if self._serving.get(member.actor) == member:
             return []
@@ -95,10 +88,9 @@ class MembershipLog:
         member = self._serving.pop(actor, None) or self._registered.get(actor)
         return [MemberChange("left" if left else "evicted", member, epoch, version, reason)] if member else []
 
-    def goes(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
+    def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
         """It is no longer registered. Nothing new when an epoch has put it out before."""
-        serves = actor in self._serving
-        changes = self.put_out(actor, epoch, version, reason, left=left) if serves else []
+        changes = self.put_out(actor, epoch, version, reason, left=left) if actor in self._serving else []
         self._registered.pop(actor, None)
         return changes
 
@@ -127,7 +119,7 @@ Action = BeginSide | EndSide
 
 
 class Joining:
-    """See the module. Each method takes one event and returns the actions to perform, in order."""
+    """Each method takes one event and returns the actions to perform, in order."""
 
     def __init__(self, most_at_once: int = MOST_AT_ONCE) -> None:
         self._most_at_once = most_at_once

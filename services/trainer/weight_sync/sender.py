@@ -1,20 +1,13 @@
-"""What will be sent of a model, as a manifest: all its weights as actors load them, or the factors of its adapters.
-
-Reads names, shapes and dtypes only, so that one rank can do it alone.
-
-Sends versions of the weights: a snapshot in host or device memory, then a broadcast of its chunks on a background thread.
+"""The trainer's end of the weight transfer: what is sent, as a manifest; snapshots of a version; groups; broadcasts of chunks.
 
 `snapshot` is the only part that stops the optimizer: one copy of the weights, in the wire dtype. On a device it is queued on a
 stream of its own and the host goes on; what the optimizer queues next begins when the copy is done. The snapshot may be sent
-any number of times, on any group (a joiner's side group, a rebuilt one). On the wire, each chunk follows a header of
-int64[6]: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed while one is sent.
+any number of times, on any group (a joiner's side group, a rebuilt one), on a background thread. On the wire, each chunk
+follows a header of int64[6]: magic, incarnation, version, chunk index, checksum, bytes. The next chunk's checksum is computed
+while one is sent.
 
-It knows neither members nor epochs nor messages; whoever calls it decides when a group is given up.
-
-The trainer's end of the collective, as the updater drives it: a store for the run, a group per epoch or joiner, broadcasts.
-
-A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; other groups do not
-wait for it. Decides nothing about membership.
+A group that is abandoned while stuck is left to its own thread, which ends within the stall timeout; other groups do not wait
+for it. Not here: members, messages, and when a group is given up.
 """
 
 from __future__ import annotations
@@ -26,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,16 +40,16 @@ from pipelinerl.transfer.group import (
 )
 from pipelinerl.transfer.manifest import LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import LayerAdapter, factor_names, layer_adapters, served_parameters
-from services.trainer.weight_sync.session import SentBytes
+from services.trainer.weight_sync.session import TransferResult
 
 
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """Of `served_weights`."""
+    """What is sent of a model whose weights actors load: names, shapes and dtypes, which one rank can tell alone."""
     return describe(served_parameters(model), wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """Of `adapter_weights`, and what receivers are to do with them."""
+    """The same where the factors of its adapters are sent, and what receivers are to do with them."""
     adapters = layer_adapters(model)
     factors = (factor for name, adapter in adapters.items() for factor in _factors(name, adapter))
     low_rank = (_low_rank(name, adapter) for name, adapter in adapters.items())
@@ -77,16 +69,6 @@ def _low_rank(name: str, adapter: LayerAdapter) -> LowRank:
 
 MOST_SPARE = 1
 """Buffers of snapshots that are gone, kept for the next: new memory costs more than the copy into it."""
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
-
-    version: PolicyVersion
-    checksum: int
-    num_bytes: int
-    seconds: float
 
 
 class Snapshot:
@@ -149,7 +131,7 @@ class Broadcast:
                 for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
                     group.broadcast(tensor.to(placement.device, non_blocking=True), self._time_left())
         seconds = time.monotonic() - started
-        return TransferResult(snapshot.version, snapshot.checksum, snapshot.manifest.total_bytes, seconds)
+        return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, seconds)
 
     def _time_left(self) -> float:
         if self._aborted.is_set():
@@ -206,7 +188,10 @@ class WeightSender:
 
 
 class CollectivePort:
-    """Implements `lane.TransferPort`. `host`: the address on which actors reach this pod, and so its store."""
+    """The trainer's end of the collective: a store for the run, a group per epoch or joiner.
+
+    `host`: the address on which actors reach this pod, and so its store.
+    """
 
     def __init__(self, sender: WeightSender, store: GroupStore, *, host: str, backend: Backend = "gloo") -> None:
         self.manifest: Manifest = sender.manifest
@@ -216,7 +201,8 @@ class CollectivePort:
     async def open_group(
         self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
     ) -> CollectiveGroup:
-        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice."""
+        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
+        wait for the next rank once one has come; None: to the deadline. Raises `TransferError`."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), self._sender.group_placement.another()
         meeting = asyncio.create_task(
@@ -226,7 +212,7 @@ class CollectivePort:
 
 
 class CollectiveGroup:
-    """Implements `lane.TransferGroup`."""
+    """The trainer's end of one group. `store_address`: host:port where its members meet."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup], given_up: threading.Event
@@ -238,21 +224,19 @@ class CollectiveGroup:
         self._broadcast: Broadcast | None = None
 
     async def built(self) -> None:
-        """Returns when every rank has connected. Raises TransferError at the deadline."""
+        """Returns when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
         if self._meeting is None:
             raise TransferError("the group was abandoned")
         self._group = await asyncio.shield(self._meeting)
 
-    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
-        """Send a Snapshot. Raises TransferError; the group is then closed."""
-        assert isinstance(snapshot, Snapshot)
+    async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:
+        """Raises `TransferError`; the group is then closed."""
         if self._group is None:
             raise TransferError("the group is not built")
         self._broadcast = self._sender.broadcast(snapshot, self._group, deadline_s)
         done = asyncio.wrap_future(self._broadcast.done)
         done.add_done_callback(_heed)  # nobody else does when this wait is cancelled
-        result = await asyncio.shield(done)
-        return SentBytes(result.checksum, result.num_bytes, result.seconds)
+        return await asyncio.shield(done)
 
     async def abandon(self) -> None:
         """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""

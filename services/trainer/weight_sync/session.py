@@ -1,11 +1,8 @@
-"""The trainer's spans of one weight update, from its offer until every member serves the version, or it is given up.
-
-Whoever performs the update says what happens; nothing is decided here.
-
-One transfer group and the state machine that directs it: the epoch of all actors, or a joiner's side group.
+"""One transfer group and the state machine that directs it: the epoch of all actors, or a joiner's side group.
 
 Performs its coordinator's actions that concern the group itself: opening, announcing, broadcasting, committing, aborting,
-deadlines. What they mean for the run (a version is served, an actor left) goes back to `updater.py`, which owns the lanes.
+deadlines; and records what the update took, also as spans. What the actions mean for the run (a version is served, an actor
+left) goes back to `updater.py`, which owns the sessions.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
@@ -24,7 +21,6 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.control import (
     Abort,
     Announce,
-    Backend,
     Commit,
     EpochMember,
     EpochStart,
@@ -39,12 +35,21 @@ from pipelinerl.telemetry.spans import (
     trace_in,
     trace_of,
 )
-from pipelinerl.transfer.manifest import Manifest, RanksMissing
+from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
+
+if TYPE_CHECKING:
+    from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, Snapshot
+
+
+log = logging.getLogger(__name__)
 
 
 class UpdateTrace:
-    """See the module. Members' spans follow the announcement or the commit that they answer."""
+    """The trainer's spans of one update, from its offer until every member serves the version, or it is given up.
+
+    Members' spans follow the announcement or the commit that they answer.
+    """
 
     def __init__(self, span: Span = INVALID_SPAN) -> None:
         """Of no update, unless `span` is given: see `begin`."""
@@ -101,13 +106,11 @@ class UpdateTrace:
         self._commit = self._span = INVALID_SPAN
 
 
-def heard(message: ControlMessage) -> None:
+def trace_answer(message: ControlMessage) -> None:
     """Of a member's answer that arrived: the last span on its side follows into the trainer."""
     about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
     child(trace_in(message.headers), "weight_update.answer", kind=SpanKind.CONSUMER, attributes=about).end()
 
-
-log = logging.getLogger(__name__)
 
 MEETING_SHARE = 0.8
 """Of the deadline, for a group's members to meet: a meeting knows who did not come, and says so before the deadline of the
@@ -118,47 +121,16 @@ this, long before its registration expires. Who is only slow is left out too, an
 Order = EpochStart | Announce | Commit | Abort
 """What the trainer says to actors about a transfer."""
 Outcome = c.FormGroup | c.SendAbort | c.Evicted | c.VersionServed | c.WaitingForMembers
-"""Actions that concern more than the lane."""
+"""Actions that concern more than the session."""
 
 
 @dataclass(frozen=True)
-class SentBytes:
+class TransferResult:
+    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+
     checksum: int
     num_bytes: int
     seconds: float
-
-
-class TransferGroup(Protocol):
-    """The trainer's end of one collective group."""
-
-    store_address: str
-    """host:port where its members meet."""
-
-    async def built(self) -> None:
-        """Returns when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
-        ...
-
-    async def broadcast(self, snapshot: object, deadline_s: float) -> SentBytes:
-        """Raises `TransferError`."""
-        ...
-
-    async def abandon(self) -> None:
-        """Tears it down in bounded time, whatever it is stuck in."""
-        ...
-
-
-class TransferPort(Protocol):
-    """Makes groups; `services.trainer.weight_sync.sender` implements it over torch."""
-
-    manifest: Manifest
-    backend: Backend
-
-    async def open_group(
-        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None
-    ) -> TransferGroup:
-        """Opens the group of this epoch and starts building it. `patience_s`: how long to wait for the next rank once one
-        has come; None: to the deadline. Raises `TransferError`."""
-        ...
 
 
 @dataclass
@@ -185,9 +157,9 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class TransferContext:
-    """What lanes share. `say` sends an order to all or to one actor, `post` takes an event to a lane, `spawn` starts a task."""
+    """What sessions share. `say` sends an order to all actors or to one, `post` an event to a session."""
 
-    port: TransferPort
+    port: CollectivePort
     say: Callable[[str, Order, str, Headers], Awaitable[None]]
     post: Callable[[TransferSession, c.Event], None]
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -198,24 +170,24 @@ class TransferContext:
 
 
 class TransferSession:
-    """See the module. `joiner`: whose side group this is, and the only one spoken to; empty: the epoch of all."""
+    """`joiner`: whose side group this is, and the only one spoken to; empty: the epoch of all."""
 
-    def __init__(self, around: TransferContext, coordinator: c.Coordinator, *, joiner: str = "") -> None:
-        self._around, self.coordinator, self.joiner = around, coordinator, joiner
+    def __init__(self, context: TransferContext, coordinator: c.Coordinator, *, joiner: str = "") -> None:
+        self._context, self.coordinator, self.joiner = context, coordinator, joiner
         self.record, self.trace = UpdateRecord(-1), UpdateTrace()
-        self._snapshot: object = None
+        self._snapshot: Snapshot | None = None
         self._begun_at = 0.0
-        self._group: TransferGroup | None = None
+        self._group: CollectiveGroup | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, version: int, snapshot: object) -> None:
+    def begin(self, version: int, snapshot: Snapshot) -> None:
         """What the next `VersionReady` will send."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         self.trace = UpdateTrace.begin(version, self.joiner)
 
     async def step(self, event: c.Event) -> list[Outcome]:
-        """Takes an event of this lane and performs what follows from it; returns what concerns the run."""
+        """Takes an event of this session and performs what follows from it; returns what concerns the run."""
         outcomes: list[Outcome] = []
         for action in self.coordinator.step(event):
             await self._perform(action)
@@ -231,29 +203,30 @@ class TransferSession:
         self.trace.end("given up")
 
     async def _say(self, kind: str, order: Order, headers: Headers = NO_HEADERS) -> None:
-        await self._around.say(kind, order, self.joiner, headers)
+        await self._context.say(kind, order, self.joiner, headers)
 
     async def _perform(self, action: c.Action) -> None:
-        around = self._around
+        context = self._context
         match action:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
             case c.SendVersion(epoch, version):
                 announce = Announce(
-                    incarnation=around.incarnation,
+                    incarnation=context.incarnation,
                     epoch=epoch,
                     version=version,
-                    manifest_id=around.port.manifest.manifest_id,
-                    deadline_s=around.deadline_s,
+                    manifest_id=context.port.manifest.manifest_id,
+                    deadline_s=context.deadline_s,
                 )
                 with self.trace.order("announce", epoch) as span:
                     await self._say("announce", announce, headers_of(trace_of(span)))
                 assert self._group is not None
-                self._task = around.spawn(self._broadcast(self._group, self._snapshot, epoch, version))
+                assert self._snapshot is not None
+                self._task = context.spawn(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
                 await self._say(
                     "commit",
-                    Commit(incarnation=around.incarnation, epoch=epoch, version=version),
+                    Commit(incarnation=context.incarnation, epoch=epoch, version=version),
                     self.trace.commit(epoch),
                 )
             case c.SendAbort(epoch, version, reason):
@@ -261,7 +234,7 @@ class TransferSession:
                 self.trace.aborted(reason)
                 await self._say(
                     "abort",
-                    Abort(incarnation=around.incarnation, epoch=epoch, version=version, reason=reason, actor=""),
+                    Abort(incarnation=context.incarnation, epoch=epoch, version=version, reason=reason, actor=""),
                 )
                 await self._stop_transfer()
             case c.SetDeadline(token):
@@ -278,50 +251,50 @@ class TransferSession:
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
-        around = self._around
+        context = self._context
         world_size = 1 + sum(member.ranks for member in members)
-        patience_s = PATIENCE_S if around.met.issuperset(members) else None
+        patience_s = PATIENCE_S if context.met.issuperset(members) else None
         try:
-            group = await around.port.open_group(epoch, world_size, MEETING_SHARE * around.deadline_s, patience_s)
+            group = await context.port.open_group(epoch, world_size, MEETING_SHARE * context.deadline_s, patience_s)
         except TransferError as error:
-            around.post(self, c.TransferFailed(epoch, str(error)))
+            context.post(self, c.TransferFailed(epoch, str(error)))
             return
         self._group = group
         await self._say(
             "epoch",
             EpochStart(
-                incarnation=around.incarnation,
+                incarnation=context.incarnation,
                 epoch=epoch,
                 store_address=group.store_address,
-                backend=around.port.backend,
+                backend=context.port.backend,
                 world_size=world_size,
                 members=epoch_members(members),
-                manifest_id=around.port.manifest.manifest_id,
-                deadline_s=around.deadline_s,
+                manifest_id=context.port.manifest.manifest_id,
+                deadline_s=context.deadline_s,
             ),
         )
-        self._task = around.spawn(self._await_group(group, epoch, members))
+        self._task = context.spawn(self._await_group(group, epoch, members))
 
-    async def _await_group(self, group: TransferGroup, epoch: int, members: tuple[c.Member, ...]) -> None:
+    async def _await_group(self, group: CollectiveGroup, epoch: int, members: tuple[c.Member, ...]) -> None:
         try:
             await group.built()
         except RanksMissing as error:
-            self._around.post(self, c.TransferFailed(epoch, str(error), actors_of(error.ranks, members)))
+            self._context.post(self, c.TransferFailed(epoch, str(error), actors_of(error.ranks, members)))
         except TransferError as error:
-            self._around.post(self, c.TransferFailed(epoch, str(error)))
+            self._context.post(self, c.TransferFailed(epoch, str(error)))
         else:
-            self._around.met.update(members)
-            self._around.post(self, c.GroupBuilt(epoch))
+            self._context.met.update(members)
+            self._context.post(self, c.GroupBuilt(epoch))
 
-    async def _broadcast(self, group: TransferGroup, snapshot: object, epoch: int, version: int) -> None:
+    async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
             with self.trace.transfer(epoch):
-                sent = await group.broadcast(snapshot, self._around.deadline_s)
+                sent = await group.broadcast(snapshot, self._context.deadline_s)
         except TransferError as error:
-            self._around.post(self, c.TransferFailed(epoch, str(error)))
+            self._context.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        self._around.post(self, c.BytesSent(epoch, version, sent.checksum))
+        self._context.post(self, c.BytesSent(epoch, version, sent.checksum))
 
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
@@ -337,7 +310,9 @@ class TransferSession:
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._around.deadline_s, lambda: self._around.post(self, c.DeadlinePassed(token)))
+        self._timer = loop.call_later(
+            self._context.deadline_s, lambda: self._context.post(self, c.DeadlinePassed(token))
+        )
 
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:

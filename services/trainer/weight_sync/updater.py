@@ -1,4 +1,4 @@
-"""Brings every version to every actor: the lane of the epoch, side lanes of joiners, control messages in and out.
+"""Brings every version to every actor: the session of the epoch, side sessions of joiners, control messages in and out.
 
 Consumes versions offered by the optimizer loop and the actors' answers; produces served versions. `offer` returns as soon
 as sending has begun, so that the next batch is computed while bytes move; it waits only for the version before, so that
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.bus.protocol import Bus, Headers
 from pipelinerl.errors import MessageError, ServiceError
@@ -45,11 +45,13 @@ from services.trainer.weight_sync.session import (
     Order,
     Outcome,
     TransferContext,
-    TransferPort,
     TransferSession,
     UpdateRecord,
-    heard,
+    trace_answer,
 )
+
+if TYPE_CHECKING:
+    from services.trainer.weight_sync.sender import CollectivePort, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ MOST_REASONS = 16
 
 
 class WeightUpdater:
-    """See the module. `join_timeout_s`: from the offer of the first version until some version is served.
+    """`join_timeout_s`: from the offer of the first version until some version is served.
 
     Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_aborted`: version,
     epoch, actor (empty: all of the epoch) and reason of an update that is begun again. `on_regroup`: the group of all members
@@ -70,7 +72,7 @@ class WeightUpdater:
     def __init__(
         self,
         bus: Bus,
-        port: TransferPort,
+        port: CollectivePort,
         *,
         incarnation: int,
         deadline_s: float,
@@ -90,19 +92,19 @@ class WeightUpdater:
         self._formed_before = False
         self._draining: set[str] = set()
         """Actors that were told to end and are still registered."""
-        self._departures, self._attendance = Departures(), MembershipLog()
+        self._departures, self._membership_log = Departures(), MembershipLog()
         self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
-        self._around = TransferContext(port, self._say, self._post, self._spawn, incarnation, deadline_s)
-        self._main = TransferSession(self._around, c.Coordinator(self._epochs))
+        self._context = TransferContext(port, self._say, self._post, self._spawn, incarnation, deadline_s)
+        self._main = TransferSession(self._context, c.Coordinator(self._epochs))
         self._sides: dict[str, TransferSession] = {}
         self._joining = Joining()
         self._idle = asyncio.Event()
         self._idle.set()
         self._members_changed = asyncio.Condition()
         self._served_changed = asyncio.Condition()
-        self._under_way: object = None
-        self._served_snapshot: object = None
+        self._under_way: Snapshot | None = None
+        self._served_snapshot: Snapshot | None = None
         self._serving: dict[str, c.Member] = {}
         self._tasks: asyncio.TaskGroup
         self._reasons: dict[str, str] = {}
@@ -159,7 +161,7 @@ class WeightUpdater:
     def num_present(self) -> int:
         return len(self._main.coordinator.present)
 
-    async def offer(self, version: int, snapshot: object) -> None:
+    async def offer(self, version: int, snapshot: Snapshot) -> None:
         """Begins sending `version`. Waits until the version before is served by everyone who is left."""
         await self._idle.wait()
         self._idle.clear()
@@ -200,8 +202,8 @@ class WeightUpdater:
                 self._tasks.create_task(self._step_events())
                 self._tasks.create_task(self._first_served_in_time())
         finally:
-            for lane in (self._main, *self._sides.values()):
-                await lane.close()
+            for session in (self._main, *self._sides.values()):
+                await session.close()
 
     async def _first_served_in_time(self) -> None:
         await self._offered.wait()
@@ -233,13 +235,8 @@ class WeightUpdater:
                 self._register(registration)
 
     def _register(self, registration: Registration) -> None:
-        member = c.Member(
-            registration.actor,
-            registration.process,
-            registration.ranks,
-            registration.grpc_address,
-            registration.pod_uid,
-        )
+        said = registration
+        member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
         draining = registration.phase == "draining"
         if draining:
             self._draining.add(member.actor)
@@ -256,11 +253,11 @@ class WeightUpdater:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue
-                heard(message)
+                trace_answer(message)
                 self._hear(decoded)
 
     def _hear(self, answer: object) -> None:
-        """Posts the event of an answer to this incarnation, to the lane that it is about; nobody else's."""
+        """Posts the event of an answer to this incarnation, to the session that it is about; nobody else's."""
         if isinstance(answer, Abort) and answer.incarnation in (0, self._incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
@@ -269,26 +266,26 @@ class WeightUpdater:
         match answer:
             case EpochJoined():
                 self._reasons.pop(answer.actor, None)
-                self._post(self._lane(answer.epoch), c.MemberJoined(answer.actor, answer.epoch))
+                self._post(self._session(answer.epoch), c.MemberJoined(answer.actor, answer.epoch))
             case Staged():
                 staged = c.MemberStaged(answer.actor, answer.epoch, answer.version, answer.checksum)
-                self._post(self._lane(answer.epoch, answer), staged)
+                self._post(self._session(answer.epoch, answer), staged)
             case Serving():
                 serving = c.MemberServing(answer.actor, answer.epoch, answer.version)
-                self._post(self._lane(answer.epoch, answer), serving)
+                self._post(self._session(answer.epoch, answer), serving)
             case Abort():
                 self._post(
-                    self._lane(answer.epoch),
+                    self._session(answer.epoch),
                     c.MemberFailed(answer.actor, answer.epoch, answer.reason, answer.group_broke),
                 )
 
-    def _lane(self, epoch: int, times: Staged | Serving | None = None) -> TransferSession:
-        """The lane of `epoch`, whose record takes the times; the main lane, which ignores it, for an epoch that is over."""
-        lane = next((lane for lane in self._sides.values() if lane.coordinator.epoch == epoch), self._main)
-        if times is not None and lane.coordinator.epoch == epoch and lane.record.version == times.version:
-            lane.record.note(times)
-            lane.trace.answered(times)
-        return lane
+    def _session(self, epoch: int, times: Staged | Serving | None = None) -> TransferSession:
+        """That of `epoch`, whose record takes the times; the main one, which ignores it, for an epoch that is over."""
+        session = next((session for session in self._sides.values() if session.coordinator.epoch == epoch), self._main)
+        if times is not None and session.coordinator.epoch == epoch and session.record.version == times.version:
+            session.record.note(times)
+            session.trace.answered(times)
+        return session
 
     def _note_reason(self, actor: str, reason: str) -> None:
         """What an actor said itself is not replaced by what was seen of it from here."""
@@ -298,28 +295,28 @@ class WeightUpdater:
 
     # --- what follows from them -------------------------------------------------------------------------------------
 
-    def _post(self, lane: TransferSession | None, event: c.Event) -> None:
-        """`lane` None: of the membership, which concerns all lanes."""
-        self._events.put_nowait((lane, event))
+    def _post(self, session: TransferSession | None, event: c.Event) -> None:
+        """`session` None: of the membership, which concerns all sessions."""
+        self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
         while True:
             waiting = [await self._events.get()]
             while not self._events.empty():
                 waiting.append(self._events.get_nowait())
-            for lane, event in together(waiting):
-                if lane is None:
+            for session, event in coalesce_departures(waiting):
+                if session is None:
                     await self._membership(event)
-                elif lane is self._main:
+                elif session is self._main:
                     await self._step_main(event)
-                elif lane in self._sides.values():
-                    await self._step_side(lane, event)
+                elif session in self._sides.values():
+                    await self._step_side(session, event)
 
     async def _membership(self, event: c.Event) -> None:
         if isinstance(event, c.MemberUp):
             if self._departures.has_left(event.member):
                 return
-            self._attendance.registers(event.member)
+            self._membership_log.registered(event.member)
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
@@ -337,7 +334,7 @@ class WeightUpdater:
 
     async def _gone(self, actor: str, reason: str, *, left: bool) -> None:
         self._forget(self._known(actor))
-        self._tell(self._attendance.goes(actor, self.epoch, self.served_version, reason, left=left))
+        self._tell(self._membership_log.gone(actor, self.epoch, self.served_version, reason, left=left))
         await self._side(self._joining.down(actor))
 
     def _tell(self, changes: list[MemberChange]) -> None:
@@ -346,11 +343,11 @@ class WeightUpdater:
 
     def _known(self, actor: str) -> list[c.Member]:
         """Processes of this name that have met or serve."""
-        return [member for member in {*self._around.met, *self._serving.values()} if member.actor == actor]
+        return [member for member in {*self._context.met, *self._serving.values()} if member.actor == actor]
 
     def _forget(self, gone: list[c.Member]) -> None:
         for member in gone:
-            self._around.met.discard(member)
+            self._context.met.discard(member)
             if self._serving.get(member.actor) == member:
                 del self._serving[member.actor]
 
@@ -372,7 +369,7 @@ class WeightUpdater:
                     self.evictions += 1
                     self._on_evicted(cause)
                 self._note_reason(actor, reason)
-                self._tell(self._attendance.put_out(actor, epoch, self.served_version, reason, left=left))
+                self._tell(self._membership_log.put_out(actor, epoch, self.served_version, reason, left=left))
                 return self._joining.left(actor)
             case c.SendAbort(epoch, version, reason):
                 self._on_aborted(version, epoch, "", reason)
@@ -384,7 +381,7 @@ class WeightUpdater:
                 self._served_snapshot, self._under_way = self._under_way, None
                 self._serving = dict(self._main.coordinator.members)
                 for member in self._serving.values():
-                    self._tell(self._attendance.serves(member, self.epoch, version))
+                    self._tell(self._membership_log.served(member, self.epoch, version))
                 return self._joining.served(version, members)
 
     async def _side(self, actions: list[JoiningAction]) -> None:
@@ -397,23 +394,24 @@ class WeightUpdater:
 
     async def _begin_side(self, member: c.Member, version: int) -> None:
         log.info("actor %s is brought to version %d on a side group", member.actor, version)
-        lane = TransferSession(self._around, c.Coordinator(self._epochs), joiner=member.actor)
-        lane.begin(version, self._served_snapshot)
-        self._sides[member.actor] = lane
-        lane.coordinator.step(c.MemberUp(member))
-        await self._step_side(lane, c.VersionReady(version))
+        session = TransferSession(self._context, c.Coordinator(self._epochs), joiner=member.actor)
+        assert self._served_snapshot is not None, "nobody is brought to a version before one is served"
+        session.begin(version, self._served_snapshot)
+        self._sides[member.actor] = session
+        session.coordinator.step(c.MemberUp(member))
+        await self._step_side(session, c.VersionReady(version))
 
-    async def _step_side(self, lane: TransferSession, event: c.Event) -> None:
-        for outcome in await lane.step(event):
-            actor = next(actor for actor, other in self._sides.items() if other is lane)
+    async def _step_side(self, session: TransferSession, event: c.Event) -> None:
+        for outcome in await session.step(event):
+            actor = next(actor for actor, other in self._sides.items() if other is session)
             if isinstance(outcome, c.VersionServed):
-                member = lane.coordinator.members[actor]
+                member = session.coordinator.members[actor]
                 if outcome.version == self.served_version:
                     self._serving[actor] = member
-                self._tell(self._attendance.serves(member, outcome.epoch, outcome.version))
+                self._tell(self._membership_log.served(member, outcome.epoch, outcome.version))
                 self._post(self._main, c.MemberReady(actor, member.process))
                 await self._sides.pop(actor).close()
-                self._on_joined(actor, lane.record)
+                self._on_joined(actor, session.record)
                 await self._side(self._joining.side_served(actor, outcome.version))
             elif isinstance(outcome, c.SendAbort):
                 self._on_aborted(outcome.version, outcome.epoch, actor, outcome.reason)
@@ -436,10 +434,12 @@ class WeightUpdater:
         return self._tasks.create_task(work)
 
 
-def together(events: list[tuple[TransferSession | None, c.Event]]) -> list[tuple[TransferSession | None, c.Event]]:
+def coalesce_departures(
+    events: list[tuple[TransferSession | None, c.Event]],
+) -> list[tuple[TransferSession | None, c.Event]]:
     """The same events in the same order, departures that follow one another as one. Pure."""
     merged: list[tuple[TransferSession | None, c.Event]] = []
-    for lane, event in events:
+    for session, event in events:
         before = merged[-1][1] if merged else None
         if isinstance(event, c.MembersDown) and isinstance(before, c.MembersDown):
             merged[-1] = (None, c.MembersDown(before.actors + event.actors))
@@ -450,5 +450,5 @@ def together(events: list[tuple[TransferSession | None, c.Event]]) -> list[tuple
         ):
             merged[-1] = (None, replace(before, members=before.members + event.members))
         else:
-            merged.append((lane, event))
+            merged.append((session, event))
     return merged
