@@ -39,8 +39,8 @@ from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.staging import Receiver
 from services.actor.weight_sync.updates import UpdateListener
+from services.actor.weight_sync.worker import Receiver
 
 Phase = Literal["joining", "receiving", "staged", "committing", "serving"]
 """Where a member can break: in the group before it says so, after a first tensor, when all is staged before it says so,
@@ -141,8 +141,7 @@ class TensorReceiver:
                 self._leave()
                 raise
             self.reach("staged", version)
-            receipt = receiver.receipt
-            return StagedWeights(receipt.checksum, receipt.num_bytes, receipt.receive_s, 0.0)
+            return receiver.staged()
 
     async def commit(self, version: PolicyVersion) -> float:
         self.weights, self._staged = self._staged, {}

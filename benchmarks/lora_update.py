@@ -88,7 +88,7 @@ class Trainer:
 async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any) -> list[Update]:
     """The engine must be decoding. The first update warms up."""
     from pipelinerl.transfer.group import GroupSpec, WeightGroup
-    from services.actor.weight_sync.update import WeightUpdateClient
+    from services.actor.weight_sync.client import WeightUpdateClient
 
     sender, client = trainer.sender(way), WeightUpdateClient(llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S)
     await client.prepare(sender.manifest)

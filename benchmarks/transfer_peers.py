@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.weight_sync.staging import Receiver, StagingMemory
+from services.actor.weight_sync.worker import Receiver, StagingMemory
 from services.trainer.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -131,7 +131,7 @@ class ReceivingPeer(Peer):
         for _ in receiver.tensors():
             pass
         receiver.close()
-        return Moved(began_s, time.monotonic(), receiver.receipt.checksum)
+        return Moved(began_s, time.monotonic(), receiver.staged().checksum)
 
 
 def _serve(kind: type[Peer], arguments: tuple[Any, ...], commands: Connection) -> None:

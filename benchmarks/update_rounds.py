@@ -20,7 +20,7 @@ from benchmarks.decode_trace import DecodeTrace, Window
 from benchmarks.transfer_peers import HOST, Moved, RemotePeer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.weight_sync.update import WeightUpdateClient
+from services.actor.weight_sync.client import WeightUpdateClient
 
 Way = Literal["in flight", "paused"]
 """Received beside decoding and swapped; or paused for the whole of it: receive, load, resume."""

@@ -86,7 +86,7 @@ class Placement:
             yield
         callers.wait_stream(self.stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the device has done what this thread has queued so far."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()

@@ -29,7 +29,7 @@ from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import StartStopped
 from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, parse_version
-from services.actor.weight_sync.update import WeightUpdateClient
+from services.actor.weight_sync.client import WeightUpdateClient
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams

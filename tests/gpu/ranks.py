@@ -16,7 +16,7 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup, on_device
-from services.actor.weight_sync.staging import Receiver
+from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
 
 VERSION = PolicyVersion(1, 3)
@@ -85,7 +85,7 @@ def actor(said: Connection, device: str, port: int, name: str) -> None:
         assert tensor.device == torch.device(device)
         assert torch.equal(tensor, expected[parameter]), parameter
     receiving.close()
-    said.send(receiving.receipt.checksum)
+    said.send(receiving.staged().checksum)
     said.recv()
     group.close()
 

@@ -27,8 +27,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
     from vllm.model_executor.layers import utils as layers
     from vllm.model_executor.model_loader import get_model
 
-    from services.actor.weight_sync.loaders import InPlaceLoader, choose
-    from services.actor.weight_sync.shadow_model import ShadowModel
+    from services.actor.weight_sync.loaders import InPlaceLoader, ShadowModel, choose
 
     torch.set_num_threads(1)
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does

@@ -31,7 +31,7 @@ from pipelinerl.transfer.group import (
 )
 from pipelinerl.transfer.manifest import build_manifest
 from services.actor.engine import StagedWeights, WeightLoading
-from services.actor.weight_sync.update import WeightUpdateClient
+from services.actor.weight_sync.client import WeightUpdateClient
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
 TOLERANCE = 1e-4

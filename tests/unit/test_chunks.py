@@ -37,7 +37,7 @@ from pipelinerl.transfer.manifest import (
     RanksMissing,
     TransferAborted,
 )
-from services.actor.weight_sync.staging import Receiver
+from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
 
 VERSION = PolicyVersion(1, 8)
@@ -204,7 +204,7 @@ def test_receiver_gets_the_weights_and_the_senders_checksum() -> None:
 
     assert received.keys() == small_weights().keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in small_weights().items())
-    assert receiving.receipt.checksum == sent_checksum
+    assert receiving.staged().checksum == sent_checksum
     assert len(sender.manifest.chunks) > 2  # so that a chunk boundary was crossed
 
 

@@ -32,6 +32,9 @@ class ToyShadow:
         self.names = [name for name, _ in live.named_modules()]
         self._pristine = {module: set(module.__dict__) for module in self.model.modules()}
 
+    def check(self, manifest) -> None:
+        return
+
     def load(self, tensors) -> None:
         self.model.load_state_dict(dict(tensors), strict=False)
         self._after(self.model)

@@ -12,7 +12,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
-from services.actor.weight_sync.staging import Receiver
+from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}
@@ -45,7 +45,7 @@ async def test_version_arrives_with_the_checksum_that_the_port_reports() -> None
     group, actor = await meeting(port, 1)
     sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
 
-    assert sent.checksum == receiver.receipt.checksum
+    assert sent.checksum == receiver.staged().checksum
     assert sent.num_bytes == port.manifest.total_bytes
     await group.abandon()
 

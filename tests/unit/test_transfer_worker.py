@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl.transfer.manifest import Manifest, NothingStaged
-from services.actor.weight_sync import link as wire
-from services.actor.weight_sync.link import Answer, WorkerLink
+from pipelinerl.transfer.manifest import GroupFailed, Manifest, NothingStaged
+from services.actor.engine import StagedWeights, WeightLoading
+from services.actor.weight_sync.client import Discard, Hello, Join, Receive, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
@@ -62,12 +63,12 @@ class Engine:
     workers: list[TransferWorker]
     loaders: list[KeepingLoader]
 
-    async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[Answer]:
-        order = wire.Join("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1", timeout_s)
+    async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[StagedWeights]:
+        order = Join("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1", timeout_s)
         return await self.link.ask(order)
 
-    async def receive(self, version: PolicyVersion = VERSION) -> list[Answer]:
-        return await self.link.ask(wire.Receive(version.incarnation, version.number, FOREVER_S))
+    async def receive(self, version: PolicyVersion = VERSION) -> list[StagedWeights]:
+        return await self.link.ask(Receive(version, FOREVER_S))
 
 
 @asynccontextmanager
@@ -78,7 +79,7 @@ async def engine(
     workers = []
     try:
         for rank, loader in enumerate(loaders):
-            hello = wire.Hello(rank, loader.mode)
+            hello = Hello(rank, WeightLoading(loader.mode))
             worker = await asyncio.to_thread(
                 TransferWorker,
                 hello,
@@ -116,8 +117,8 @@ async def test_both_ranks_of_one_actor_stage_the_senders_bytes(staging_buffers: 
         joined, group = await asyncio.gather(actor.join(store, "epoch-1", 3), trainer(store, "epoch-1", 3))
         staged, sent = await asyncio.gather(actor.receive(), send(group))
 
-        assert joined == [wire.Done(), wire.Done()]
-        assert [answer.checksum for answer in staged if isinstance(answer, wire.Received)] == [sent.checksum] * 2
+        assert joined == []
+        assert [one.checksum for one in staged] == [sent.checksum] * 2
         for loader in actor.loaders:
             assert loader.loaded.keys() == WEIGHTS.keys()
             assert all(torch.equal(loader.loaded[name], tensor) for name, tensor in WEIGHTS.items())
@@ -131,22 +132,20 @@ async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
     async with engine(KeepingLoader()) as actor:
         joining = asyncio.create_task(actor.join(store, "epoch-1", 3))  # neither the trainer nor rank 2 ever comes
         await until_checked_in(store, "epoch-1")
-        assert await actor.link.ask(wire.Discard()) == [wire.Done()]
-        [answer] = await joining
-        assert isinstance(answer, wire.Failed)
-        assert answer.kind == "TransferAborted"
+        await actor.link.ask(Discard())
+        with pytest.raises(GroupFailed, match="TransferAborted"):
+            await joining
 
-        [joined], group = await asyncio.gather(actor.join(store, "epoch-2", 2), trainer(store, "epoch-2", 2))
-        assert joined == wire.Done()
+        _, group = await asyncio.gather(actor.join(store, "epoch-2", 2), trainer(store, "epoch-2", 2))
         group.close()
 
 
 async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
-        asks = (wire.Discard(), wire.Join("127.0.0.1", store.port, "e", 1, 2, "gloo", None, FOREVER_S), wire.Discard())
-        answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks))
-        assert [type(answer) for [answer] in answers] == [wire.Done, wire.Failed, wire.Done]
+        asks = (Discard(), Join("127.0.0.1", store.port, "e", 1, 2, "gloo", None, FOREVER_S), Discard())
+        answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [list, GroupFailed, list]
 
 
 async def test_closing_ends_a_join_under_way() -> None:
@@ -169,12 +168,12 @@ async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging
     async with engine(KeepingLoader(on_tensor=fail), staging_buffers=staging_buffers) as actor:
         _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
         sending = asyncio.create_task(send(group))
-        [answer] = await actor.receive()
-        assert answer == wire.Failed("ValueError", "does not fit")
+        with pytest.raises(TransferError, match="ValueError: does not fit"):
+            await actor.receive()
         await asyncio.gather(sending, return_exceptions=True)  # small enough to be in the kernel's buffers already
         await until_no_thread("receive-")
-        [again] = await actor.receive()
-        assert isinstance(again, wire.Failed)  # it has left
+        with pytest.raises(TransferError):  # it has left
+            await actor.receive()
 
 
 @pytest.mark.parametrize("staging_buffers", [1, 2])
@@ -183,18 +182,17 @@ async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: in
     async with engine(KeepingLoader(), staging_buffers=staging_buffers, stall_timeout_s=0.5) as actor:
         _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
         receiving = asyncio.create_task(actor.receive())
-        assert await actor.link.ask(wire.Discard()) == [wire.Done()]
-        [answer] = await receiving
-        assert isinstance(answer, wire.Failed)
+        await actor.link.ask(Discard())
+        with pytest.raises(TransferError):
+            await receiving
         await until_no_thread("receive-")
         group.close()
 
 
 async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
     async with engine(KeepingLoader()) as actor:
-        [answer] = await actor.link.ask(wire.Join("127.0.0.1", 1, "epoch-1", 1, 2, "nccl", None, 1.0))
-        assert isinstance(answer, wire.Failed)
-        assert "weights.backend" in answer.problem
+        with pytest.raises(TransferError, match="weights.backend"):
+            await actor.link.ask(Join("127.0.0.1", 1, "epoch-1", 1, 2, "nccl", None, 1.0))
 
 
 async def until_checked_in(store: GroupStore, name: str) -> None:
@@ -215,7 +213,7 @@ async def test_what_was_discarded_after_the_check_is_not_swapped() -> None:
         await asyncio.gather(actor.receive(), send(group))
         worker = actor.workers[0]
         worker.check_staged(VERSION)
-        await actor.link.ask(wire.Discard())
+        await actor.link.ask(Discard())
         with pytest.raises(NothingStaged):
             worker.swap()
         group.close()

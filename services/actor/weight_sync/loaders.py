@@ -1,30 +1,17 @@
 """What can be done with received tensors: three ways to get them into a vLLM model, one interface.
 
-`ShadowLoader` (shadow.py) prepares them in the background and swaps; `InPlaceLoader` (in_place.py) prepares them in the
-background and copies; `PausedLoader` (paused.py) keeps them and loads while generation is paused. `choose` says which one a
-model allows, and why not a better one.
+`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
+`InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold addresses.
+`PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither. `choose` says which
+one a model allows, and why not a better one. `MergingLoader` takes the factors of adapters, and gives another loader the
+checkpoint's weights with B·A added.
 
-Takes the factors of adapters, and gives another loader whole weights: those of the checkpoint with B·A added.
-
-The base is what the engine was started from, file for file and by vLLM's own reading. Safetensors files stay mapped: they take
-no memory of their own, all processes of a machine share their pages, and the kernel may drop what nobody reads. So every loader
-works as it does with weights from the wire; what differs is where most of their bytes come from.
-
-It does not receive anything, and knows nothing of versions: what is loaded is a whole model each time.
-
-Loads received weights while generation is paused, through vLLM's layerwise reload: for models that cannot be swapped.
-
-The stall is the whole load, and all received tensors are held until then. See `shadow.py` for the better way.
-
-Copies a shadow model's weights into the live ones where they lie: for CUDA graphs and compiled models, which hold addresses.
-
-The shadow is filled and post-processed in the background, as for a swap; what is left for the pause is one copy of the weights
-within the device. Sound where the live parameters are all that depends on the weights: post-processing must leave nothing else
-on a module, and must give every parameter the layout that the live one has. `obstacle` finds out, by trying it on the shadow.
+Nothing here receives anything or knows versions: what is loaded is a whole model each time.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from types import FunctionType
@@ -32,15 +19,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import LowRank, Manifest, ManifestDiffers
-from services.actor.weight_sync.shadow_model import ShadowModel
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
+
+Named = tuple[str, Tensor]
 
 
 class Loader(Protocol):
@@ -52,7 +40,7 @@ class Loader(Protocol):
         """Raises ManifestMismatch when the model cannot take these parameters. Moves no weights."""
         ...
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[Named]) -> None:
         """Take a whole version. After an error the loader is as if nothing had been loaded."""
         ...
 
@@ -65,7 +53,22 @@ class Loader(Protocol):
         ...
 
 
-def obstacle(model: torch.nn.Module, vllm_config: VllmConfig) -> str:
+def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
+    """The loader for `live`, and why it is not the shadow one (empty when it is). Call it where no decode step runs."""
+    reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config)
+    if not reason:
+        reason = held_addresses(vllm_config)
+        if not reason:
+            return ShadowLoader(ShadowModel(live, vllm_config, device)), ""
+        in_place = InPlaceLoader(ShadowModel(live, vllm_config, device))
+        problem = in_place.obstacle()
+        if not problem:
+            return in_place, reason
+        reason = f"{reason}; {problem}"
+    return PausedLoader(live, vllm_config, device), reason
+
+
+def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
     """Why no second instance of this model can be prepared for it beside it; empty when one can.
 
     Quantised and MLA layers derive tensors elsewhere than on their own module.
@@ -98,129 +101,191 @@ def held_addresses(vllm_config: VllmConfig) -> str:
     return ""
 
 
-def choose(
-    model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool
-) -> tuple[Loader, str]:
-    """The loader for `model`, and why it is not the shadow one (empty when it is). Call it where no decode step runs."""
-    from services.actor.weight_sync.shadow_model import ShadowLoader, ShadowModel
-
-    reason = "asked for" if force_paused else obstacle(model, vllm_config)
-    if reason:
-        return PausedLoader(model, vllm_config, device), reason
-    shadow = ShadowModel(model, vllm_config, device)
-    if not (reason := held_addresses(vllm_config)):
-        return ShadowLoader(shadow), ""
-    in_place = InPlaceLoader(shadow)
-    if problem := in_place.obstacle():
-        return PausedLoader(model, vllm_config, device), f"{reason}; {problem}"
-    return in_place, reason
+# --- A second instance of the model -------------------------------------------------------------------------------------
 
 
-Named = tuple[str, Tensor]
+class ShadowModel:
+    """A second instance of the served model, built, filled and post-processed by vLLM's own code beside the live one.
 
+    Built by vLLM's own model class, filled by its own `load_weights` and finished by its own post-processing, as at start-up:
+    fused, packed and tied weights come out right by construction. Between updates it holds no memory: its parameters are on
+    `meta`. Construct it where no decode step runs: building a model sets torch's default dtype.
 
-class MergingLoader:
-    """See `loading.Loader`. `base`: the checkpoint's tensors; `device`: where sums are computed."""
-
-    def __init__(self, within: Loader, base: Iterable[Named], manifest: Manifest, device: torch.device) -> None:
-        self.mode = within.mode
-        self._within, self._base, self._device = within, list(base), device
-        self._adapted = {item.name: item for item in manifest.low_rank}
-
-    def check(self, manifest: Manifest) -> None:
-        """The rest of the model is what it started with, which its own loading has taken already."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._base}
-        for item in manifest.low_rank:
-            if item.name not in shapes:
-                fix = "set trainer.lora.send: merged"
-                raise ManifestDiffers(item.name, "presence", f"not in the checkpoint of this actor ({fix})", "adapted")
-            if shapes[item.name] != item.shape:
-                raise ManifestDiffers(item.name, "shape", shapes[item.name], item.shape)
-
-    def load(self, tensors: Iterable[Named]) -> None:
-        factors = {name: tensor.clone() for name, tensor in tensors}  # clones: the chunks' memory is wanted back
-        self._within.load(self._merged(factors))
-
-    def swap(self) -> None:
-        self._within.swap()
-
-    def drop(self) -> None:
-        self._within.drop()
-
-    def _merged(self, factors: dict[str, Tensor]) -> Iterator[Named]:
-        for name, tensor in self._base:
-            item = self._adapted.get(name)
-            yield name, tensor if item is None else self._sum(tensor, item, factors)
-
-    def _sum(self, base: Tensor, item: LowRank, factors: dict[str, Tensor]) -> Tensor:
-        weight = base.to(self._device, getattr(torch, item.dtype))
-        a, b = (factors[name].to(self._device) for name in (item.a, item.b))
-        return add_low_rank(weight, a, b, item.scaling, item.transposed)
-
-
-def checkpoint_weights(model: nn.Module, vllm_config: VllmConfig) -> Iterator[Named]:
-    """What vLLM has loaded `model` from, by the names of its files. Raises ManifestMismatch where that cannot be read again."""
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    quiet = dataclasses.replace(vllm_config.load_config, use_tqdm_on_load=False)
-    loader = get_model_loader(quiet)
-    if not isinstance(loader, DefaultModelLoader):
-        kind = type(loader).__name__
-        raise ManifestMismatch(f"adapters need a checkpoint to merge into, not {kind}: set trainer.lora.send: merged")
-    return loader.get_all_weights(vllm_config.model_config, model)
-
-
-class PausedLoader:
-    """See `loading.Loader`."""
-
-    mode = "paused"
+    `pairs`: every live module with its shadow; `names`: theirs, in the same order.
+    """
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
-        self._live, self._model_config, self._device = live, vllm_config.model_config, device
-        self._tensors: list[tuple[str, Tensor]] | None = None
+        from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+        self._model_config, self._device = vllm_config.model_config, device
+        self._model = _build(vllm_config, device)
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.names: list[str] = []
+        for (name, mine), (other_name, other) in zip(live.named_modules(), self._model.named_modules(), strict=True):
+            assert name == other_name, (name, other_name)
+            assert type(mine) is type(other), name
+            self.names.append(name)
+            self.pairs.append((mine, other))
+        self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs}
+        # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
+        self._blueprint: list[tuple[nn.Module, str, Tensor]] = []
+        metas: dict[int, Tensor] = {}
+        for module in self._model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in metas:
+                        metas[id(parameter)] = to_meta_tensor(parameter)
+                    self._blueprint.append((module, name, metas[id(parameter)]))
+        self.drop()
 
     def check(self, manifest: Manifest) -> None:
-        """Cannot tell before loading: the live model is the only instance there is."""
+        """Runs the model's own loading on `meta` tensors: names, shapes, and that every element is written. No memory."""
+        heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
+        if heads and getattr(self._model_config.hf_config, "tie_word_embeddings", False):
+            raise ManifestDiffers(heads[0], "presence", "tied to the embedding", "sent")
+        tensors = (
+            (spec.name, torch.empty(spec.shape, dtype=getattr(torch, manifest.sent_dtype(spec)), device="meta"))
+            for spec in manifest.parameters
+        )
+        needed = sum(parameter.numel() for parameter in self._model.parameters())
+        written = _WrittenElements()
+        try:
+            with written:
+                self._fill(tensors)
+        except (AssertionError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise ManifestMismatch(
+                f"the served model refuses these weights: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self.drop()
+        if written.count < needed:  # such as a fused qkv of which only q is sent
+            raise ManifestDiffers("(manifest)", "number of elements", needed, written.count)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.drop()
-        self._tensors = list(tensors)
+    def load(self, tensors: Iterable[Named]) -> None:
+        """Take a whole version and finish it. After an error it is as if nothing had been loaded."""
+        try:
+            self._materialise()
+            self._fill(tensors)
+            self._finish()
+        except BaseException:
+            self.drop()
+            raise
 
-    @torch.no_grad()
-    def swap(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        if self._tensors is None:
-            raise TransferError("nothing is loaded")
-        with self._device:
-            initialize_layerwise_reload(self._live)
-            self._live.load_weights(iter(self._tensors))  # type: ignore[operator]
-            finalize_layerwise_reload(self._live, self._model_config)
-        _refresh_tied_heads(self._live)
-        self.drop()
+    def post_process_nothing(self) -> None:
+        """Post-process weights that hold no values: shows what post-processing makes of them. `drop` them afterwards."""
+        self._materialise()
+        self._finish()
 
     def drop(self) -> None:
-        self._tensors = None
+        """Forget what is loaded. Idempotent."""
+        for _, shadow in self.pairs:
+            for name in self.derived(shadow):
+                del shadow.__dict__[name]
+        for module, name, meta in self._blueprint:
+            module.register_parameter(name, meta)  # type: ignore[arg-type]
+
+    def derived(self, shadow: nn.Module) -> list[str]:
+        """Attributes that post-processing added to a module since it was built."""
+        return [name for name in shadow.__dict__ if name not in self._pristine[shadow]]
+
+    def _materialise(self) -> None:
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+        self.drop()
+        new: dict[int, Tensor] = {}
+        for module, name, meta in self._blueprint:
+            if id(meta) not in new:
+                with self._device:
+                    new[id(meta)] = materialize_meta_tensor(meta)
+            module.register_parameter(name, new[id(meta)])  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _fill(self, tensors: Iterable[Named]) -> None:
+        expected = {name for name, _ in self._model.named_parameters()}
+        iterator = iter(tensors)
+        loaded = self._model.load_weights(iterator)  # type: ignore[operator]
+        for name, _ in iterator:  # a model may stop early; the stream must be taken to its end
+            raise ManifestDiffers(name, "presence", "unused", "present")
+        if missing := sorted(expected - set(loaded)):
+            raise ManifestDiffers(missing[0], "presence", "needed", "missing")
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        process_weights_after_loading(self._model, self._model_config, self._device)
 
 
-def _refresh_tied_heads(model: nn.Module) -> None:
-    """On CPU an embedding and a head tied to it each pack a copy of the weight; layerwise reload rebuilds only the first."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+class _WrittenElements(TorchDispatchMode):
+    """Counts the elements that in-place copies and fills write."""
 
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(module)
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+    from vllm.config import CompilationMode
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # Layers register by name for the forward pass and for KV caches; the shadow's must not be found there.
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.mode = CompilationMode.NONE  # it never runs
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # resolved from "auto" by now
+    with set_default_torch_dtype(dtype), device:
+        return initialize_model(vllm_config=config).eval()
+
+
+# --- Three ways to the live model ---------------------------------------------------------------------------------------
+
+
+class ShadowLoader:
+    """Swaps a shadow model with the live one, module by module: where the modules alone hold what depends on the weights.
+
+    A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
+    oneDNN weight); KV caches, attention state and module identity stay with the live modules.
+    """
+
+    mode = "shadow"
+
+    def __init__(self, shadow: ShadowModel) -> None:
+        self._shadow = shadow
+        self.check, self.load, self.drop = shadow.check, shadow.load, shadow.drop
+
+    def swap(self) -> None:
+        for live, shadow in self._shadow.pairs:
+            _exchange(live._parameters, shadow._parameters, shadow._parameters.keys())
+            if hasattr(shadow, "quant_method"):
+                _exchange(live.__dict__, shadow.__dict__, self._shadow.derived(shadow))
+
+
+def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str]) -> None:
+    for name in list(names):
+        left[name], right[name] = right[name], left[name]
 
 
 class InPlaceLoader:
-    """See `loading.Loader`."""
+    """Copies a shadow model's weights into the live ones where they lie.
+
+    What is left for the pause is one copy of the weights within the device. Sound where the live parameters are all that
+    depends on the weights: post-processing must leave nothing else on a module, and must give every parameter the layout that
+    the live one has. `obstacle` finds out, by trying it on the shadow.
+    """
 
     mode = "in_place"
 
     def __init__(self, shadow: ShadowModel) -> None:
         self._shadow = shadow
+        self.check = shadow.check
         self._loaded = False
 
     def obstacle(self) -> str:
@@ -236,10 +301,7 @@ class InPlaceLoader:
             self._shadow.drop()
         return ""
 
-    def check(self, manifest: Manifest) -> None:
-        self._shadow.check(manifest)
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[Named]) -> None:
         self._loaded = False
         self._shadow.load(tensors)
         self._loaded = True
@@ -280,7 +342,9 @@ def _tied_in_live_only(shadow: ShadowModel) -> str:
 def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
     if hasattr(shadow, "quant_method"):
         for name in derived:
-            if not _holds_nothing(shadow.__dict__[name]):
+            value = shadow.__dict__[name]
+            # A function without a closure computes from what it is given: it cannot hold weights.
+            if not isinstance(value, FunctionType) or value.__closure__ or value.__defaults__:
                 return f"post-processing derives {name} from the weights"
     if live._parameters.keys() != shadow._parameters.keys():
         return f"parameters are {sorted(live._parameters)}, post-processing makes {sorted(shadow._parameters)}"
@@ -297,6 +361,97 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _holds_nothing(value: object) -> bool:
-    """A function without a closure computes from what it is given: it cannot hold weights."""
-    return isinstance(value, FunctionType) and not value.__closure__ and not value.__defaults__
+class PausedLoader:
+    """Loads while generation is paused, through vLLM's layerwise reload: for models that cannot be swapped.
+
+    The stall is the whole load, and all received tensors are held until then.
+    """
+
+    mode = "paused"
+
+    def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+        self._live, self._model_config, self._device = live, vllm_config.model_config, device
+        self._tensors: list[Named] | None = None
+
+    def check(self, manifest: Manifest) -> None:
+        """Cannot tell before loading: the live model is the only instance there is."""
+
+    def load(self, tensors: Iterable[Named]) -> None:
+        self.drop()
+        self._tensors = list(tensors)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        if self._tensors is None:
+            raise TransferError("nothing is loaded")
+        with self._device:
+            initialize_layerwise_reload(self._live)
+            self._live.load_weights(iter(self._tensors))  # type: ignore[operator]
+            finalize_layerwise_reload(self._live, self._model_config)
+        # On CPU an embedding and a head tied to it each pack a copy of the weight; layerwise reload rebuilds only the first.
+        for module in self._live.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(module)
+        self.drop()
+
+    def drop(self) -> None:
+        self._tensors = None
+
+
+# --- Adapters -----------------------------------------------------------------------------------------------------------
+
+
+class MergingLoader:
+    """Takes the factors of adapters, and gives the loader `within` whole weights: the checkpoint's with B·A added.
+
+    `base` is what the engine was started from, file for file and by vLLM's own reading; sums are computed on `device`.
+    Safetensors files stay mapped: they take no memory of their own, all processes of a machine share their pages, and the
+    kernel may drop what nobody reads. So every loader works as it does with weights from the wire; what differs is where most
+    of their bytes come from.
+    """
+
+    def __init__(self, within: Loader, base: Iterable[Named], manifest: Manifest, device: torch.device) -> None:
+        self._within, self._base, self._device = within, list(base), device
+        self.mode, self.swap, self.drop = within.mode, within.swap, within.drop
+        self._adapted = {item.name: item for item in manifest.low_rank}
+
+    def check(self, manifest: Manifest) -> None:
+        """The rest of the model is what it started with, which its own loading has taken already."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._base}
+        for item in manifest.low_rank:
+            if item.name not in shapes:
+                fix = "set trainer.lora.send: merged"
+                raise ManifestDiffers(item.name, "presence", f"not in the checkpoint of this actor ({fix})", "adapted")
+            if shapes[item.name] != item.shape:
+                raise ManifestDiffers(item.name, "shape", shapes[item.name], item.shape)
+
+    def load(self, tensors: Iterable[Named]) -> None:
+        factors = {name: tensor.clone() for name, tensor in tensors}  # clones: the chunks' memory is wanted back
+        self._within.load(self._merged(factors))
+
+    def _merged(self, factors: dict[str, Tensor]) -> Iterator[Named]:
+        for name, tensor in self._base:
+            item = self._adapted.get(name)
+            yield name, tensor if item is None else self._sum(tensor, item, factors)
+
+    def _sum(self, base: Tensor, item: LowRank, factors: dict[str, Tensor]) -> Tensor:
+        weight = base.to(self._device, getattr(torch, item.dtype))
+        a, b = (factors[name].to(self._device) for name in (item.a, item.b))
+        return add_low_rank(weight, a, b, item.scaling, item.transposed)
+
+
+def checkpoint_weights(model: nn.Module, vllm_config: VllmConfig) -> Iterator[Named]:
+    """What vLLM has loaded `model` from, by the names of its files. Raises ManifestMismatch where that cannot be read again."""
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    quiet = dataclasses.replace(vllm_config.load_config, use_tqdm_on_load=False)
+    loader = get_model_loader(quiet)
+    if not isinstance(loader, DefaultModelLoader):
+        kind = type(loader).__name__
+        raise ManifestMismatch(f"adapters need a checkpoint to merge into, not {kind}: set trainer.lora.send: merged")
+    return loader.get_all_weights(vllm_config.model_config, model)

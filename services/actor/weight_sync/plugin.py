@@ -22,7 +22,7 @@ def register() -> None:
     """Idempotent, as vLLM asks of plugins."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "services.actor.weight_sync.engine", "PipelineRLWeightEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "services.actor.weight_sync.backend", "PipelineRLWeightEngine")
     log_as_the_actor()
 
 

@@ -1,8 +1,11 @@
-"""The transfer thread of one vLLM worker: takes orders from the actor's process, receives, prepares, reports.
+"""Receives and prepares versions in a vLLM worker process, on a thread beside its decode steps.
 
-Consumes Requests from the Unix socket (`_read` thread) and performs Join and Receive one after another on the transfer
-thread, so that decode steps on the main thread go on. Discard sets a flag that the transfer thread sees within the stall
-timeout. A closed socket ends both threads. The swap itself is called by vLLM, on the main thread, while it is paused.
+Consumes orders from the actor's Unix socket (`_read` thread) and performs Join and Receive one after another on the transfer
+thread. Discard sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. The swap
+itself is called by vLLM (`backend.py`), on the main thread, while it is paused.
+
+Tensors go straight into the engine's layout beside the live weights (`loaders.py`), so that no second copy of all bytes is held.
+It does not know vLLM, and does not decide what happens to a failed transfer.
 """
 
 from __future__ import annotations
@@ -14,21 +17,142 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import msgspec
 import torch
+from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.buffers import Prefetcher, ReusedMemory
+from pipelinerl.transfer.chunks import HEADER_SIZE, ChunkHeader, Unpacker, checksum, version_checksum
 from pipelinerl.transfer.group import HOST, Backend, GroupSpec, WeightGroup, beside_model
-from pipelinerl.transfer.manifest import GroupFailed, Manifest, NothingStaged, TransferAborted
-from services.actor.weight_sync import link as wire
+from pipelinerl.transfer.manifest import (
+    Chunk,
+    ChunkCorrupt,
+    GroupFailed,
+    Manifest,
+    NothingStaged,
+    TransferAborted,
+)
+from services.actor.engine import StagedWeights
+from services.actor.weight_sync.client import Discard, Failure, Hello, Join, Order, Receive, Reply, as_line
 from services.actor.weight_sync.loaders import Loader
-from services.actor.weight_sync.staging import Receiver, StagingMemory
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_REQUESTS = 16
+MAX_WAITING_ORDERS = 16
 RELEASE = "release"
+
+
+class StagingMemory:
+    """Host memory of one engine's updates, one after another."""
+
+    def __init__(self, buffers: int) -> None:
+        self.chunks, self.spanning = ReusedMemory(buffers + 1), ReusedMemory(2)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One chunk as it came, and what its checksum should be."""
+
+    chunk: Chunk
+    raw: Tensor
+    checksum: int
+
+
+class Receiver:
+    """Receives one version's chunks and hands out its tensors as they complete; a chunk is used only after its checksum held.
+
+    Iterate `tensors()` to the end, `close` in any case, then ask what is `staged`. The group may be closed only after `close`.
+    `buffers`: chunks held at a time, the one being loaded included. With one, receiving and loading take turns; with more, a
+    thread receives the next chunks while the caller checks and loads earlier ones. Memory here is that many chunks and at most
+    one tensor that spans chunks. `memory`: to receive into; None: new memory.
+    """
+
+    def __init__(
+        self,
+        group: WeightGroup,
+        manifest: Manifest,
+        version: PolicyVersion,
+        *,
+        timeout_s: float,
+        stall_timeout_s: float,
+        aborted: threading.Event,
+        buffers: int = 1,
+        memory: StagingMemory | None = None,
+    ) -> None:
+        self._group, self._manifest, self._version = group, manifest, version
+        self._began = time.monotonic()
+        self._deadline, self._stall_timeout_s = self._began + timeout_s, stall_timeout_s
+        self._aborted, self._buffers = aborted, buffers
+        self._memory = memory if group.placement.stream is None else None
+        self._ahead: Prefetcher[_Taken] | None = None
+        self._checksums: list[int] = []
+        self._receive_s = self._checked_s = self._waited_s = 0.0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
+        unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
+        chunks = (self._take(chunk) for chunk in self._manifest.chunks)
+        if self._buffers > 1:
+            chunks = self._ahead = Prefetcher(chunks, self._buffers, f"receive-{self._version}")
+        for _ in self._manifest.chunks:
+            started = time.monotonic()
+            self._time_left()
+            taken = next(chunks)
+            self._check(taken)
+            self._waited_s += time.monotonic() - started
+            complete = unpacker.add(taken.raw)
+            del taken
+            while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
+                yield complete.pop(0)
+
+    def close(self) -> None:
+        """Returns when nothing uses the group any more: at most the stall timeout. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def staged(self) -> StagedWeights:
+        """Of the whole version, once the caller has used all `tensors()`: what it did not wait for bytes is `prepare_s`."""
+        assert len(self._checksums) == len(self._manifest.chunks)
+        return StagedWeights(
+            checksum=version_checksum(self._manifest.manifest_id, self._checksums),
+            num_bytes=self._manifest.total_bytes,
+            receive_s=self._receive_s + self._checked_s,
+            prepare_s=time.monotonic() - self._began - self._waited_s,
+        )
+
+    def _take(self, chunk: Chunk) -> _Taken:
+        started, placement = time.monotonic(), self._group.placement
+        with placement.scope():
+            packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
+            self._group.broadcast(packed_header, self._time_left())
+            header = ChunkHeader.parse(packed_header)
+            header.check(self._version, chunk)
+            if self._memory is not None:
+                raw = self._memory.chunks.take(chunk.num_bytes)
+            else:
+                raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
+            self._group.broadcast(raw, self._time_left())
+        self._receive_s += time.monotonic() - started
+        return _Taken(chunk, raw, header.checksum)
+
+    def _check(self, taken: _Taken) -> None:
+        started = time.monotonic()
+        with self._group.placement.scope():
+            actual = checksum(taken.raw)
+        if actual != taken.checksum:
+            raise ChunkCorrupt(self._version, taken.chunk.index, taken.checksum, actual)
+        self._checksums.append(actual)
+        self._checked_s += time.monotonic() - started
+
+    def _time_left(self) -> float:
+        if self._aborted.is_set():
+            raise TransferAborted(f"receiving of version {self._version} was given up")
+        return min(self._deadline - time.monotonic(), self._stall_timeout_s)
 
 
 class TransferWorker:
@@ -39,7 +163,7 @@ class TransferWorker:
 
     def __init__(
         self,
-        hello: wire.Hello,
+        hello: Hello,
         loader: Loader,
         manifest: Manifest,
         socket_path: str,
@@ -60,11 +184,10 @@ class TransferWorker:
         self._discards = 0  # heard and not yet performed
         self._closed = False
         self._discarding = threading.Lock()
-        self._requests: queue.Queue[wire.Request | str | None] = queue.Queue(MAX_WAITING_REQUESTS)
+        self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(socket_path)
-        self._send_lock = threading.Lock()
-        self._send(wire.encode(hello))
+        self._socket.sendall(as_line(hello))
         for target in (self._read, self._work):
             threading.Thread(target=target, name=f"weights-{target.__name__}", daemon=True).start()
 
@@ -79,16 +202,16 @@ class TransferWorker:
     def swap(self) -> None:
         """Serve the version that was checked. Raises NothingStaged when it has been discarded since."""
         with self._loading:
-            self._placement.settle()  # nothing that is queued may still read the old weights
+            self._placement.synchronize()  # nothing that is queued may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
             if self._staged != self._to_swap:
                 raise NothingStaged(self._to_swap, self._staged)
             self._loader.swap()
-            self._placement.settle()
+            self._placement.synchronize()
             self._staged = None
         # Freeing the old weights takes time that the pause does not have to wait for.
         with contextlib.suppress(queue.Full):
-            self._requests.put_nowait(RELEASE)
+            self._orders.put_nowait(RELEASE)
 
     def close(self) -> None:
         """End both threads. Returns at once; a transfer under way ends within the stall timeout."""
@@ -103,44 +226,50 @@ class TransferWorker:
         try:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
-                    request = wire.decode_request(line)
-                    if isinstance(request.body, wire.Discard):
-                        self._abort_until_discarded()
-                    self._requests.put(request)
+                    order = msgspec.json.decode(line, type=Order)
+                    if isinstance(order.body, Discard):
+                        with self._discarding:
+                            self._discards += 1
+                            self._aborted.set()
+                    self._orders.put(order)
         except (OSError, ValueError) as error:
             log.info("the actor's connection ended: %s", error)
         self._abort_for_good()
-        self._requests.put(None)
+        self._orders.put(None)
 
     def _work(self) -> None:
-        _be_one_thread()
-        while (request := self._requests.get()) is not None:
-            if isinstance(request, str):
-                self._release()
+        _use_one_core()
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, str):
+                with self._loading:
+                    if self._staged is None:
+                        self._loader.drop()
                 continue
-            self._send(wire.encode(wire.Reply(request.number, self._answer(request.body))))
+            reply = as_line(self._perform(order))
+            with contextlib.suppress(OSError):
+                self._socket.sendall(reply)
         self._leave()
         self.close()  # the actor's process must not wait for answers that nobody gives
 
-    def _answer(self, order: wire.Join | wire.Receive | wire.Discard) -> wire.Done | wire.Received | wire.Failed:
+    def _perform(self, order: Order) -> Reply:
+        staged = None
         try:
-            return self._perform(order)
+            match order.body:
+                case Join():
+                    self._join(order.body)
+                case Receive():
+                    staged = self._receive(order.body)
+                case Discard():
+                    self._discard()
         except TransferError as error:
-            return wire.Failed(type(error).__name__, str(error), isinstance(error, GroupFailed | TransferAborted))
+            group_broke = isinstance(error, GroupFailed | TransferAborted)
+            return Reply(order.number, failure=Failure(f"{type(error).__name__}: {error}", group_broke))
         except Exception as error:
             log.exception("weight transfer failed")
-            return wire.Failed(type(error).__name__, str(error))
+            return Reply(order.number, failure=Failure(f"{type(error).__name__}: {error}"))
+        return Reply(order.number, staged)
 
-    def _perform(self, body: wire.Join | wire.Receive | wire.Discard) -> wire.Done | wire.Received:
-        match body:
-            case wire.Join():
-                return self._join(body)
-            case wire.Receive():
-                return self._receive(body)
-            case wire.Discard():
-                return self._discard()
-
-    def _join(self, order: wire.Join) -> wire.Done:
+    def _join(self, order: Join) -> None:
         self._leave()
         rank = order.first_rank + self._rank
         backend: Backend = "nccl" if order.backend == "nccl" else "gloo"
@@ -149,37 +278,32 @@ class TransferWorker:
         spec = GroupSpec(order.host, order.port, order.name, rank, order.world, backend, order.bind_host)
         placement = self._placement if backend == "nccl" else HOST
         self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
-        return wire.Done()
 
-    def _receive(self, order: wire.Receive) -> wire.Received:
+    def _receive(self, order: Receive) -> StagedWeights:
         if self._group is None:
             raise TransferError("no transfer group is joined")
-        version = PolicyVersion(order.incarnation, order.number)
         receiver = Receiver(
             self._group,
             self._manifest,
-            version,
+            order.version,
             timeout_s=order.timeout_s,
             stall_timeout_s=self._stall_timeout_s,
             aborted=self._aborted,
             buffers=self._staging_buffers,
             memory=self._memory,
         )
-        started = time.monotonic()
         try:
             with contextlib.closing(receiver), self._loading, self._placement.scope():
                 self._staged = None
                 self._loader.load(receiver.tensors())
-                self._placement.settle()
-                self._staged = version
+                self._placement.synchronize()
+                self._staged = order.version
         except BaseException:
             self._leave()
             raise
-        receipt = receiver.receipt
-        prepare_s = time.monotonic() - started - receipt.waited_s
-        return wire.Received(receipt.checksum, receipt.num_bytes, receipt.receive_s, prepare_s)
+        return receiver.staged()
 
-    def _discard(self) -> wire.Done:
+    def _discard(self) -> None:
         with self._loading:
             self._staged = None
             self._loader.drop()
@@ -187,34 +311,19 @@ class TransferWorker:
             self._discards -= 1
             if not self._discards and not self._closed:
                 self._aborted.clear()
-        return wire.Done()
-
-    def _abort_until_discarded(self) -> None:
-        with self._discarding:
-            self._discards += 1
-            self._aborted.set()
 
     def _abort_for_good(self) -> None:
         with self._discarding:
             self._closed = True
             self._aborted.set()
 
-    def _release(self) -> None:
-        with self._loading:
-            if self._staged is None:
-                self._loader.drop()
-
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _send(self, line: bytes) -> None:
-        with self._send_lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
 
-
-def _be_one_thread() -> None:
+def _use_one_core() -> None:
     """Prepare weights on one core, whichever is free.
 
     vLLM binds its decoding threads to cores, and this thread inherits that binding. A team of OpenMP threads here beside

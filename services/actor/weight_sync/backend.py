@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from pipelinerl.errors import ManifestMismatch, TransferError
-from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.weight_sync import link as wire
+from services.actor.engine import WeightLoading, parse_version
+from services.actor.weight_sync.client import Hello
 from services.actor.weight_sync.loaders import Loader, MergingLoader, checkpoint_weights, choose
 from services.actor.weight_sync.worker import TransferWorker
 
@@ -52,7 +52,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """See the module."""
+    """What vLLM calls in each of its workers."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -69,8 +69,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Runs between two decode steps; builds the shadow model the first time. A refusal is told over the socket."""
-        if self._worker is not None:
-            self._worker.close()
+        self.shutdown()
         if self._loader is None or init_info.force_paused != self._force_paused:
             self._force_paused = init_info.force_paused
             self._loader, self._reason = choose(self.model, self.vllm_config, self.device, init_info.force_paused)
@@ -85,9 +84,8 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)
-        hello = wire.Hello(get_world_group().rank_in_group, self._loader.mode, self._reason, problem)
         self._worker = TransferWorker(
-            hello,
+            Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, self._reason), problem),
             loader,
             manifest,
             init_info.socket_path,
@@ -100,14 +98,14 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing: the weights are staged already."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Raises NothingStaged when the version named is not the one staged."""
+        """As vLLM's own, without waiting for the device: nothing has been queued there."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises NothingStaged when the version named is not the one staged."""
         if self._worker is None:
             raise TransferError("no manifest is prepared")
-        incarnation, _, number = update_info.version.partition(":")
-        self._worker.check_staged(PolicyVersion(int(incarnation), int(number)))
+        self._worker.check_staged(parse_version(update_info.version))
 
     def finish_weight_update(self) -> None:
         """The swap. Generation must be paused."""

@@ -1,0 +1,294 @@
+"""Weight updates of one vLLM engine, from the actor's process: prepare, join, receive, commit, discard.
+
+`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, one JSON object a line. vLLM's own remote
+calls are answered between decode steps only, and stop decoding while they run; over the socket a transfer begins, reports and is
+given up while a step of half a second goes on, without polling, and a worker that dies closes it. `prepare` (once) and `commit`
+are vLLM's calls. vLLM itself labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+
+It does not talk to the trainer, decides nothing, and does not know why a version is served or given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.address import split_host_port
+from pipelinerl.transfer.manifest import GroupFailed, Manifest
+from services.actor.engine import CommitFailed, StagedWeights, WeightLoading
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 120.0
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """A worker's first line: who it is, how it loads weights, and why the manifest does not fit its model (or "")."""
+
+    worker_rank: int
+    loading: WeightLoading
+    problem: str = ""
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Join a transfer group; a worker's rank is `first_rank` plus its own."""
+
+    host: str
+    port: int
+    name: str
+    first_rank: int
+    world: int
+    backend: str
+    bind_host: str | None
+    timeout_s: float
+
+
+class Receive(msgspec.Struct, tag=True, frozen=True):
+    """Receive a version into staging and prepare it for serving."""
+
+    version: PolicyVersion
+    timeout_s: float
+
+
+class Discard(msgspec.Struct, tag=True, frozen=True):
+    """Give up whatever is under way or staged, and leave the group if a transfer was under way."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """`number` is repeated in the reply."""
+
+    number: int
+    body: Join | Receive | Discard
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """`group_broke`: the transfer group failed, which may be another member's doing."""
+
+    problem: str
+    group_broke: bool = False
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`staged`: what a Receive has brought."""
+
+    number: int
+    staged: StagedWeights | None = None
+    failure: Failure | None = None
+
+
+class WorkerLink:
+    """The actor's end of the socket: orders go to all workers and are answered when all have answered.
+
+    Open with `WorkerLink.listen`, hand `path` to the workers, await `hellos`, then `ask`. A lost connection fails everything
+    that waits.
+    """
+
+    def __init__(self, directory: str, num_workers: int) -> None:
+        self.path = os.path.join(directory, "weights.sock")
+        self._directory, self._num_workers = directory, num_workers
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+        self._hellos: list[Hello] = []
+        self._all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting: dict[int, tuple[asyncio.Future[None], list[Reply]]] = {}
+        self._next_number = 0
+        self._lost = ""
+
+    @classmethod
+    async def listen(cls, num_workers: int) -> WorkerLink:
+        """A socket in a new private directory."""
+        link = cls(tempfile.mkdtemp(prefix="prl-"), num_workers)
+        link._server = await asyncio.start_unix_server(link._serve, link.path)
+        return link
+
+    async def hellos(self, timeout_s: float) -> list[Hello]:
+        """Every worker's first message. Raises TransferError when they are not all there in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._all_here)
+        except TimeoutError as error:
+            message = f"{len(self._hellos)} of {self._num_workers} vLLM workers connected within {timeout_s} s"
+            raise TransferError(message) from error
+        return self._hellos
+
+    async def ask(self, body: Join | Receive | Discard) -> list[StagedWeights]:
+        """What each worker has staged, if anything.
+
+        Raises TransferError when one has failed or its connection is or gets lost, GroupFailed when the group broke.
+        """
+        if self._lost:
+            raise TransferError(self._lost)
+        number, self._next_number = self._next_number, self._next_number + 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        replies: list[Reply] = []
+        self._waiting[number] = future, replies
+        for writer in self._writers:
+            writer.write(as_line(Order(number, body)))
+        try:
+            await future
+        finally:
+            del self._waiting[number]
+        for reply in replies:
+            if reply.failure:
+                problem = reply.failure.problem
+                raise GroupFailed("", problem) if reply.failure.group_broke else TransferError(problem)
+        return [reply.staged for reply in replies if reply.staged]
+
+    async def close(self) -> None:
+        """Ends the workers' transfer threads too."""
+        self._lose("closed")
+        for writer in self._writers:
+            writer.close()
+        if self._server is not None:
+            self._server.close()
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until one worker's connection ends."""
+        try:
+            self._hellos.append(msgspec.json.decode(await reader.readline(), type=Hello))
+            self._writers.append(writer)
+            if len(self._hellos) == self._num_workers:
+                self._all_here.set_result(None)
+            while line := await reader.readline():
+                reply = msgspec.json.decode(line, type=Reply)
+                future, replies = self._waiting.get(reply.number, (None, []))
+                replies.append(reply)
+                if future is not None and not future.done() and len(replies) == self._num_workers:
+                    future.set_result(None)
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            log.error("a vLLM worker's weight connection broke: %s", error)
+        finally:
+            self._lose("a vLLM worker's weight connection ended")
+            writer.close()
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
+        for future, _ in self._waiting.values():
+            if not future.done():
+                future.set_exception(TransferError(self._lost))
+
+
+def as_line(message: Hello | Order | Reply) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+class WeightUpdateClient:
+    """The `WeightReceiver` of a vLLM engine.
+
+    `recompute_kv`: let unfinished sequences recompute their KV cache under new weights (vLLM's `clear_cache`) instead of
+    keeping the stale one. `stall_timeout_s`: the longest that one chunk may take; it bounds `discard`. `bind_host`: this
+    pod's address on which other ranks reach it (gloo). `force_paused`: load while paused, for comparison.
+    `staging_buffers`: chunks that a worker holds at a time while it receives.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        recompute_kv: bool = False,
+        stall_timeout_s: float = 10.0,
+        bind_host: str | None = None,
+        force_paused: bool = False,
+        staging_buffers: int = 2,
+    ) -> None:
+        self._llm, self._recompute_kv = llm, recompute_kv
+        self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
+        self._staging_buffers = staging_buffers
+        self._link: WorkerLink | None = None
+
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
+        """Blocks decoding while the shadow model is built, the first time."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.close()
+        link = await WorkerLink.listen(self._llm.vllm_config.parallel_config.world_size)
+        init_info = {
+            "socket_path": link.path,
+            "manifest": manifest.to_json(),
+            "stall_timeout_s": self._stall_timeout_s,
+            "staging_buffers": self._staging_buffers,
+            "force_paused": self._force_paused,
+        }
+        try:
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            hellos = await link.hellos(PREPARE_TIMEOUT_S)
+            if problem := next((hello.problem for hello in hellos if hello.problem), ""):
+                raise ManifestMismatch(problem)
+        except BaseException:
+            await link.close()
+            raise
+        self._link = link
+        return hellos[0].loading
+
+    async def join_group(
+        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
+    ) -> None:
+        host, port = split_host_port(store_address)
+        await self._connected().ask(
+            Join(host, port, f"epoch-{epoch}", first_rank, world_size, backend, self._bind_host, deadline_s)
+        )
+
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        staged = await self._connected().ask(Receive(version, deadline_s))
+        checksums = {one.checksum for one in staged}
+        if len(checksums) != 1:
+            raise TransferError(f"ranks of one engine staged different bytes of version {version}: {sorted(checksums)}")
+        return StagedWeights(
+            checksum=staged[0].checksum,
+            num_bytes=staged[0].num_bytes,
+            receive_s=max(one.receive_s for one in staged),
+            prepare_s=max(one.prepare_s for one in staged),
+        )
+
+    async def commit(self, version: PolicyVersion) -> float:
+        """Pauses between two decode steps, swaps, resumes. Unfinished sequences go on.
+
+        The stall is counted from the engine's report that it is idle to its report that it is resumed. A TransferError other
+        than CommitFailed says that `version` was not staged; the old weights are served on.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        # Not `AsyncLLM.pause_generation`: that adds a sleep of 20 ms, for the order in which a caller sees outputs.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+        started = time.monotonic()
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
+        except Exception as error:  # vLLM reports a worker's exception as a bare Exception
+            await self._llm.resume_generation()
+            raise TransferError(f"version {version} cannot be committed: {error}") from error
+        try:
+            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._llm.resume_generation()
+        except Exception as error:
+            raise CommitFailed(f"the swap to version {version} failed: {error}") from error
+        return time.monotonic() - started
+
+    async def discard(self) -> None:
+        """Returns when the workers have, within the stall timeout."""
+        if self._link is not None:
+            await self._link.ask(Discard())
+
+    async def close(self) -> None:
+        """Leaves the group and ends the workers' transfer threads; a staged version is lost."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    def _connected(self) -> WorkerLink:
+        if self._link is None:
+            raise TransferError("no manifest is prepared")
+        return self._link
