@@ -1,27 +1,21 @@
-"""How a weight transfer fails, one class per cause, so that the protocol can tell an eviction from a bug.
+"""What both ends of a weight transfer agree on, and how a transfer fails. No torch: dtypes are names.
 
-The manifest of a run's weights: which tensors travel, in which form, and how they are cut into chunks.
+The manifest of a run's weights says which tensors travel, in which form, and how they are cut into chunks. It is fixed for
+a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a flat stream of
+bytes, each starting at a multiple of `ALIGNMENT`; chunk i is bytes [i·chunk_bytes, (i+1)·chunk_bytes) of it. A tensor may
+therefore span chunks, and one chunk usually holds several.
 
-Fixed for a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a
-flat stream of bytes, each starting at a multiple of `ALIGNMENT`; chunk i is bytes [i·chunk_bytes, (i+1)·chunk_bytes) of it.
-A tensor may therefore span chunks, and one chunk usually holds several.
-
-It does not hold weights, checksums of weights, or anything that changes from version to version, and it imports no torch:
-dtypes are names.
-
-The weights' manifest as a control message, both ways.
+It does not hold weights, checksums of weights, or anything that changes from version to version.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
@@ -93,7 +87,9 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-FORMAT = 2
+FORMAT = b"3"
+"""Of the layout and of the chunks on the wire: sides of different formats have no manifest in common."""
+KIND = "WeightManifest"
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,8 @@ class Manifest:
     @cached_property
     def manifest_id(self) -> str:
         """16 hex digits over everything that both sides must agree on."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+        content = self._content().SerializeToString(deterministic=True)
+        return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def sent_dtype(self, spec: ParameterSpec) -> str:
         """Name of the dtype in which `spec` is sent."""
@@ -207,40 +204,41 @@ class Manifest:
             for i, start in enumerate(starts)
         )
 
-    def to_json(self) -> str:
-        """Canonical text: equal manifests give equal text."""
-        return json.dumps(asdict(self) | {"format": FORMAT}, sort_keys=True, separators=(",", ":"))
+    def to_bytes(self) -> bytes:
+        """The `WeightManifest` message of the control channel."""
+        message = self._content()
+        message.manifest_id = self.manifest_id
+        return message.SerializeToString()
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Inverse of `to_json`. Raises ManifestMismatch if the text is not a manifest of this format."""
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Raises `MessageError` when the message does not parse or its id is not that of its content."""
+        message = parse(control_pb2.WeightManifest(), data, KIND)
+        low_rank = (
+            LowRank(item.name, tuple(item.shape), item.dtype, item.a, item.b, item.scaling, item.transposed)
+            for item in message.low_rank
+        )
         try:
-            raw: dict[str, Any] = json.loads(text)
-            if raw["format"] != FORMAT:
-                raise ManifestMismatch(f"manifest format {raw['format']!r}, this side speaks {FORMAT}")
-            parameters = [(p["name"], p["shape"], p["dtype"]) for p in raw["parameters"]]
-            low_rank = [LowRank(**item | {"shape": tuple(item["shape"])}) for item in raw["low_rank"]]
-            layout = {key: raw[key] for key in ("wire_dtype", "chunk_bytes")}
-            return build_manifest(parameters, low_rank=low_rank, **layout)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ManifestMismatch(f"not a manifest: {error}") from error
+            manifest = build_manifest(
+                ((spec.name, spec.shape, spec.dtype) for spec in message.parameters),
+                wire_dtype=message.wire_dtype,
+                chunk_bytes=message.chunk_bytes,
+                low_rank=low_rank,
+            )
+        except FieldError as error:
+            raise MessageError(KIND, error.field, str(error)) from error
+        if manifest.manifest_id != message.manifest_id:
+            problem = f"{message.manifest_id} is not that of its content, {manifest.manifest_id}"
+            raise MessageError(KIND, "manifest_id", problem)
+        return manifest
 
-    def check_same(self, theirs: Manifest) -> None:
-        """Raises ManifestDiffers naming the first difference to `theirs`."""
-        for field in ("chunk_bytes", "wire_dtype"):
-            if getattr(self, field) != getattr(theirs, field):
-                raise ManifestDiffers("(manifest)", field, getattr(self, field), getattr(theirs, field))
-        for mine, other in zip(self.parameters, theirs.parameters, strict=False):
-            for field in ("name", "shape", "dtype"):
-                if getattr(mine, field) != getattr(other, field):
-                    raise ManifestDiffers(mine.name, field, getattr(mine, field), getattr(other, field))
-        for ours, their in zip(self.low_rank, theirs.low_rank, strict=False):
-            if ours != their:
-                raise ManifestDiffers(ours.name, "low-rank form", ours, their)
-        if len(self.low_rank) != len(theirs.low_rank):
-            raise ManifestDiffers("(manifest)", "number of adapters", len(self.low_rank), len(theirs.low_rank))
-        if len(self.parameters) != len(theirs.parameters):
-            raise ManifestDiffers("(manifest)", "number of parameters", len(self.parameters), len(theirs.parameters))
+    def _content(self) -> control_pb2.WeightManifest:
+        return control_pb2.WeightManifest(
+            parameters=[control_pb2.ParameterSpec(**vars(spec)) for spec in self.parameters],
+            chunk_bytes=self.chunk_bytes,
+            wire_dtype=self.wire_dtype,
+            low_rank=[control_pb2.LowRank(**vars(item)) for item in self.low_rank],
+        )
 
 
 def build_manifest(
@@ -295,37 +293,3 @@ def _validate_low_rank(manifest: Manifest) -> None:
             raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")
         if not math.isfinite(item.scaling):
             raise FieldError(f"low_rank[{item.name}].scaling", item.scaling, "a finite number")
-
-
-def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """The `WeightManifest` message of the control channel."""
-    return control_pb2.WeightManifest(
-        manifest_id=manifest.manifest_id,
-        parameters=[control_pb2.ParameterSpec(**vars(spec)) for spec in manifest.parameters],
-        chunk_bytes=manifest.chunk_bytes,
-        wire_dtype=manifest.wire_dtype,
-        low_rank=[control_pb2.LowRank(**vars(item)) for item in manifest.low_rank],
-    ).SerializeToString()
-
-
-def manifest_from_bytes(data: bytes) -> Manifest:
-    """Raises `MessageError` when the message does not parse or its id is not that of its content."""
-    kind = "WeightManifest"
-    message = parse(control_pb2.WeightManifest(), data, kind)
-    low_rank = (
-        LowRank(item.name, tuple(item.shape), item.dtype, item.a, item.b, item.scaling, item.transposed)
-        for item in message.low_rank
-    )
-    try:
-        manifest = build_manifest(
-            ((spec.name, spec.shape, spec.dtype) for spec in message.parameters),
-            wire_dtype=message.wire_dtype,
-            chunk_bytes=message.chunk_bytes,
-            low_rank=low_rank,
-        )
-    except FieldError as error:
-        raise MessageError(kind, error.field, str(error)) from error
-    if manifest.manifest_id != message.manifest_id:
-        problem = f"{message.manifest_id} is not that of its content, {manifest.manifest_id}"
-        raise MessageError(kind, "manifest_id", problem)
-    return manifest

@@ -28,7 +28,7 @@ async def test_weights_change_in_place_under_cuda_graphs(
     changes = {"enforce_eager": False, "gpu_memory_utilization": 0.3}
     v = [PolicyVersion(1, number) for number in range(5)]
     async with parity.running("llama", tied, tmp_path, backend=backend, placement=placement, **changes) as run:
-        await run.client.label(v[0])
+        await run.label(v[0])
         await parity.check_refusals(run, tied)
         await run.connect()
         assert run.loading[-1].mode == "in_place", run.loading[-1].reason

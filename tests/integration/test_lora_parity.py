@@ -61,7 +61,7 @@ async def test_an_engine_serves_the_adapted_policy(kind: str, tied: bool, tmp_pa
             load_policy(str(tmp_path), config, lora=lora), AlgorithmConfig(), TrainerConfig(learning_rate=1e-2)
         )
         model = learner.policy.model
-        await run.client.label(v[0])
+        await run.label(v[0])
         await check_refusal(run, learner)
         before = await run.score(TOKENS)
         np.testing.assert_allclose(before, learner.score(np.array(TOKENS)), atol=TOLERANCE)

@@ -123,6 +123,10 @@ class Running:
             **options,
         )
 
+    async def label(self, version: PolicyVersion) -> None:
+        """Says which version the weights loaded at start are."""
+        await self.llm.update_weight_version(str(version))
+
     async def connect(self) -> None:
         self.loading.append(await self.client.prepare(self.sender.manifest))
         self.epoch += 1
@@ -318,7 +322,7 @@ async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None
 async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied: bool, tmp_path: Path) -> None:
     v = [PolicyVersion(1, number) for number in range(9)]
     async with running(kind, tied, tmp_path) as run:
-        await run.client.label(v[0])
+        await run.label(v[0])
         await check_refusals(run, tied)
         await run.assert_serves(run.model)
 

@@ -28,7 +28,7 @@ from pipelinerl.messages.sequences import (
     decode_group,
     encode_group,
 )
-from pipelinerl.transfer.manifest import manifest_from_bytes, manifest_to_bytes
+from pipelinerl.transfer.manifest import Manifest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.updates import UpdateListener, decode_order
@@ -133,7 +133,7 @@ EPOCH = EpochStart(
     deadline_s=5.0,
 )
 GOOD_ORDERS = {
-    "manifest": manifest_to_bytes(MANIFEST),
+    "manifest": MANIFEST.to_bytes(),
     "epoch": EPOCH.SerializeToString(),
     "announce": Announce(
         incarnation=9, epoch=1, version=3, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
@@ -201,7 +201,7 @@ def is_fatal_by_right(kind: str, payload: bytes) -> bool:
     if kind != "manifest":
         return False
     try:
-        return manifest_from_bytes(payload).manifest_id != MANIFEST.manifest_id
+        return Manifest.from_bytes(payload).manifest_id != MANIFEST.manifest_id
     except MessageError:
         return False
 

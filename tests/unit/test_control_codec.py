@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.control import decode_control
-from pipelinerl.transfer.manifest import LowRank, build_manifest, manifest_from_bytes, manifest_to_bytes
+from pipelinerl.transfer.manifest import LowRank, Manifest, build_manifest
 from pipelinerl.v1 import control_pb2 as pb
 
 FACTORS = [("q.a", (2, 6), "float32"), ("q.b", (8, 2), "float32")]
@@ -102,10 +102,10 @@ def test_random_bytes_are_an_error_or_a_valid_control_message(data: bytes) -> No
 
 def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
     manifest = build_manifest(FACTORS, low_rank=[LowRank("q", (8, 6), "bfloat16", "q.a", "q.b", 0.1)])
-    data = manifest_to_bytes(manifest)
-    assert manifest_from_bytes(data) == manifest
+    data = manifest.to_bytes()
+    assert Manifest.from_bytes(data) == manifest
     with pytest.raises(MessageError, match="is not that of its content"):
-        manifest_from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
+        Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
 def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -> None:
     right = {"parameters": [pb.ParameterSpec(name=n, shape=s, dtype=d) for n, s, d in FACTORS], "chunk_bytes": 64}
     with pytest.raises(MessageError) as caught:
-        manifest_from_bytes(pb.WeightManifest(**right | changes).SerializeToString())
+        Manifest.from_bytes(pb.WeightManifest(**right | changes).SerializeToString())
     assert (caught.value.kind, caught.value.field) == ("WeightManifest", field)
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_an_error_or_a_valid_manifest(data: bytes) -> None:
     try:
-        survivor = manifest_from_bytes(data)
+        survivor = Manifest.from_bytes(data)
     except MessageError:
         return
-    assert manifest_from_bytes(manifest_to_bytes(survivor)) == survivor
+    assert Manifest.from_bytes(survivor.to_bytes()) == survivor

@@ -4,14 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import FieldError, ManifestMismatch
+from pipelinerl.errors import FieldError
 from pipelinerl.transfer.manifest import (
     LowRank,
     Manifest,
-    ManifestDiffers,
     build_manifest,
-    manifest_from_bytes,
-    manifest_to_bytes,
 )
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
@@ -67,36 +64,27 @@ def test_pieces_tile_every_parameter_once_and_stay_inside_their_chunk(listed, ch
 
 
 @given(parameters, chunk_sizes, st.sampled_from(["", "float16"]))
-def test_json_round_trip_keeps_the_id(listed, chunk_bytes, wire_dtype) -> None:
+def test_a_round_trip_keeps_the_id(listed, chunk_bytes, wire_dtype) -> None:
     manifest = build_manifest(listed, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype)
-    again = Manifest.from_json(manifest.to_json())
+    again = Manifest.from_bytes(manifest.to_bytes())
 
     assert again == manifest
     assert again.manifest_id == manifest.manifest_id
 
 
 @pytest.mark.parametrize(
-    ("other", "field"),
+    "other",
     [
-        (build_manifest([("x", (3, 5), "float32"), TWO[1]]), "name"),
-        (build_manifest([("a", (5, 3), "float32"), TWO[1]]), "shape"),
-        (build_manifest([("a", (3, 5), "float16"), TWO[1]]), "dtype"),
-        (build_manifest(TWO[:1]), "number of parameters"),
-        (build_manifest(TWO, chunk_bytes=128), "chunk_bytes"),
-        (build_manifest(TWO, wire_dtype="float16"), "wire_dtype"),
+        build_manifest([("x", (3, 5), "float32"), TWO[1]]),
+        build_manifest([("a", (5, 3), "float32"), TWO[1]]),
+        build_manifest([("a", (3, 5), "float16"), TWO[1]]),
+        build_manifest(TWO[:1]),
+        build_manifest(TWO, chunk_bytes=128),
+        build_manifest(TWO, wire_dtype="float16"),
     ],
 )
-def test_difference_is_named_and_changes_the_id(other, field) -> None:
-    manifest = build_manifest(TWO)
-
-    with pytest.raises(ManifestDiffers) as caught:
-        manifest.check_same(other)
-    assert caught.value.field == field
-    assert manifest.manifest_id != other.manifest_id
-
-
-def test_equal_manifests_agree() -> None:
-    build_manifest(TWO).check_same(build_manifest(TWO))
+def test_every_difference_changes_the_id(other) -> None:
+    assert build_manifest(TWO).manifest_id != other.manifest_id
 
 
 @pytest.mark.parametrize(
@@ -117,23 +105,10 @@ def test_impossible_values_name_the_field(listed, options, field) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", "[]", '{"format":9}', build_manifest(TWO).to_json().replace('"format":2', '"format":1')],
-)
-def test_text_that_is_no_manifest_is_refused(text) -> None:
-    with pytest.raises(ManifestMismatch):
-        Manifest.from_json(text)
-
-
-def test_adapters_come_back_from_json_and_are_part_of_the_id() -> None:
+def test_adapters_come_back_and_are_part_of_the_id() -> None:
     manifest = build_manifest(FACTORS, low_rank=[ADAPTED])
-    assert Manifest.from_json(manifest.to_json()) == manifest
-    assert manifest_from_bytes(manifest_to_bytes(manifest)) == manifest
-    other = build_manifest(FACTORS, low_rank=[replace(ADAPTED, scaling=0.2)])
-    assert manifest.manifest_id != other.manifest_id
-    with pytest.raises(ManifestDiffers, match=r"q\.weight: low-rank form"):
-        manifest.check_same(other)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert manifest.manifest_id != build_manifest(FACTORS, low_rank=[replace(ADAPTED, scaling=0.2)]).manifest_id
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipelinerl.kube.pods import PodEnd
 from pipelinerl.messages.control import Backend, Registration, RunEnd
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.manifest import Manifest, build_manifest, manifest_to_bytes
+from pipelinerl.transfer.manifest import Manifest, build_manifest
 from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
@@ -389,7 +389,7 @@ async def test_an_actor_that_is_up_before_the_streams_waits_for_them() -> None:
         await asyncio.sleep(0.05)
         assert not early.task.done()
         await early.bus.create_streams()
-        await early.bus.publish_control("manifest", manifest_to_bytes(MANIFEST))
+        await early.bus.publish_control("manifest", MANIFEST.to_bytes())
         async with asyncio.timeout(10):
             while not early.listener.manifest_id:
                 await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
     """`socket_path`: where the actor's process listens. `force_paused`: load while paused though a swap would do."""
 
     socket_path: str
-    manifest: str
+    manifest: bytes
     stall_timeout_s: float
     staging_buffers: int
     force_paused: bool = False
@@ -76,7 +76,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._loader.mode == "paused":
                 logger.warning("weights are loaded while generation is paused: %s", self._reason)
         problem, loader = "", self._loader
-        manifest = Manifest.from_json(init_info.manifest)
+        manifest = Manifest.from_bytes(init_info.manifest)
         try:
             if manifest.low_rank:
                 base = checkpoint_weights(self.model, self.vllm_config)

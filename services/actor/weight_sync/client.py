@@ -1,9 +1,9 @@
 """Weight updates of one vLLM engine, from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, one JSON object a line. vLLM's own remote
-calls are answered between decode steps only, and stop decoding while they run; over the socket a transfer begins, reports and is
-given up while a step of half a second goes on, without polling, and a worker that dies closes it. `prepare` (once) and `commit`
-are vLLM's calls. vLLM itself labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, one JSON object a line. vLLM's own
+remote calls are answered between decode steps only, and stop decoding while they run; over the socket a transfer begins,
+reports and is given up while a step of half a second goes on, without polling, and a worker that dies closes it. `prepare`
+(once) and `commit` are vLLM's calls. vLLM itself labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 
 It does not talk to the trainer, decides nothing, and does not know why a version is served or given up.
 """
@@ -217,7 +217,7 @@ class WeightUpdateClient:
         link = await WorkerLink.listen(self._llm.vllm_config.parallel_config.world_size)
         init_info = {
             "socket_path": link.path,
-            "manifest": manifest.to_json(),
+            "manifest": manifest.to_bytes(),
             "stall_timeout_s": self._stall_timeout_s,
             "staging_buffers": self._staging_buffers,
             "force_paused": self._force_paused,

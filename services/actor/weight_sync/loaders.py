@@ -1,10 +1,10 @@
 """What can be done with received tensors: three ways to get them into a vLLM model, one interface.
 
-`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
-`InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold addresses.
-`PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither. `choose` says which
-one a model allows, and why not a better one. `MergingLoader` takes the factors of adapters, and gives another loader the
-checkpoint's weights with B·A added.
+`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live
+ones. `InPlaceLoader` prepares the same and copies it into the live weights, for CUDA graphs and compiled models, which hold
+addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither. `choose`
+says which one a model allows, and why not a better one. `MergingLoader` takes the factors of adapters, and gives another
+loader the checkpoint's weights with B·A added.
 
 Nothing here receives anything or knows versions: what is loaded is a whole model each time.
 """

@@ -42,7 +42,7 @@ from pipelinerl.telemetry.spans import (
     trace_in,
     trace_of,
 )
-from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted, manifest_from_bytes
+from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted
 from services.actor.engine import CommitFailed, StagedWeights, WeightReceiver
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
@@ -335,5 +335,5 @@ class UpdateListener:
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
     """Raises `MessageError`."""
     if message.kind == "manifest":
-        return manifest_from_bytes(message.payload)
+        return Manifest.from_bytes(message.payload)
     return decode_control(message.payload, CONTROL_TYPES[message.kind])

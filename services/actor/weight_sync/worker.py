@@ -4,8 +4,8 @@ Consumes orders from the actor's Unix socket (`_read` thread) and performs Join 
 thread. Discard sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. The swap
 itself is called by vLLM (`backend.py`), on the main thread, while it is paused.
 
-Tensors go straight into the engine's layout beside the live weights (`loaders.py`), so that no second copy of all bytes is held.
-It does not know vLLM, and does not decide what happens to a failed transfer.
+Tensors go straight into the engine's layout beside the live weights (`loaders.py`): no second copy of all bytes is held. It
+does not know vLLM, and does not decide what happens to a failed transfer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Receiver:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
-        chunks = (self._take(chunk) for chunk in self._manifest.chunks)
+        chunks: Iterator[_Taken] = (self._take(chunk) for chunk in self._manifest.chunks)
         if self._buffers > 1:
             chunks = self._ahead = Prefetcher(chunks, self._buffers, f"receive-{self._version}")
         for _ in self._manifest.chunks:

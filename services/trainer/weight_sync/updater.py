@@ -28,7 +28,6 @@ from pipelinerl.messages.control import (
     decode_control,
 )
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.transfer.manifest import manifest_to_bytes
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import (
     MEMBER_STATES,
@@ -193,7 +192,7 @@ class WeightUpdater:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when no actor comes to serve the first version."""
-        manifest = manifest_to_bytes(self._port.manifest)
+        manifest = self._port.manifest.to_bytes()
         await retry_forever(lambda: self._bus.publish_control("manifest", manifest), "say 'manifest'")
         try:
             async with asyncio.TaskGroup() as self._tasks:
