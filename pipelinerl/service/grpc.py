@@ -1,13 +1,7 @@
-"""The boundary between a gRPC handler and its caller: an exception becomes a status, its traceback a log entry.
+"""gRPC for every service: servers with health, reflection and an error boundary, and channels that renew their certificates.
 
-A grpc.aio server as an async context manager, with the standard health and reflection services beside its own.
-
-It decides when a port is taken and what an error looks like to a caller. TLS comes in as ready credentials.
-
-Channels to the gRPC services of a run, plain or with mutual TLS, and what their failures mean.
-
-A channel keeps the certificate it was opened with; `RenewedChannel` is for callers that live longer than certificates do.
-It calls nothing and waits for nothing.
+A server decides when a port is taken and what an error looks like to a caller. A channel keeps the certificate it was opened
+with; `RenewedChannel` is for callers that live longer than certificates do. Nothing here makes a call or waits for one.
 """
 
 from __future__ import annotations
@@ -39,7 +33,29 @@ from pipelinerl.service.tls import (
 
 log = logging.getLogger(__name__)
 
-_SHORT = 300
+MAX_MESSAGE_BYTES = 256 * 1024**2
+STOP_GRACE_S = 5.0
+CONNECTION_AGE_S = 300.0
+"""After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
+that were added, and both sides show renewed certificates."""
+LOOK_EVERY_S = 5.0
+"""Between two looks at the certificate files; a Secret takes a minute to reach a pod anyway."""
+_ENDED_WITHIN_S = 3600.0
+"""For calls under way on a channel that was replaced."""
+_DETAILS_CHARACTERS = 300
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of its connections
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+Options = Sequence[tuple[str, Any]]
+
 _KINDS = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -102,27 +118,9 @@ def _guarded_stream(
 
 async def _abort(context: aio.ServicerContext, method: str, error: Exception) -> None:
     if isinstance(error, UserError):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_SHORT])
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_DETAILS_CHARACTERS])
     log.error("%s failed", method, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_SHORT])
-
-
-MAX_MESSAGE_BYTES = 256 * 1024**2
-STOP_GRACE_S = 5.0
-CONNECTION_AGE_S = 300.0
-"""After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
-that were added, and both sides show renewed certificates."""
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
-_SERVER_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of its connections
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_DETAILS_CHARACTERS])
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,16 @@ async def serve_grpc(
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    running = GrpcServer(_bind(server, host, port, credentials), health_servicer, tuple(service_names))
+    address = host_port(host, port)
+    try:
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:  # what grpcio raises for every failed bind
+        raise ServiceError(
+            f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
+        ) from error
+    running = GrpcServer(bound, health_servicer, tuple(service_names))
     await running.set_serving(False)
     await server.start()
     try:
@@ -171,25 +178,6 @@ async def serve_grpc(
     finally:
         await health_servicer.enter_graceful_shutdown()
         await asyncio.shield(server.stop(stop_grace_s))
-
-
-def _bind(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    address = host_port(host, port)
-    try:
-        if credentials is not None:
-            return server.add_secure_port(address, credentials)
-        return server.add_insecure_port(address)
-    except RuntimeError as error:  # what grpcio raises for every failed bind
-        raise ServiceError(
-            f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
-        ) from error
-
-
-Options = Sequence[tuple[str, Any]]
-LOOK_EVERY_S = 5.0
-"""Between two looks at the certificate files; a Secret takes a minute to reach a pod anyway."""
-_ENDED_WITHIN_S = 3600.0
-"""For calls under way on a channel that was replaced."""
 
 
 def open_channel(target: str, tls_dir: Path | None, name_override: str = "", options: Options = ()) -> aio.Channel:

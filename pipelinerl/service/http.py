@@ -1,16 +1,11 @@
-"""Answers a request only where its Host header names this service: no site can read it under a name of its own.
+"""HTTP for every service: /healthz, /readyz and /metrics, served by uvicorn inside a process that has other things to do.
 
-A browser lets a site read what comes from the site's own name, and that name may be made to lead to this machine (DNS
-rebinding). A name that such a site cannot have is proof enough. This is no login: whoever reaches the port may say any Host.
+The server runs in the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is
+blocked; it installs no signal handlers and writes no access log. A service adds its own routes to the returned application.
 
-The HTTP application that every service answers with: /healthz, /readyz, /metrics.
-
-A service adds its own routes to the returned application (the trainer's run page). It holds no state of its own.
-
-Serves an ASGI application with uvicorn inside a process that has other things to do: no signal handlers, no logs.
-
-In the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is blocked. On a
-loopback interface, requests that name another host are refused (`host_guard.py`).
+On a loopback interface a request is answered only where its Host header names this service. A browser lets a site read what
+comes from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a name that such a site
+cannot have is proof enough. This is no login: whoever reaches the port may say any Host.
 """
 
 from __future__ import annotations
@@ -39,6 +34,10 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
 """What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
+BLOCKED_AFTER_S = 30.0
+ABORT = "pipelinerl.abort"
+"""Extension of a request's scope: `() -> None`, closes its connection and drops what the other side has not taken."""
+_GRACEFUL_S = 2
 
 
 class HostGuard:
@@ -82,9 +81,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-BLOCKED_AFTER_S = 30.0
-
-
 def health_app(
     readiness: Readiness,
     registry: CollectorRegistry,
@@ -116,11 +112,6 @@ def health_app(
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return app
-
-
-_GRACEFUL_S = 2
-ABORT = "pipelinerl.abort"
-"""Extension of a request's scope: `() -> None`, closes its connection and drops what the other side has not taken."""
 
 
 @asynccontextmanager

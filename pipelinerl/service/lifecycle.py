@@ -1,16 +1,8 @@
-"""Whether a process can do its work now, and if not, why: what /readyz answers.
+"""From start to exit code: signals become one event, errors become exit codes, and /readyz and /healthz have their answers.
 
-Makes a blocked event loop visible from outside it: the loop beats, another thread reads how long ago.
-
-It reports; it neither interrupts what blocks nor restarts anything. The cluster's liveness probe does.
-
-Something that may take long while a process starts, given up when the process is told to stop.
-
-It does not try again: `pipelinerl.service.retry` does.
-
-From start to exit code: signals become one event, errors become exit codes, a dead parent takes its child along.
-
-It knows nothing of what the process serves, and installs no handler outside `run_service`.
+`Readiness` says whether a process can do its work now, and if not, why. `LoopWatch` makes a blocked event loop visible from
+another thread; it neither interrupts what blocks nor restarts anything: the cluster's liveness probe does. Nothing here knows
+what a process serves, and no handler is installed outside `run_service` and `stop_event`.
 """
 
 from __future__ import annotations
@@ -30,6 +22,13 @@ from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.settings import ServiceSettings, read_settings
 from pipelinerl.telemetry.tracing import tracing
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MARK_EVERY_S = 0.25
+"""How often a watched loop shows that it runs."""
 
 
 class Readiness:
@@ -52,21 +51,18 @@ class Readiness:
         self._reason = reason
 
 
-BEAT_S = 0.25
-
-
 class LoopWatch:
-    """The age of the last beat of one event loop, seconds. Read from any thread."""
+    """When an event loop last ran. Read from any thread."""
 
     def __init__(self) -> None:
-        self._last_beat = time.monotonic()
+        self._ran_at_s = time.monotonic()
 
-    def beat(self) -> None:
-        self._last_beat = time.monotonic()
+    def mark(self) -> None:
+        self._ran_at_s = time.monotonic()
 
     def silent_s(self) -> float:
-        """Seconds since the loop last ran; up to `BEAT_S` in a healthy one."""
-        return time.monotonic() - self._last_beat
+        """Seconds since the loop last ran; up to `MARK_EVERY_S` in a healthy one."""
+        return time.monotonic() - self._ran_at_s
 
 
 @asynccontextmanager
@@ -75,12 +71,12 @@ async def watch_loop() -> AsyncIterator[LoopWatch]:
     watch, loop = LoopWatch(), asyncio.get_running_loop()
     handle: asyncio.TimerHandle
 
-    def beat() -> None:
+    def mark() -> None:
         nonlocal handle
-        watch.beat()
-        handle = loop.call_later(BEAT_S, beat)
+        watch.mark()
+        handle = loop.call_later(MARK_EVERY_S, mark)
 
-    beat()
+    mark()
     try:
         yield watch
     finally:
@@ -107,11 +103,6 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         await asyncio.wait((working, stopping))
     raise StartStopped("stopped before it was up")
 
-
-log = logging.getLogger(__name__)
-
-EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]

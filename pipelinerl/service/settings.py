@@ -1,9 +1,8 @@
-"""Reads a service's settings from the environment and says, by variable, what is missing or wrong.
+"""Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
 
-Where a process of a run is placed: addresses, ports, folders. The one place where the environment is read.
-
-In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones.
-What is trained is not here: that is the recipe, a file whose path is one of these fields.
+In a container every field is an environment variable `PIPELINERL_<FIELD>`; the local runner sets the same ones. An error
+says, by variable, what is missing or wrong. What is trained is not here: that is the recipe, a file whose path is one of
+these fields.
 """
 
 from __future__ import annotations

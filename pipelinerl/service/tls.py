@@ -1,11 +1,7 @@
 """A folder with a certificate, its key and its CA, in cert-manager's shape: read, checked before use, read again when renewed.
 
-It opens no connection and writes nothing; who trusts whom is for gRPC (`pipelinerl.service.tls`) and NATS
-(`pipelinerl.bus.link`) to say.
-
-What a gRPC server of a run shows, and asks of its callers: certificates of one CA on both sides.
-
-Who may call whom beyond that is not decided here: every certificate of the CA is let in.
+A gRPC server shows the certificate and asks its callers for one of the same CA; every certificate of the CA is let in. Nothing
+here opens a connection or writes a file.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from pipelinerl.errors import FieldError
 log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
-_MOST_TURNS = 10
+_MOST_HANDSHAKE_TURNS = 10
 """Of a handshake with oneself, which takes three."""
 Role = Literal["client", "server"]
 
@@ -145,7 +141,7 @@ def _shake_hands(folder: Path, role: Role) -> None:
         context.load_verify_locations(folder / CA)
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_HANDSHAKE_TURNS):
         done = [_step(side.do_handshake) for side in sides]
         if all(done):
             return

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,17 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
 
 from pipelinerl.errors import FieldError, ServiceError, UserError
-from pipelinerl.service.address import ServiceAddress, read_address, write_address
+from pipelinerl.local.processes import http_status
+from pipelinerl.service import tls
+from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port, write_address
 from pipelinerl.service.grpc import GrpcServer, serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import LoopWatch, Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter, take_over
 from pipelinerl.service.settings import ServiceSettings, read_settings
+from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.support.certificates import Authority
 
 HOST = "127.0.0.1"
 
@@ -163,7 +167,7 @@ def test_loop_watch_measures_silence() -> None:
     watch = LoopWatch()
     time.sleep(0.02)
     assert watch.silent_s() >= 0.02
-    watch.beat()
+    watch.mark()
     assert watch.silent_s() < 0.02
 
 
@@ -304,7 +308,55 @@ async def test_grpc_port_in_use_is_named() -> None:
                 pass
 
 
-# --- address file and settings
+# --- addresses, certificates, settings
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "text"),
+    [("10.0.0.7", 80, "10.0.0.7:80"), ("trainer-0.trainer", 1, "trainer-0.trainer:1"), ("fd00::7", 8, "[fd00::7]:8")],
+)
+def test_an_address_as_text_and_back(host: str, port: int, text: str) -> None:
+    assert host_port(host, port) == text
+    assert split_host_port(text) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "[fd00::7]"])
+def test_an_address_without_a_port(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        split_host_port(text)
+
+
+async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None:
+    try:
+        async with serve_http(FastAPI(), "::1", 0) as port:
+            assert await asyncio.to_thread(http_status, host_port("::1", port), "/", 5.0) == 404
+    except ServiceError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+
+
+@pytest.mark.parametrize("look", ["check_pair", "check_ca", "_shake_hands"])
+def test_a_file_that_goes_while_it_is_looked_at_leaves_the_last_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    authority = Authority()
+    files = RenewedCertificates(authority.issue(tmp_path, "a"), "client")
+    before = files.certificates
+    authority.issue(tmp_path, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(tls, look, _without_files(tmp_path, getattr(tls, look)))
+        assert not files.renew()
+    assert files.certificates == before
+    authority.issue(tmp_path, "a")
+    assert files.renew()
+
+
+def _without_files(folder: Path, check: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        for file in folder.iterdir():
+            file.unlink()
+        return check(*args)
+
+    return checked
 
 
 def test_address_file_round_trip_leaves_nothing_else(tmp_path: Path) -> None:
