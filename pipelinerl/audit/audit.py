@@ -1,6 +1,6 @@
-"""A whole audit: files first, streams then, and a second look where a run that goes on may have moved between the two.
+"""A whole audit: files first, then streams, and a second look where a run that goes on may have moved between the two.
 
-An audit for a person: the equation with its numbers, where sequences ended, what restarts undid, and the checks. Pure.
+Then what a person reads, or a program: the equation with its numbers, where sequences ended, what restarts undid, the checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from pipelinerl.audit.files import FilesAudit, audit_files
 from pipelinerl.audit.journal import JOURNAL, reserved_groups
 from pipelinerl.audit.replay import Check, CheckResult
-from pipelinerl.audit.streams import Standing, StreamLook, look, nowhere, strangers, trained_below
+from pipelinerl.audit.streams import RunState, StreamLook, look, lost_sequences, unknown_messages
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError
 from pipelinerl.local.progress import number
@@ -32,7 +32,7 @@ class Audit:
 
     run: str
     files: FilesAudit
-    standing: Standing
+    run_state: RunState
     streams: StreamLook | None = None
     waiting: list[str] = field(default_factory=list)
     """In flight, and published by the next trainer that starts, or just now."""
@@ -49,7 +49,7 @@ class Audit:
     def state(self) -> str:
         if not self.files.history.starts:
             return "no trainer has started"
-        return "ended" if self.standing.ended else "goes on" if self.standing.at_work else "stopped before its end"
+        return "ended" if self.run_state.ended else "goes on" if self.run_state.at_work else "stopped before its end"
 
 
 async def audit_run(
@@ -65,7 +65,7 @@ async def audit_run(
     What seems lost in a run that goes on is called so only when a second look finds it neither ended nor anywhere.
     """
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
-    if lost and audit.standing.at_work:
+    if lost and audit.run_state.at_work:
         await asyncio.sleep(again_s)
         before = set(lost)
         audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
@@ -78,13 +78,13 @@ async def audit_run(
 async def _audit_once(
     run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
 ) -> tuple[Audit, list[str]]:
-    """The audit, and what is in flight and nowhere."""
+    """The audit, and the sequences that seem lost."""
     working = at_work()  # before the files are read: one that ends meanwhile has moved things
     files = await asyncio.to_thread(audit_files, run_dir)
-    standing = Standing(working and not files.ended, files.ended, not files.stepped)
-    audit = Audit(run, files, standing)
+    run_state = RunState(working and not files.ended, files.ended, not files.stepped)
+    audit = Audit(run, files, run_state)
     if open_streams is None:
-        files.findings.skip("the streams were not looked at", Check.STRANGERS, Check.LOST)
+        files.findings.skip("the streams were not looked at", Check.UNKNOWN, Check.LOST)
         return audit, []
     checkpoint = files.checkpoint
     try:
@@ -94,11 +94,13 @@ async def _audit_once(
         files.findings.add(Check.LOST, f"the streams cannot be read: {error}")
         return audit, []
     audit.streams = seen
-    if strangers(seen, files.replay, standing):  # what was reserved since the journal was read may be out there too
+    if unknown_messages(
+        seen, files.replay, run_state
+    ):  # what was reserved since the journal was read may be out there too
         files.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
-    for sequence_id in strangers(seen, files.replay, standing):
-        files.findings.add(Check.STRANGERS, sequence_id)
-    lost, audit.waiting = nowhere(seen, files.replay, checkpoint.held if checkpoint else (), standing)
+    for sequence_id in unknown_messages(seen, files.replay, run_state):
+        files.findings.add(Check.UNKNOWN, sequence_id)
+    lost, audit.waiting = lost_sequences(seen, files.replay, checkpoint.held if checkpoint else (), run_state)
     return audit, lost
 
 
@@ -109,7 +111,7 @@ def trained_per_version(audit: Audit) -> dict[int, int]:
 
 
 def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """All of it for a program."""
+    """`versions`: every version's count too."""
     replay, trained = audit.files.replay, trained_per_version(audit)
     seen = audit.streams
     return {
@@ -132,14 +134,14 @@ def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
             "last_position": seen.last_position,
             "durable_position": seen.durable,
             "repeated": seen.repeated,
-            "unreadable": seen.unreadable,
-            "trained_and_not_purged": trained_below(seen, replay),
+            "unreadable": list(seen.unreadable),
+            "trained_and_not_purged": seen.trained_below(replay),
             "groups_on_prompts": len(seen.prompts),
             "dead_letters": seen.dead_letters,
             "waiting_to_be_published": len(audit.waiting),
         },
         "checks": [
-            {"check": one.check.value, "ok": one.ok, "problems": one.count, "examples": list(one.examples),
+            {"check": one.check.value, "ok": one.ok, "problems": one.count, "examples": one.examples,
              "skipped": one.skipped}
             for one in audit.checks
         ],
@@ -218,8 +220,11 @@ def _streams(audit: Audit) -> Iterator[str]:
     )
     for count, what in [
         (seen.repeated, "of them repeat a sequence: recognised, and trained once"),
-        (len(seen.unreadable), f"of them cannot be read: positions {', '.join(map(str, seen.unreadable[:_OUTLIERS]))}"),
-        (trained_below(seen, audit.files.replay), "of them may be purged"),
+        (
+            len(seen.unreadable),
+            f"of them cannot be read: positions {', '.join(map(str, list(seen.unreadable)[:_OUTLIERS]))}",
+        ),
+        (seen.trained_below(audit.files.replay), "of them may be purged"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight are published by the trainer, now or at its next start"),
     ]:

@@ -1,11 +1,8 @@
-"""What the run's checkpoints say of the ledger, and whether it is what the journal says of the same moment.
-
-Reads run.json and the ids in sequences.pb; tensors are the trainer's business.
-
-The part of an audit that needs no streams: journal, lineage, checkpoints and summary of a run directory.
+"""The part of an audit that needs no streams: journal, lineage, checkpoints and summary of a run directory.
 
 Two passes over the journal, each a line at a time. The folder may belong to a run that goes on: what is judged is the journal
-as long as it was at the beginning.
+as long as it was at the beginning. Of checkpoints, run.json and the ids in sequences.pb are read; tensors are the trainer's
+business.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
-from pipelinerl.audit.history import Event, History, events, read_history
-from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.history import History, events, read_history
+from pipelinerl.audit.journal import JOURNAL, Event
 from pipelinerl.audit.replay import Check, Findings, Replay
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
 from pipelinerl.v1 import sequence_pb2
@@ -28,7 +25,7 @@ from pipelinerl.v1 import sequence_pb2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint's books. `position`: of the last message of SEQUENCES that they know; `held`: sequences in flight that
+    """What one checkpoint says. `position`: of the last message of SEQUENCES that they know; `held`: sequences in flight that
     it holds by itself, or knows to have failed."""
 
     folder: Path
@@ -116,7 +113,7 @@ CHECKPOINTS, LINEAGE, SUMMARY = "checkpoints", "lineage.json", "summary.json"
 
 @dataclass
 class Undone:
-    """What a restart undid of the books: groups issued, sequences that had ended, steps."""
+    """What a restart undid of the ledger: groups issued, sequences that had ended, steps."""
 
     incarnation: int
     version: int

@@ -1,21 +1,20 @@
 """Which parts of a run's journal still count: every restart undid what came after the checkpoint that it went on from.
 
-Finds the parts in one pass over the file, and then gives the events one by one with what became of them. Judges nothing of
-the events themselves: that is `replay.py`.
+One pass over the file finds the starts; a second gives the events one by one with what became of them. Nothing here judges the
+events themselves: that is `replay.py`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from pipelinerl.audit.journal import Event, parse_event, read_lines
 from pipelinerl.audit.replay import Check, Findings
 
-Event = dict[str, Any]
 _KIND = re.compile(rb'\{"event": ?"(\w+)"')
 _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
@@ -30,141 +29,91 @@ class Start:
     keep: int
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes [begin, end) of the journal. `undone_by`: number of the start in `History.starts`; None = they count."""
-
-    begin: int
-    end: int
-    undone_by: int | None = None
-
-
 @dataclass
 class History:
-    """A journal's parts, in order and without overlap, up to `size` bytes."""
+    """The starts in a journal's first `size` bytes, which are whole lines."""
 
     starts: list[Start] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
     size: int = 0
     positions: dict[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of the checkpoint that became durable last, by version."""
     end: Event | None = None
     """The last event, if the last trainer left an `end`."""
 
-    def counts(self, offset: int) -> bool:
-        """Whether the journal's first `offset` bytes end in what counts."""
-        return offset == 0 or any(part.begin < offset <= part.end for part in self.parts if part.undone_by is None)
+    def undone_by(self, offset: int) -> int | None:
+        """Index of the start that undid the byte at `offset`; None when it counts."""
+        return next((n for n, start in enumerate(self.starts) if start.keep <= offset < start.offset), None)
+
+    def counts(self, num_bytes: int) -> bool:
+        """Whether the journal's first `num_bytes` bytes end in what counts."""
+        return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 
 def read_history(path: Path, findings: Findings) -> History:
     """Of the whole lines that the file has now. No file is an empty history."""
     history = History()
-    kept: list[Part] = []
-    undone: list[Part] = []
     floor = 0
-    for offset, line in _lines(path):
-        history.size = offset + len(line)
+    for offset, line in read_lines(path):
         match = _KIND.match(line)
+        event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
         history.end = None
-        if match is None or match[1] not in _OF_INTEREST:
-            continue
-        event = parse(line)
-        if event is None:
-            continue  # said when it is replayed
         try:
-            if event["event"] == "end":
+            if event is None:
+                pass  # what is no event is found when it is replayed
+            elif event["event"] == "end":
                 history.end = event
             elif event["event"] == "checkpoint":
-                floor = _checkpoint(history, event, floor, findings)
+                version, position = int(event["version"]), int(event["position"])
+                if position < floor:
+                    problem = f"the checkpoint of version {version} is at position {position}, after one at {floor}"
+                    findings.add(Check.POSITIONS, problem)
+                history.positions[version] = position
+                floor = max(position, floor)
             elif event["event"] == "position":
                 floor = int(event["position"])
             else:
                 start = Start(offset, int(event["incarnation"]), int(event["version"]), int(event["keep"]))
+                if not history.counts(start.keep):
+                    ends = "which end in what was undone or not there yet"
+                    findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
                 floor = history.positions.get(start.version, 0)
-                kept = _cut(kept, start, len(history.starts), undone, findings)
                 history.starts.append(start)
         except (KeyError, TypeError, ValueError) as error:
-            findings.add(Check.JOURNAL, f"byte {offset}: {event['event']} without what it needs: {error!r}")
+            kind = event["event"] if event else ""
+            findings.add(Check.JOURNAL, f"byte {offset}: {kind} without what it needs: {error!r}")
+        history.size = offset + len(line)
     _check_line_ends(path, history.starts, findings)
-    kept = [Part(part.begin, min(part.end, history.size)) for part in kept]
-    history.parts = sorted((*kept, *undone), key=lambda part: part.begin)
     return history
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, int | None]]:
-    """(offset, event, number of the start that undid it) of every event. A line that is none is a finding where it counts."""
-    parts = iter(history.parts)
-    part = next(parts, None)
-    for offset, line in _lines(path):
+    """(offset, event, index of the start that undid it) of every event. A line that is none is a finding where it counts."""
+    edges = {0, history.size, *(edge for start in history.starts for edge in (start.keep, start.offset))}
+    parts = pairwise(sorted(edges))
+    end, undone_by = 0, None
+    first = history.starts[0].offset if history.starts else history.size
+    for offset, line in read_lines(path):
         if offset >= history.size:
             return
-        while part is not None and offset >= part.end:
-            part = next(parts, None)
-        if part is None or offset < part.begin:
+        while offset >= end:
+            begin, end = next(parts)
+            undone_by = history.undone_by(begin)
+        event = parse_event(line)
+        if offset < first:
             findings.add(Check.JOURNAL, f"byte {offset}: before any start")
-            continue
-        event = parse(line)
-        if event is not None:
-            yield offset, event, part.undone_by
-        elif part.undone_by is None:
+        elif event is not None:
+            yield offset, event, undone_by
+        elif undone_by is None:
             findings.add(Check.JOURNAL, f"byte {offset}: no event: {line[:60]!r}")
 
 
-def parse(line: bytes) -> Event | None:
-    """None for what is no event."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of whole lines; the last one may have been cut off."""
-    if not path.is_file():
-        return
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield offset, line
-            offset += len(line)
-
-
 def _check_line_ends(path: Path, starts: list[Start], findings: Findings) -> None:
-    if not any(start.keep for start in starts):
+    kept = [start for start in starts if start.keep]
+    if not kept:
         return
     with path.open("rb") as file:
-        for start in starts:
-            file.seek(max(0, start.keep - 1))
-            if start.keep and file.read(1) != b"\n":
+        for start in kept:
+            file.seek(start.keep - 1)
+            if file.read(1) != b"\n":
                 problem = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end within a line"
                 findings.add(Check.RESTARTS, problem)
-
-
-def _cut(kept: list[Part], start: Start, number: int, undone: list[Part], findings: Findings) -> list[Part]:
-    """What counts after a start: what it keeps of that which counted before, and what follows it."""
-    keep = start.keep
-    whole = keep == 0 or any(part.begin < keep <= min(part.end, start.offset) for part in kept)
-    if not whole:
-        problem = f"incarnation {start.incarnation} keeps {keep} bytes, which end in what was undone or not there yet"
-        findings.add(Check.RESTARTS, problem)
-    for part in kept:
-        end = min(part.end, start.offset)
-        if end > max(part.begin, keep):
-            undone.append(Part(max(part.begin, keep), end, number))
-    cut = [Part(part.begin, min(part.end, keep, start.offset)) for part in kept if part.begin < keep]
-    return [*cut, Part(start.offset, _OPEN_END)]
-
-
-_OPEN_END = 1 << 62
-
-
-def _checkpoint(history: History, event: Event, floor: int, findings: Findings) -> int:
-    version, position = int(event["version"]), int(event["position"])
-    if position < floor:
-        problem = f"the checkpoint of version {version} is at position {position}, after one at {floor}"
-        findings.add(Check.POSITIONS, problem)
-    history.positions[version] = position
-    return max(position, floor)

@@ -87,18 +87,33 @@ def _whole_bytes(path: Path) -> int:
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
     """(byte offset, event) in order. Raises `ValueError` for a whole line that is no event; nothing without a file."""
-    offset = 0
+    for offset, line in read_lines(path):
+        event = parse_event(line)
+        if event is None:
+            raise ValueError(f"{path.name}: no event at byte {offset}: {line[:80]!r}")
+        yield offset, event
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of whole lines; the last one may have been cut off."""
     if not path.is_file():
         return
+    offset = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            event = json.loads(line)
-            if not isinstance(event, dict) or "event" not in event:
-                raise ValueError(f"{path.name}: no event at byte {offset}: {line[:80]!r}")
-            yield offset, event
+            yield offset, line
             offset += len(line)
+
+
+def parse_event(line: bytes) -> Event | None:
+    """None for what is no event."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def reserved_groups(path: Path) -> int:

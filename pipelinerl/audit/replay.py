@@ -1,8 +1,6 @@
-"""What an audit checks, and what it found wrong. Pure. A finding names the check and the thing; the first few are kept.
+"""What an audit checks, and the ledger once more from the events of the journal: counts, what is in flight, contradictions.
 
-The ledger once more, from the events of the journal: counts, what is in flight, and every contradiction. Pure.
-
-Memory: a few numbers for each group. Nothing here looks at files or streams, and nothing is taken from the trainer's own
+Pure. Memory: a few numbers for each group. Nothing here looks at files or streams, and nothing is taken from the trainer's own
 counts: those are only compared.
 """
 
@@ -35,17 +33,17 @@ class Check(StrEnum):
     POSITIONS = "positions in the log do not go back"
     CHECKPOINTS = "every checkpoint holds the ledger of its moment"
     SUMMARY = "summary.json says the same"
-    STRANGERS = "the log holds no sequence that was never issued"
+    UNKNOWN = "the log holds no sequence that was never issued"
     LOST = "every sequence in flight is somewhere"
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckResult:
     """`count` problems, of which `examples` are the first; `skipped`: why it was not looked at."""
 
     check: Check
-    count: int
-    examples: tuple[str, ...]
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
     skipped: str = ""
 
     @property
@@ -53,39 +51,31 @@ class CheckResult:
         return self.count == 0
 
 
-@dataclass
 class Findings:
-    """Collects problems by check."""
+    """Problems by check."""
 
-    counts: dict[Check, int] = field(default_factory=dict)
-    examples: dict[Check, list[str]] = field(default_factory=dict)
-    skipped: dict[Check, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._results = {check: CheckResult(check) for check in Check}
 
     def add(self, check: Check, problem: str, times: int = 1) -> None:
-        self.counts[check] = self.counts.get(check, 0) + times
-        shown = self.examples.setdefault(check, [])
-        if len(shown) < _EXAMPLES:
-            shown.append(problem)
+        result = self._results[check]
+        result.count += times
+        if len(result.examples) < _EXAMPLES:
+            result.examples.append(problem)
 
     def skip(self, reason: str, *checks: Check) -> None:
         """These were not looked at."""
-        self.skipped |= dict.fromkeys(checks, reason)
+        for check in checks:
+            self._results[check].skipped = reason
 
     def results(self) -> list[CheckResult]:
-        """One for each check, in their order."""
-        return [
-            CheckResult(
-                check, self.counts.get(check, 0), tuple(self.examples.get(check, ())), self.skipped.get(check, "")
-            )
-            for check in Check
-        ]
+        return list(self._results.values())
 
 
 Event = Mapping[str, Any]
 _GROUP = re.compile(r"g(\d+)")
 MOST_SAMPLES = 65_536
 """Of a group; a larger index names no sample."""
-_OUTCOMES = frozenset(Outcome)
 
 
 class Replay:
@@ -111,9 +101,6 @@ class Replay:
     def counts(self) -> LedgerCounts:
         closed = {outcome.value: count for outcome, count in self._closed.items()}
         return LedgerCounts(issued=self._issued, in_flight=self._issued - sum(self._closed.values()), **closed)
-
-    def is_open(self, group: str, sample: int) -> bool:
-        return bool(self._open.get(group, 0) >> sample & 1)
 
     def knows(self, group: str) -> bool:
         return group in self._samples
@@ -183,11 +170,8 @@ class Replay:
         self.next_group = max(self.next_group, number + 1)
 
     def _close(self, name: str, ids: list[str], reason: str, version: int | None) -> None:
-        if name not in _OUTCOMES:
-            raise ValueError(f"outcome {name!r}")
-        outcome, ended = Outcome(name), 0
-        for sequence_id in ids:
-            ended += self._end(sequence_id, outcome)
+        outcome = Outcome(name)
+        ended = sum(self._end(sequence_id, outcome) for sequence_id in ids)
         self._closed[outcome] += ended
         if reason:
             self.reasons[outcome][reason] += ended
@@ -226,9 +210,13 @@ class Replay:
             self._findings.add(Check.VERSIONS, f"version {version} follows version {self.version}")
         self.version = version
         self.trained_by_version.setdefault(version, 0)
-        ours, told = self.counts.as_dict(), {name: counts.get(name) for name in self.counts.as_dict()}
-        if told != ours:
-            self._findings.add(Check.EQUATION, f"version {version}: {_difference(told, ours)}")
+        wrong = [
+            f"{name} {counts.get(name)} told, {count} derived"
+            for name, count in self.counts.as_dict().items()
+            if counts.get(name) != count
+        ]
+        if wrong:
+            self._findings.add(Check.EQUATION, f"version {version}: {', '.join(wrong)}")
 
 
 def split_id(sequence_id: str) -> tuple[str, int]:
@@ -250,7 +238,3 @@ def samples_in(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
-
-
-def _difference(told: Mapping[str, int | None], ours: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {told[name]} told, {ours[name]} derived" for name in ours if told[name] != ours[name])

@@ -1,4 +1,4 @@
-"""What a run's streams hold, compared with its ledger: strangers, repeats, and sequences in flight that are nowhere.
+"""What a run's streams hold, compared with its ledger: unknown messages, repeats, and sequences that are lost.
 
 `look` reads, takes and purges nothing; the rest is pure. A message that cannot be read is counted and is no contradiction: the
 trainer sets it aside as well.
@@ -10,16 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 
-from pipelinerl.audit.replay import Replay, group_number, samples_in, split_id
+from pipelinerl.audit.replay import Replay, group_number, split_id
 from pipelinerl.bus.protocol import Bus, LogEntry, group_id_of
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import decode_sequence
 
 _QUIET_S = 2.0
 """Without a message for that long: was the rest purged meanwhile?"""
-
-Masks = dict[str, int]
-"""Bit i of a group's number: its sample i."""
 
 
 @dataclass
@@ -29,35 +26,25 @@ class StreamLook:
     durable: int = 0
     first_position: int = 1
     last_position: int = 0
-    below: Masks = field(default_factory=dict)
-    """Sequences up to `durable`."""
-    above: Masks = field(default_factory=dict)
     messages: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    """Of the first readable message of each sequence."""
     repeated: int = 0
     """Messages beyond the first of their sequence: an actor's repetition, which the trainer recognises."""
-    unreadable: list[int] = field(default_factory=list)
-    """Positions."""
-    named: Masks = field(default_factory=dict)
-    """Sequences that an unreadable message was published as: nothing else of them will come."""
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """By position: the id that it was published under. Nothing else of that sequence will come."""
     prompts: frozenset[str] = frozenset()
     """Groups on PROMPTS."""
     dead_letters: int = 0
 
     def add(self, position: int, sequence_id: str) -> None:
-        group, sample = split_id(sequence_id)
-        self.repeated += self.stored(group, sample)
-        masks = self.below if position <= self.durable else self.above
-        masks[group] = masks.get(group, 0) | 1 << sample
+        self.repeated += sequence_id in self.positions or sequence_id in self.unreadable.values()
+        self.positions.setdefault(sequence_id, position)
 
-    def add_unreadable(self, position: int, msg_id: str) -> None:
-        self.unreadable.append(position)
-        group, sample = split_id(msg_id)
-        self.named[group] = self.named.get(group, 0) | 1 << sample
-
-    def stored(self, group: str, sample: int) -> bool:
-        """Whether a message of the sequence was seen, readable or not."""
-        mask = self.below.get(group, 0) | self.above.get(group, 0) | self.named.get(group, 0)
-        return bool(mask >> sample & 1)
+    def trained_below(self, replay: Replay) -> int:
+        """Messages that may be purged: of sequences that were trained, up to the newest checkpoint's position."""
+        below = (name for name, position in self.positions.items() if position <= self.durable)
+        return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
 
 async def look(bus: Bus, durable: int) -> StreamLook:
@@ -68,13 +55,10 @@ async def look(bus: Bus, durable: int) -> StreamLook:
     async for entry in _entries(bus, info.last_position):
         seen.messages += 1
         try:
-            sequence_id = decode_sequence(entry.payload, expected_run=bus.run).sequence_id
+            seen.add(entry.position, decode_sequence(entry.payload, expected_run=bus.run).sequence_id)
         except MessageError:
-            seen.add_unreadable(entry.position, entry.msg_id)
-        else:
-            seen.add(entry.position, sequence_id)
-    prompts = {group_id_of(prompt.msg_id) for prompt in (*prompts_before, *await bus.pending_prompts())}
-    seen.prompts = frozenset(prompts)
+            seen.unreadable[entry.position] = entry.msg_id
+    seen.prompts = frozenset(group_id_of(prompt.msg_id) for prompt in (*prompts_before, *await bus.pending_prompts()))
     seen.dead_letters = len(await bus.dead_letters())
     return seen
 
@@ -99,30 +83,31 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How the run stands, for judging what is nowhere. `at_work`: a trainer may be moving things just now; `ended`: it came
-    to its own end; `adopting`: it may not have taken over yet what the one before left."""
+class RunState:
+    """`at_work`: a trainer may be moving things just now; `ended`: the run came to its own end; `adopting`: the trainer may
+    not have taken over yet what the one before left."""
 
     at_work: bool
     ended: bool
     adopting: bool = False
 
 
-def strangers(seen: StreamLook, replay: Replay, standing: Standing) -> list[str]:
+def unknown_messages(seen: StreamLook, replay: Replay, state: RunState) -> list[str]:
     """Sequences in the log that were never issued, nor could have been: what was reserved may be out there unless the run
     came to its end."""
-    reserved = 0 if standing.ended else replay.reserved
-    return [
-        f"{group}.{sample}"
-        for masks in (seen.below, seen.above)
-        for group, mask in masks.items()
-        for sample in samples_in(mask)
-        if not replay.was_issued(group, sample)
-        and not (0 <= group_number(group) < reserved and not replay.knows(group))
-    ]
+    reserved = 0 if state.ended else replay.reserved
+    unknown = []
+    for sequence_id in seen.positions:
+        group, sample = split_id(sequence_id)
+        may_be_issued = 0 <= group_number(group) < reserved and not replay.knows(group)
+        if not (replay.was_issued(group, sample) or may_be_issued):
+            unknown.append(sequence_id)
+    return unknown
 
 
-def nowhere(seen: StreamLook, replay: Replay, held: Collection[str], standing: Standing) -> tuple[list[str], list[str]]:
+def lost_sequences(
+    seen: StreamLook, replay: Replay, held: Collection[str], state: RunState
+) -> tuple[list[str], list[str]]:
     """Sequences in flight that are neither in the log, nor in the newest checkpoint (`held`), nor on PROMPTS: (lost, yet to
     be published).
 
@@ -131,15 +116,13 @@ def nowhere(seen: StreamLook, replay: Replay, held: Collection[str], standing: S
     """
     lost: list[str] = []
     waiting: list[str] = []
+    stored = {*seen.positions, *seen.unreadable.values(), *held}
+    above = {split_id(name)[0] for name, position in seen.positions.items() if position > seen.durable}
     for group, sample in replay.in_flight():
-        if group in seen.prompts or seen.stored(group, sample) or f"{group}.{sample}" in held:
+        sequence_id = f"{group}.{sample}"
+        if group in seen.prompts or sequence_id in stored:
             continue
         unpublished = group == replay.newest_group and replay.untouched(group)
-        next_start = (standing.adopting or not (standing.at_work or standing.ended)) and group not in seen.above
-        (waiting if unpublished or next_start else lost).append(f"{group}.{sample}")
+        next_start = (state.adopting or not (state.at_work or state.ended)) and group not in above
+        (waiting if unpublished or next_start else lost).append(sequence_id)
     return lost, waiting
-
-
-def trained_below(seen: StreamLook, replay: Replay) -> int:
-    """Messages that may be purged: of sequences that were trained, up to the newest checkpoint's position."""
-    return sum(replay.was_trained(group, sample) for group, mask in seen.below.items() for sample in samples_in(mask))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.bus.jetstream import JetStreamBus, connect
+from pipelinerl.cli import main
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.run_dir import RunDir, write_json
@@ -37,14 +37,14 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, JetStreamB
         one = Life(folder, bus)  # type: ignore[arg-type]
         try:
             await one.begin()
-            await one.settle()
+            await one.idle()
             for _ in range(2):
                 await answer(one, bus)
-            await one.settle()
+            await one.idle()
             assert await one.step()
             await one.checkpoint()
             await answer(one, bus)
-            await one.settle()
+            await one.idle()
             one.journal.flush()
             yield one, bus, server.url
         finally:
@@ -60,32 +60,39 @@ async def answer(one: Life, bus: JetStreamBus) -> None:
     await delivery.ack()
 
 
-async def audit(folder: Path, *options: str, **environment: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pipelinerl.cli", "audit", str(folder), *options, env=os.environ | environment,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    async with asyncio.timeout(60):
-        said, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, said.decode()
+class Audited(NamedTuple):
+    code: int
+    said: str
+
+    def json(self) -> dict[str, Any]:
+        return dict(json.loads(self.said))
 
 
-async def told(folder: Path, *options: str, **environment: str) -> dict[str, Any]:
-    _, said = await audit(folder, "--json", *options, **environment)
-    return dict(json.loads(said))
+Audit = Callable[..., Awaitable[Audited]]
 
 
-async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path) -> None:
+@pytest.fixture
+def audit(capsys: pytest.CaptureFixture[str]) -> Audit:
+    """`audit(folder, *options)`: the command's exit code and all that it printed."""
+
+    async def run(folder: Path, *options: str) -> Audited:
+        capsys.readouterr()
+        code = await asyncio.to_thread(main, ["audit", str(folder), *options])
+        return Audited(code, "".join(capsys.readouterr()))
+
+    return run
+
+
+async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit: Audit) -> None:
     folder = tmp_path / "run"
     async with run_that_goes_on(folder) as (one, _, url):
         code, said = await audit(folder)
         assert code == 0, said
         assert "unit: goes on, 1 incarnation(s), version 1" in said
-        counts = one.books.ledger.counts
+        counts = one.tracker.ledger.counts
         assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
-        elsewhere = await told(folder, "--nats", url)
+        elsewhere = (await audit(folder, "--json", "--nats", url)).json()
         assert (elsewhere["ok"], elsewhere["streams"]["messages"]) == (True, 6)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     code, said = await audit(folder, "--versions")
@@ -96,33 +103,30 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path) -> Non
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 
-async def test_what_does_not_add_up_exits_1(tmp_path: Path) -> None:
+async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> None:
     folder = tmp_path / "run"
     async with run_that_goes_on(folder) as (_, bus, _url):
         await publish(bus, make_group(77), 0, VersionSpan(1, 0, 2, 1))  # type: ignore[arg-type]
         code, said = await audit(folder)
-        assert (
-            code,
-            "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said,
-        ) == (
-            1,
-            True,
-        )
-    assert (await told(folder))["ok"] is False
+        assert code == 1
+        assert "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said
+    assert (await audit(folder, "--json")).json()["ok"] is False
 
 
-async def test_without_streams_the_files_are_judged(tmp_path: Path) -> None:
+async def test_without_streams_the_files_are_judged(tmp_path: Path, audit: Audit) -> None:
     write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
     events = [{"event": "start", "incarnation": 1, "version": 0, "keep": 0}, {"event": "reserve", "groups": 1}]
     (tmp_path / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
-    answered = await told(tmp_path)
+    answered = (await audit(tmp_path, "--json")).json()
     assert (answered["ok"], answered["state"], answered["streams"]) == (True, "stopped before its end", None)
     assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {
         "every sequence in flight is somewhere"
     }
 
 
-async def test_in_the_trainers_pod_the_environment_says_where_nats_is(tmp_path: Path) -> None:
+async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
+    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the trainer's own user, and TLS."""
     folder, authority = tmp_path / RUN, Authority()
     folder.mkdir()
@@ -135,17 +139,20 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(tmp_path: 
         async with connect(url, RUN, credentials=tmp_path / "trainer", tls_dir=trusting) as bus:
             await bus.create_streams()
         pod = {"NATS_URL": url, "NATS_CREDENTIALS": tmp_path / "trainer", "NATS_TLS_DIR": trusting, "RUN": RUN}
-        answered = await told(folder, **{f"PIPELINERL_{name}": str(value) for name, value in pod.items()})
+        with monkeypatch.context() as environment:
+            for name, value in pod.items():
+                environment.setenv(f"PIPELINERL_{name}", str(value))
+            answered = (await audit(folder, "--json")).json()
         assert (answered["streams"]["messages"], answered["streams"]["dead_letters"]) == (0, 0)
         options = ("--nats", url, "--credentials", str(tmp_path / "trainer"), "--tls-dir", str(trusting))
-        assert (await told(folder, *options))["streams"]["messages"] == 0
+        assert (await audit(folder, "--json", *options)).json()["streams"]["messages"] == 0
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [(True, "has neither run.json nor lineage.json"), (False, "is no folder: give the folder of a run")],
 )
-async def test_what_is_no_run_exits_2(tmp_path: Path, made: bool, said: str) -> None:
+async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, said: str) -> None:
     folder = tmp_path / "x"
     if made:
         folder.mkdir()
@@ -153,7 +160,10 @@ async def test_what_is_no_run_exits_2(tmp_path: Path, made: bool, said: str) -> 
     assert (code, said in printed, "Traceback" in printed) == (2, True, False)
 
 
-async def test_a_nats_server_that_does_not_answer_exits_1(tmp_path: Path) -> None:
+async def test_a_nats_server_that_does_not_answer_exits_1(
+    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl.bus.jetstream.connect", partial(connect, connect_timeout_s=0.2))
     write_json(tmp_path / "run.json", {"run": RUN})
     code, said = await audit(tmp_path, "--nats", "nats://127.0.0.1:1")
     assert (code, "the streams cannot be read: cannot connect to NATS" in said) == (1, True)

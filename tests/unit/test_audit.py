@@ -329,7 +329,7 @@ def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
     content["books"]["ledger"]["in_flight"][0] = "g00000009.0"
     content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
     run_state.write_text(json.dumps(content))
-    found = audit_files(tmp_path).findings.examples[Check.CHECKPOINTS]
+    found = next(one for one in audit_files(tmp_path).findings.results() if one.check is Check.CHECKPOINTS).examples
     assert "in flight there and not in the journal: g00000009.0; the other way round: g00000000.0" in found[0]
     assert "holds sequences that are not in flight: g00000008.0" in found[1]
 

@@ -34,7 +34,7 @@ async def audited(folder: Path, bus: MemoryBus, at_work: bool = False) -> Audit:
 
 
 def failures(audit: Audit) -> dict[Check, tuple[str, ...]]:
-    return {one.check: one.examples for one in audit.checks if not one.ok}
+    return {one.check: tuple(one.examples) for one in audit.checks if not one.ok}
 
 
 ACTIONS = (
@@ -62,9 +62,9 @@ async def act(name: str, one: Life, folder: Path) -> None:
     elif name == "old":
         await answer_next(one, version=0, incarnation=1)
     elif name == "read":
-        await one.settle()
+        await one.idle()
     elif name == "step" and one.version < 6:
-        await one.settle()
+        await one.idle()
         await one.step()
     elif name == "checkpoint" and one.version > one.start.version:
         await one.checkpoint()
@@ -84,7 +84,7 @@ def test_every_history_adds_up(actions: list[str]) -> None:
         async with streams() as bus:
             while True:
                 async with life(folder, bus) as one:
-                    await one.settle()
+                    await one.idle()
                     while pending and pending[0] not in ("die", "torn"):
                         await act(pending.pop(0), one, folder)
                         note_durable(one, folder)
@@ -120,20 +120,20 @@ async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]
     """A second incarnation that has trained a version, with sequences in flight in every place where they can be."""
     async with streams() as bus:
         async with life(folder, bus) as one:
-            await one.settle()
+            await one.idle()
             for _ in range(3):
                 await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert await one.step()
             await one.checkpoint()
         async with life(folder, bus) as again:
-            await again.settle()
+            await again.idle()
             await answer_next(again)
-            await again.settle()
+            await again.idle()
             assert await again.step()
             await answer_next(again)
             await answer_next(again, samples=1)
-            await again.settle()
+            await again.idle()
             again.journal.flush()
             yield again, bus
 
@@ -142,7 +142,7 @@ async def test_the_report_of_a_run_with_streams(tmp_path: Path) -> None:
     async with after_a_restart(tmp_path) as (again, bus):
         audit = await audited(tmp_path, bus, at_work=True)
         assert failures(audit) == {}
-        assert audit.files.replay.counts == again.books.ledger.counts
+        assert audit.files.replay.counts == again.tracker.ledger.counts
         text = "\n".join(lines(audit))
         assert "unit: goes on, 2 incarnation(s), version 2" in text
         assert "SEQUENCES holds 11 messages, positions 1 to 11; durable up to 6" in text
@@ -155,7 +155,7 @@ async def test_a_sequence_that_was_never_issued(tmp_path: Path) -> None:
     async with after_a_restart(tmp_path) as (_, bus):
         await publish(bus, make_group(77), 1, VersionSpan(1, 0, 2, 2))
         await publish(bus, make_group(0, num_samples=9), 8, VersionSpan(1, 0, 2, 2))
-        assert failures(await audited(tmp_path, bus, at_work=True)) == {Check.STRANGERS: ("g00000077.1", "g00000000.8")}
+        assert failures(await audited(tmp_path, bus, at_work=True)) == {Check.UNKNOWN: ("g00000077.1", "g00000000.8")}
 
 
 async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_pa
         assert failures(await audited(tmp_path, bus)) == {}
         again.journal.write({"event": "end", "version": 2, "finished": True})
         again.journal.flush()
-        assert failures(await audited(tmp_path, bus)) == {Check.STRANGERS: ("g00000077.1",)}
+        assert failures(await audited(tmp_path, bus)) == {Check.UNKNOWN: ("g00000077.1",)}
 
 
 async def test_a_repeated_sequence_is_counted_and_no_contradiction(tmp_path: Path) -> None:
@@ -183,13 +183,13 @@ async def test_a_message_that_cannot_be_read_is_counted_with_its_position(tmp_pa
     async with after_a_restart(tmp_path) as (_, bus):
         await bus.publish_sequence(b"\xff\xff", "noise")
         audit = await audited(tmp_path, bus, at_work=True)
-        assert (failures(audit), audit.streams and audit.streams.unreadable) == ({}, [12])
+        assert (failures(audit), audit.streams and list(audit.streams.unreadable)) == ({}, [12])
         assert "1 of them cannot be read: positions 12" in "\n".join(lines(audit))
 
 
 async def test_an_unreadable_message_accounts_for_the_sequence_that_it_was_published_as(tmp_path: Path) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         delivery = await bus.next_prompt(timeout_s=1)
         assert delivery is not None
         group = decode_group(delivery.payload)
@@ -211,15 +211,15 @@ async def acknowledge_without_storing(bus: MemoryBus) -> str:
 
 
 @pytest.mark.parametrize("at_work", [True, False])
-async def test_a_sequence_in_flight_that_is_nowhere(tmp_path: Path, at_work: bool) -> None:
+async def test_a_sequence_in_flight_that_is_lost(tmp_path: Path, at_work: bool) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         for _ in range(2):
             await answer_next(one)
-        await one.settle()
+        await one.idle()
         assert await one.step()
         lost = await acknowledge_without_storing(bus)
-        await one.settle()
+        await one.idle()
         one.journal.flush()
         assert failures(await audited(tmp_path, bus, at_work)) == {Check.LOST: (lost,)}
 
@@ -227,7 +227,7 @@ async def test_a_sequence_in_flight_that_is_nowhere(tmp_path: Path, at_work: boo
 async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:
-            await one.settle()
+            await one.idle()
         while (delivery := await bus.next_prompt(timeout_s=0.002)) is not None:
             await delivery.ack()  # as if PROMPTS had been lost with its disk
         audit = await audited(tmp_path, bus)
@@ -244,36 +244,36 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
 
 async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         for _ in range(2):
             await answer_next(one)
-        await one.settle()
+        await one.idle()
         assert await one.step()
-        await one.settle()
-        number = one.feeder.state.next_group
+        await one.idle()
+        number = one.feeder.next_group
         await one.reserve(number + 2)
-        one.books.issue(make_group(number))
+        one.tracker.issue(make_group(number))
         one.journal.flush()
         audit = await audited(tmp_path, bus, at_work=True)
         assert (failures(audit), audit.waiting) == ({}, [f"g{number:08d}.0", f"g{number:08d}.1"])
-        one.books.issue(make_group(number + 1))
+        one.tracker.issue(make_group(number + 1))
         one.journal.flush()
         audit = await audited(tmp_path, bus, at_work=True)
         assert failures(audit) == {Check.LOST: (f"g{number:08d}.0", f"g{number:08d}.1")}
 
 
 async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
-    """What is nowhere at the first look was trained, and purged, by the second."""
+    """What seems lost at the first look was trained, and purged, by the second."""
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.settle()
+        await one.idle()
         for _ in range(2):
             await answer_next(one)
-        await one.settle()
+        await one.idle()
         assert await one.step()
         one.journal.flush()
         for _ in range(2):
             await answer_next(one)
-        await one.settle()
+        await one.idle()
         looks = 0
 
         @asynccontextmanager
@@ -336,10 +336,10 @@ def lose_a_step(events: list[dict[str, object]]) -> None:
 async def test_a_journal_that_was_tampered_with(tmp_path: Path, broken: Broken, check: Check) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
         for _ in range(2):
-            await one.settle()
+            await one.idle()
             for _ in range(2):
                 await answer_next(one)
-            await one.settle()
+            await one.idle()
             assert await one.step()
         one.journal.flush()
         events = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
