@@ -9,11 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InvalidCxxCompiler
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
@@ -23,9 +25,7 @@ from services.trainer.learn.attention import decoder_layers
 from services.trainer.learn.compile import compile_layers
 from services.trainer.learn.model import wrap_model
 from services.trainer.loading import load_learner
-from tests.unit.builders import make_recipe
-from tests.unit.ranks import on_ranks
-from tests.unit.test_learner import (
+from tests.support.learner import (
     LENGTHS,
     assert_same,
     group_of,
@@ -33,6 +33,8 @@ from tests.unit.test_learner import (
     packed_gradients,
     sequences_of,
 )
+from tests.unit.builders import make_recipe
+from tests.unit.ranks import on_ranks
 from tests.unit.test_ranks import SHORT, Job, same, train, train_all
 
 CXX = os.environ.get("CXX", "g++")
@@ -44,28 +46,20 @@ def is_compiled(model: PreTrainedModel) -> list[bool]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_layers_have_the_same_gradients(checkpointed: bool) -> None:
-    """Rows of several lengths, and a reference policy, which is an uncompiled copy of a compiled one."""
+def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() -> None:
+    """Recomputed activations, rows of several lengths, and a reference policy: an uncompiled copy of a compiled one."""
+    torch.compiler.reset()
     config = AlgorithmConfig(kl_coefficient=0.1)
     eager = wrap_model(model_of("llama-tied"))
-    compiled = wrap_model(model_of("llama-tied"), gradient_checkpointing=checkpointed)
-    compile_layers(compiled.model, torch.device("cpu"))
-    for lengths, budget in ((LENGTHS, 40), ([(3, 5), (2, 30)], 128)):
-        group = group_of(sequences_of(lengths))
-        assert_same(packed_gradients(eager, group, config, budget), packed_gradients(compiled, group, config, budget))
-
-
-@needs_compiler
-def test_scoring_a_sequence_compiles_nothing() -> None:
-    torch.compiler.reset()
-    eager, compiled = wrap_model(model_of("llama-untied")), wrap_model(model_of("llama-untied"))
+    compiled = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
     compile_layers(compiled.model, torch.device("cpu"))
     tokens = np.arange(12, dtype=np.int32)
     before = counters["stats"]["unique_graphs"]
     assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)
     assert counters["stats"]["unique_graphs"] == before
-    packed_gradients(compiled, group_of(sequences_of([(2, 9)])), AlgorithmConfig())
+    for lengths, budget in ((LENGTHS, 40), ([(3, 5), (2, 30)], 128)):
+        group = group_of(sequences_of(lengths))
+        assert_same(packed_gradients(eager, group, config, budget), packed_gradients(compiled, group, config, budget))
     assert counters["stats"]["unique_graphs"] > before, "the count does not tell"
 
 
@@ -86,10 +80,22 @@ def test_a_model_that_hides_its_layers_is_refused() -> None:
         compile_layers(torch.nn.Linear(2, 2), torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(
+        FieldError, match=r"trainer\.compile = True: torch\.compile needs a C\+\+ compiler .*No working"
+    ):
+        compile_layers(model_of("llama-tied"), torch.device("cpu"))
+
+
+@pytest.mark.soak
+def test_torch_itself_says_that_there_is_no_compiler(tmp_path: Path) -> None:
     """In a process of its own: torch looks for its compiler once."""
     code = (
-        "from tests.unit.test_learner import model_of\n"
+        "from tests.support.learner import model_of\n"
         "from services.trainer.learn.compile import compile_layers\n"
         "import torch; compile_layers(model_of('llama-tied'), torch.device('cpu'))"
     )
@@ -99,6 +105,7 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path) -> No
     assert "FieldError: trainer.compile = True: torch.compile needs a C++ compiler" in done.stderr
 
 
+@pytest.mark.soak
 @needs_compiler
 def test_compiled_ranks_train_as_one_that_is_not(tmp_path: Path) -> None:
     model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)

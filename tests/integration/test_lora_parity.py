@@ -23,7 +23,7 @@ from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
 from tests.integration.test_weight_parity import TOLERANCE, Running, replaced, running
-from tests.unit.test_learner import LENGTHS, group_of, sequences_of
+from tests.support.learner import LENGTHS, group_of, sequences_of
 
 TOKENS = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
 CHUNK_BYTES = 2**14

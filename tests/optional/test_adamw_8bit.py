@@ -22,7 +22,7 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw
 from services.trainer.learn.state import learner_state, plain_part, trained_parameters
 from services.trainer.learn.step import Learner
-from tests.unit.test_learner import LENGTHS, group_of, model_of, sequences_of
+from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
 
 subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="no torchao: make test-adamw8bit has it")
 OptimState8bit = subclass_8bit.OptimState8bit

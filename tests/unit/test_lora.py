@@ -37,22 +37,20 @@ from services.trainer.learn.policy import Policy, UnadaptedPolicy
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import RankZero
-from tests.unit.builders import make_recipe
-from tests.unit.test_flops import LLAMA_8B
-from tests.unit.test_learner import (  # one_thread: its fixture
+from tests.support.learner import (
     LENGTHS,
     VOCABULARY,
     build,
     group_of,
     model_of,
-    one_thread,
     plain_logprobs,
     sequences_of,
 )
+from tests.unit.builders import make_recipe
+from tests.unit.test_flops import LLAMA_8B
 
 FAMILIES = ("llama-tied", "qwen2-untied", "gpt2")
 """Tied and untied heads, biases, and weights kept as [in, out]."""
-__all__ = ["one_thread"]
 RANK_4 = LoraConfig(rank=4, alpha=8.0)
 TOKENS = np.arange(17) % VOCABULARY
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import observing, trainer_cases
 from benchmarks.loops_in_turn import Timing, Timings
@@ -19,14 +17,6 @@ from benchmarks.observed_trainer import result as trainer_result
 from benchmarks.trainer_cases import Case
 
 SMALL = Case("tiny", "tiny", 0.85, 8, (10, 20), 64)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_trainer_and_page_in_turn_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from services.trainer.distributed.world import leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from services.trainer.policy_trainer import RankZero
+from tests.support.learner import model_of
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import free_port, on_ranks
-from tests.unit.test_learner import model_of
 
 WAIT_S = 60.0
 

@@ -29,9 +29,9 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero, weight_sender
 from services.trainer.worker import worker_loop
+from tests.support.learner import VOCABULARY, build, group_of, model_of, sequences_of
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks
-from tests.unit.test_learner import VOCABULARY, build, group_of, model_of, sequences_of
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -19,8 +19,8 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
 from services.trainer.reporting.samples import MOST_TOKENS, TokenPieces, heldout_sample, trained_sample
+from tests.support.learner import group_of, model_of, plain_logprobs, sequences_of
 from tests.unit.builders import make_group, make_sequence
-from tests.unit.test_learner import group_of, model_of, plain_logprobs, sequences_of
 
 
 def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:

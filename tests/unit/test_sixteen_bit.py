@@ -14,7 +14,7 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
-from tests.unit.test_learner import group_of, model_of, sequences_of
+from tests.support.learner import group_of, model_of, sequences_of
 
 LENGTHS = [(5, 40), (3, 21), (9, 60), (2, 3), (4, 90), (7, 11)]
 WIDTHS = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}

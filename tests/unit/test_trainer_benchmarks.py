@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ from services.trainer.learn.step import Learner
 CPU = torch.device("cpu")
 SMALL = Case("small", "tiny", 0.85, 16, (10, 20), 64)
 ALL_GPU_CASES = {case.name: case for plan in PLANS.values() for case in plan.cases}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("most_logits", [2**31, 200], ids=["at once", "in pieces"])
@@ -75,6 +66,7 @@ def test_a_step_of_ranks_is_that_of_the_slowest_and_ratios_are_of_pairs() -> Non
     assert (found["learner_tokens_per_s"], found["bare_tokens_per_s"], found["pairs"]) == (10.0, 15.0, 2)
 
 
+@pytest.mark.soak
 def test_two_ranks_of_both_loops_run_to_their_end() -> None:
     found = run_ranks(Case("small", "tiny", 0.85, 16, (10, 20), 64, ranks=2), pairs=2)
     assert found["pairs"] == 2

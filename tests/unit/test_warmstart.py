@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipelinerl.initial_model import COMPLETE
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.registry import make_source
 from pipelinerl.tasks.source import Split
+from services.trainer.warmstart import __main__ as command
 from services.trainer.warmstart import smollm2
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
 from services.trainer.warmstart.supervised import (
@@ -220,18 +220,21 @@ def test_a_build_that_dies_leaves_no_complete_folder_and_does_not_stop_the_next(
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-def test_the_command_builds_and_names_mistakes(tmp_path: Path) -> None:
-    def run(model: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps({"model": model, "task": SUMS.model_dump(mode="json")}))
-        command = [sys.executable, "-m", "services.trainer.warmstart", "--config", config, "--out", tmp_path / "out"]
-        return subprocess.run(command, check=False, capture_output=True, text=True)
+def test_the_command_builds_and_names_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["warmstart", "--config", str(config), "--out", str(out)])
 
-    refused = run({"source": "hub", "name": "org/model"})
-    assert refused.returncode == 2
-    assert refused.stderr == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
-    assert run(model_config().model_dump(mode="json")).stdout.splitlines()[-1] == "initial model: saved"
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    def run(model: dict[str, Any]) -> int:
+        config.write_text(json.dumps({"model": model, "task": SUMS.model_dump(mode="json")}))
+        return command.main()
+
+    assert run({"source": "hub", "name": "org/model"}) == 2
+    assert capsys.readouterr().err == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
+    assert run(model_config().model_dump(mode="json")) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "initial model: saved"
+    assert (out / "model.safetensors").is_file()
 
 
 def test_config_names_what_vllm_cannot_take() -> None:

@@ -1,0 +1,172 @@
+"""Tiny models, sequences and gradients for tests of the learner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from pipelinerl.messages.sequences import Sequence, VersionSpan
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
+from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.policy import Policy
+from services.trainer.learn.step import Learner
+
+VOCABULARY = 23
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-untied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+}
+LOSSES = get_args(AlgorithmConfig.model_fields["loss"].annotation)
+LENGTHS = [(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)]
+"""(prompt, completion) tokens."""
+
+
+def model_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    config_class, model_class, own = FAMILIES[family]
+    return build(config_class, model_class, seed, **{**SHAPE, **own, **changes})
+
+
+def build(config_class: type, model_class: type, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+    """A random model whose weights are large enough for its outputs to differ by position and token."""
+    torch.manual_seed(seed)
+    model = model_class(config_class(**arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def sequences_of(
+    lengths: list[tuple[int, int]], seed: int = 0, version: int = 0, behaviour: float = -2.0
+) -> list[Sequence]:
+    generator = np.random.default_rng(seed)
+    return [
+        Sequence(
+            run="r",
+            sequence_id=f"g.{index}",
+            group_id="g",
+            sample_index=index,
+            group_size=len(lengths),
+            task="t",
+            prompt_token_ids=generator.integers(0, VOCABULARY, prompt).astype(np.int32),
+            completion_token_ids=generator.integers(0, VOCABULARY, completion).astype(np.int32),
+            behaviour_logprobs=(behaviour + generator.normal(0, 0.3, completion)).astype(np.float32),
+            spans=(VersionSpan(version, 0, completion),),
+            reward=float(index % 2),
+        )
+        for index, (prompt, completion) in enumerate(lengths)
+    ]
+
+
+def group_of(sequences: list[Sequence], seed: int = 0) -> TrainingGroup:
+    return TrainingGroup(tuple(sequences), np.random.default_rng(seed).normal(size=len(sequences)))
+
+
+def plain_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    """log π of the completion tokens, one sequence alone, without this project's code."""
+    ids = torch.from_numpy(np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))).long()[None]
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(sequence.prompt_token_ids) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(sequence.prompt_token_ids) :, None])[:, 0]
+
+
+def plain_gradients(
+    model: PreTrainedModel, group: TrainingGroup, config: AlgorithmConfig, temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Gradients of the loss, sequence by sequence, without packing."""
+    totals = BatchTotals(len(group.sequences), sum(s.num_completion_tokens for s in group.sequences))
+    model.zero_grad()
+    for sequence, advantage in zip(group.sequences, group.advantages, strict=True):
+        tokens = sequence.num_completion_tokens
+        weight = {"token": 1 / totals.num_completion_tokens, "sequence": 1 / (tokens * totals.num_sequences)}
+        inputs = LossInputs(
+            plain_logprobs(model, sequence, temperature),
+            torch.from_numpy(sequence.behaviour_logprobs),
+            torch.full((tokens,), float(advantage)),
+            torch.full((tokens,), weight.get(config.normalization, 1 / totals.num_sequences)),
+            torch.zeros(tokens, dtype=torch.long),
+            1,
+        )
+        compute_loss(inputs, config).loss.backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+class GradientsKept(PolicyOptimizer):
+    """Steps nothing, so that a test can read what a step would have used."""
+
+    def step(self, loss: float) -> Any:
+        return None
+
+
+def packed_gradients(
+    policy: Policy, group: TrainingGroup, config: AlgorithmConfig, budget: int = 128, **options: Any
+) -> dict[str, torch.Tensor]:
+    trainer = TrainerConfig(tokens_per_microbatch=budget)
+    learner = Learner(policy, config, trainer, **options)
+    learner.optimizer = GradientsKept(policy.model.parameters(), trainer)
+    policy.model.zero_grad()
+    learner.train_step([group], version=0)
+    return gradients_of(policy.model)
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    assert left.keys() == right.keys()
+    assert max(float(gradient.abs().max()) for gradient in left.values()) > 1e-3, "nothing to compare"
+    for name, gradient in left.items():
+        torch.testing.assert_close(right[name], gradient, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]], spread: float = 0.5) -> TrainingGroup:
+    """μ about the policy, half of the sequences by a little: whatever a loss cuts or masks, it cuts and masks some."""
+    generator = np.random.default_rng(5)
+    sequences = []
+    for index, sequence in enumerate(sequences_of(lengths)):
+        with torch.no_grad():
+            logprobs = plain_logprobs(model, sequence).numpy()
+        noise = generator.normal(0, spread if index % 2 else 1e-4, len(logprobs))
+        sequences.append(replace(sequence, behaviour_logprobs=(logprobs + noise).astype(np.float32)))
+    return group_of(sequences)
+
+
+def on_policy(policy: Policy, sequences: list[Sequence], temperature: float = 1.0) -> list[Sequence]:
+    """The same sequences with μ = the policy as it is."""
+    sampled = []
+    for sequence in sequences:
+        with torch.no_grad():
+            logprobs = plain_logprobs(policy.model, sequence, temperature).numpy()
+        sampled.append(replace(sequence, behaviour_logprobs=logprobs))
+    policy.model.set_attn_implementation(policy.attention)
+    return sampled
