@@ -1,59 +1,37 @@
 """NetworkPolicies let pass what docs/architecture.md draws, and nothing else.
 
-The policies are evaluated as Kubernetes defines them, for pods of one namespace: a connection passes when the sender's egress
-and the receiver's ingress allow it. What a cluster's network plugin makes of them is not tested.
+What a cluster's network plugin makes of the policies is not tested.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import NAMESPACE, Object, Pod, Rendered, render
+from tests.cluster.objects import Objects, label_selector_matches
+from tests.cluster.policies import Peer, why_not
 
 ANY_PORT = 41234
 """One that the system chose, as for NCCL and Gloo."""
 
 
-def _matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    assert set(selector) <= {"matchLabels"}
-    return dict(selector.get("matchLabels") or {}).items() <= labels.items()
-
-
-def _peer(peer: Object, pod: Pod) -> bool:
-    if "ipBlock" in peer:
-        return False
-    spaces = peer.get("namespaceSelector")
-    if spaces is not None and not _matches(spaces, {"kubernetes.io/metadata.name": NAMESPACE}):
-        return False
-    return _matches(peer.get("podSelector", {}), pod.labels)
-
-
-def _port(entry: Object, pod: Pod, port: int, protocol: str = "TCP") -> bool:
-    wanted = pod.ports.get(entry["port"], -1) if isinstance(entry["port"], str) else entry["port"]
-    return bool(entry["protocol"] == protocol and wanted <= port <= entry.get("endPort", wanted))
-
-
-def _rules(rendered: Rendered, pod: Pod, side: str) -> Iterator[Object] | None:
-    """None where no policy selects the pod: everything passes."""
-    policies = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
-    own = [spec for spec in policies if _matches(spec["podSelector"], pod.labels) and side in spec["policyTypes"]]
-    return (rule for spec in own for rule in spec.get(side.lower(), [])) if own else None
+def _peer(pod: Pod) -> Peer:
+    return Peer(pod.component, "10.0.0.1", NAMESPACE, {"metadata": pod.metadata, "spec": pod.spec})
 
 
 def passes(rendered: Rendered, sender: str, receiver: str, port: int) -> bool:
-    source, target = rendered.pod(sender), rendered.pod(receiver)
-    out, into = _rules(rendered, source, "Egress"), _rules(rendered, target, "Ingress")
-    leaves = out is None or any(_allows(rule, "to", target, target, port) for rule in out)
-    enters = into is None or any(_allows(rule, "from", source, target, port) for rule in into)
-    return leaves and enters
+    source, target = _peer(rendered.pod(sender)), _peer(rendered.pod(receiver))
+    return why_not(Objects(list(rendered.objects)), source, target, port) == ""
 
 
-def _allows(rule: Object, side: str, other: Pod, target: Pod, port: int) -> bool:
-    return any(_peer(peer, other) for peer in rule[side]) and any(_port(entry, target, port) for entry in rule["ports"])
+def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:
+    """Of all policies that select its pods; there is at least one."""
+    labels = rendered.pod(component).labels
+    policies = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
+    own = [one for one in policies if label_selector_matches(one["podSelector"], labels) and side in one["policyTypes"]]
+    assert own
+    return [rule for spec in own for rule in spec.get(side.lower(), [])]
 
 
 PORTS = (50051, 8080, 4222, 6222, 8222, ANY_PORT)
@@ -86,9 +64,7 @@ def test_one_server_needs_no_cluster_port() -> None:
 
 def test_the_verifier_calls_nobody() -> None:
     rendered = rendered_case("everything")
-    egress = _rules(rendered, rendered.pod("verifier"), "Egress")
-    assert egress is not None
-    assert list(egress) == []
+    assert _rules(rendered, "verifier", "Egress") == []
 
 
 def test_without_policies_everything_passes() -> None:
@@ -98,11 +74,9 @@ def test_without_policies_everything_passes() -> None:
 
 def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
     """Addresses and ports outside that a pod may call."""
-    egress = _rules(rendered, rendered.pod(component), "Egress")
-    assert egress is not None
     return [
         (peer["ipBlock"]["cidr"], [entry["port"] for entry in rule.get("ports", [])])
-        for rule in egress
+        for rule in _rules(rendered, component, "Egress")
         for peer in rule["to"]
         if "ipBlock" in peer
     ]
@@ -125,8 +99,7 @@ def test_addresses_of_the_api_can_be_narrowed() -> None:
 
 def test_names_are_resolved() -> None:
     for component in ("actor", "trainer"):
-        egress = _rules(rendered_case("default"), rendered_case("default").pod(component), "Egress")
-        assert egress is not None
+        egress = _rules(rendered_case("default"), component, "Egress")
         ports = [entry for rule in egress for entry in rule["ports"] if entry["port"] == 53]
         assert {entry["protocol"] for entry in ports} == {"UDP", "TCP"}
 
@@ -140,7 +113,7 @@ def test_prometheus_reaches_metrics(rendered: Rendered) -> None:
                     assert not isinstance(entry["port"], str) or entry["port"] in pod.ports
     if rendered.of_kind("NetworkPolicy"):
         for component in ("actor", "trainer", "verifier"):
-            ingress = _rules(rendered, rendered.pod(component), "Ingress")
-            assert ingress is not None
-            scraped = [rule for rule in ingress if "namespaceSelector" in rule["from"][0]]
+            scraped = [
+                rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]
+            ]
             assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]

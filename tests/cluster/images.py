@@ -7,16 +7,15 @@ The machine's compilers are not there either, since the images have none.
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from tests.cluster.objects import ClusterError
+from tests.images.dockerfile import Stage, read_dockerfile
 
 SOURCE = Path(__file__).resolve().parents[2]
 SOURCE_INSIDE, ENVIRONMENT_INSIDE = "/opt/pipelinerl/source", "/opt/pipelinerl/environment"
@@ -53,44 +52,25 @@ _NOT_HERE = ("PATH", "CC")
 
 def docker_image(dockerfile: Path, **arguments: str) -> Image:
     """Of the last stage and those that it is made from. tini, the entry point, is what the shim does where `init` is set."""
-    stages: dict[str, _Stage] = {}
-    stage = _Stage()
-    for kind, rest in _instructions(dockerfile.read_text()):
-        if kind == "FROM":
-            base, _, name = Template(rest).safe_substitute(arguments).partition(" AS ")
-            before = stages.get(base, _Stage())
-            stage = stages[name] = _Stage(dict(before.environment), dict(before.said))
-        elif kind == "ENV":
-            stage.environment |= dict(word.split("=", 1) for word in shlex.split(rest))
-        else:
-            stage.said[kind] = rest
-    user, _, group = stage.said["USER"].partition(":")
-    entrypoint = json.loads(stage.said["ENTRYPOINT"])
+    file = read_dockerfile(dockerfile)
+    stages = {stage.name: stage for stage in file.stages}
+    made_from = [file.final]
+    while (base := Template(made_from[0].base).safe_substitute(arguments)) in stages:
+        made_from.insert(0, stages[base])
+    whole = Stage("", "", [instruction for stage in made_from for instruction in stage.instructions])
+    user, _, group = whole.last("USER").partition(":")
+    entrypoint = whole.exec_form("ENTRYPOINT")
     if entrypoint != ["tini", "--"]:
         raise ClusterError(f"{dockerfile}: entry point {entrypoint} is not modelled")
     return Image(
-        arguments=tuple(json.loads(stage.said["CMD"])),
+        arguments=tuple(whole.exec_form("CMD")),
         init=True,
         user=int(user),
         group=int(group),
-        workdir=stage.said["WORKDIR"],
-        environment={name: value for name, value in stage.environment.items() if name not in _NOT_HERE},
+        workdir=whole.last("WORKDIR"),
+        environment={name: value for name, value in whole.pairs("ENV").items() if name not in _NOT_HERE},
         absent=COMPILERS,
     )
-
-
-@dataclass
-class _Stage:
-    environment: dict[str, str] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
-    """The last of each other instruction."""
-
-
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
-        kind, _, rest = instruction.strip().partition(" ")
-        yield kind, rest.strip()
 
 
 def absent_files(image: Image) -> list[str]:

@@ -47,8 +47,8 @@ class _Watcher:
 class ApiServer:
     """See the module. `rights`: by token; `calls`: what was asked, by which verb, in order."""
 
-    def __init__(self, context: ssl.SSLContext) -> None:
-        self._context = context
+    def __init__(self, context: ssl.SSLContext | None = None, namespace: str = NAMESPACE) -> None:
+        self.context, self.namespace = context, namespace
         self._runner: web.AppRunner | None = None
         self.port = 0
         self.rights: dict[str, frozenset[Permission]] = {"actor-token": ACTOR, "trainer-token": TRAINER}
@@ -67,16 +67,17 @@ class ApiServer:
 
     # --- what a test does ----------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, address: str = "127.0.0.1", port: int = 0) -> None:
         """At the port that it had, where it had one."""
         app = web.Application()
-        pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
-        app.router.add_get(pods, self._get_pods)
-        app.router.add_patch(pods + "/{name}", self._patch_pod)
-        app.router.add_post(f"/api/v1/namespaces/{NAMESPACE}/events", self._post_event)
+        namespace = "/api/v1/namespaces/{namespace}"
+        app.router.add_get(namespace + "/pods", self._get_pods)
+        app.router.add_get(namespace + "/pods/{name}", self._get_pod)
+        app.router.add_patch(namespace + "/pods/{name}", self._patch_pod)
+        app.router.add_post(namespace + "/events", self._post_event)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._context)
+        site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -168,7 +169,7 @@ class ApiServer:
         token = request.headers.get("Authorization", "").removeprefix("bearer ").strip()
         if token not in self.rights:
             return self._refuse(401, "Unauthorized", "Unauthorized")
-        if permission not in self.rights[token]:
+        if permission not in self.rights[token] or request.match_info["namespace"] != self.namespace:
             return self._refuse(403, "Forbidden", f"User cannot {permission.verb} resource {permission.resource!r}")
         return None
 
@@ -212,6 +213,15 @@ class ApiServer:
             self._changed.set()
         return response
 
+    async def _get_pod(self, request: web.Request) -> web.Response:
+        refusal = await self._allowed(request, Permission("pods", "get"))
+        if refusal is not None:
+            return refusal
+        name = request.match_info["name"]
+        if name not in self.pods:
+            return self._refuse(404, "NotFound", f'pods "{name}" not found')
+        return web.json_response(self.pods[name])
+
     async def _patch_pod(self, request: web.Request) -> web.Response:
         refusal = await self._allowed(request, Permission("pods", "patch"))
         if refusal is not None:
@@ -236,11 +246,16 @@ class ApiServer:
         name = event["metadata"]["name"]
         if name in self.events:
             return self._refuse(409, "AlreadyExists", f'events "{name}" already exists')
-        if event["involvedObject"]["namespace"] != NAMESPACE:
-            return self._refuse(422, "Invalid", "involvedObject.namespace: does not match event.namespace")
+        if problem := self._event_problem(event):
+            return self._refuse(422, "Invalid", problem)
         self.events[name] = event
         self._changed.set()
         return web.json_response(event, status=201)
+
+    def _event_problem(self, event: dict[str, Any]) -> str:
+        """Empty where the server takes it."""
+        here = event["involvedObject"]["namespace"] == self.namespace
+        return "" if here else "involvedObject.namespace: does not match event.namespace"
 
 
 def line(kind: str, raw: dict[str, Any]) -> bytes:
@@ -248,7 +263,7 @@ def line(kind: str, raw: dict[str, Any]) -> bytes:
 
 
 def selects(selector: str, pod: dict[str, Any]) -> bool:
-    labels = pod["metadata"]["labels"]
+    labels = pod["metadata"].get("labels") or {}
     wanted = [term.split("=", 1) for term in selector.split(",") if term]
     return all(labels.get(name) == value for name, value in wanted)
 
