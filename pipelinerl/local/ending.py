@@ -104,15 +104,17 @@ class Ending:
         return self.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED)
 
 
-def finish(recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
-    """Completes the run directory, says what came of the run, returns the exit code."""
+def finish(
+    recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO | None = None, err: TextIO | None = None
+) -> int:
+    """Completes the run directory, says what came of the run (on standard output and error), returns the exit code."""
     summary = complete_summary(recipe, run_dir, ending)
     write_json(run_dir.summary, summary)
     write_report(run_dir.path)
     for line in closing_lines(summary, run_dir, ending):
         print(line, file=out, flush=True)
     if ending.error is not None:
-        print(f"pipelinerl: the run failed: {ending.error}", file=err, flush=True)
+        print(f"pipelinerl: the run failed: {ending.error}", file=err or sys.stderr, flush=True)
     return ending.exit_code
 
 

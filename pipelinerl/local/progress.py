@@ -334,9 +334,10 @@ def _renderable(state: RunState, elapsed_s: float) -> Group:
     return Group(Text(state.run, style="bold cyan"), bar, table)
 
 
-def open_display(stream: TextIO = sys.stdout) -> Display:
-    """The live display when `stream` is a terminal that can redraw, plain lines otherwise."""
+def open_display(stream: TextIO | None = None) -> Display:
+    """On standard output by default. The live display when `stream` is a terminal that can redraw, plain lines otherwise."""
     from rich.console import Console
 
+    stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)

@@ -25,7 +25,7 @@ from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess, living_names
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import ServiceCommands, ServiceLaunches, available_cores, initial_model, plan_threads
-from pipelinerl.local.supervisor import ActorPool, RestartPolicy, StopBudget, SupervisedService
+from pipelinerl.local.supervisor import STOP_WITHIN_S, ActorPool, RestartPolicy, StopBudget, SupervisedService
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, read_scale, write_json, write_whole
@@ -61,14 +61,16 @@ class LocalRun:
     metrics_port: int = 0
     """Where the runner answers /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
-    """Between two looks at what is shown and how many actors are asked for."""
+    """Between two looks at how many actors are asked for, and between two drawings of the progress."""
+    stop_within_s: float = STOP_WITHIN_S
+    """After the first Ctrl-C."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
         self._state = RunState(self.run_dir.name, self.recipe.trainer.steps)
         self._registry = RunRegistry(self.run_dir.name)
         self._metrics = RunnerMetrics(self._registry, lambda: living_names(self.run_dir))
-        self._budget = StopBudget(time.monotonic)
+        self._budget = StopBudget(time.monotonic, self.stop_within_s)
         self._pids: dict[str, int] = {}
         self._started: list[ServiceProcess] = []
         self._interrupts = 0

@@ -18,7 +18,7 @@ STOP_WITHIN_S = 12.0
 """Of the 15 s a user waits at most after Ctrl-C; the rest is for summary and report."""
 
 _RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""What must be left for those that stop later."""
+"""What must be left, of `STOP_WITHIN_S`, for those that stop later."""
 
 
 class StopBudget:
@@ -40,7 +40,7 @@ class StopBudget:
 
     def grace_s(self, kind: str) -> float:
         """Seconds that `trainer`, `actor`, `verifier` or `nats` gets before it is killed. Starts the clock."""
-        return max(0.2, self.start() - _RESERVED_S[kind])
+        return max(0.2, self.start() - _RESERVED_S[kind] * self._within_s / STOP_WITHIN_S)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.supervisor import ActorPool, RestartPolicy, SupervisedService
+from tests.support.local_run import until
 
 LIVES = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
 DEAF = (
@@ -29,12 +29,6 @@ def pool_of(
         return SupervisedService(name, lambda: launch, started.append, lambda died, delay_s: None, policy=never_again)
 
     return ActorPool(make, notes.append, lambda name: None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_scaling_down_takes_those_that_are_given_up_and_leaves_those_that_live(tmp_path: Path) -> None:

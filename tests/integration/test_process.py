@@ -21,6 +21,7 @@ from pipelinerl.local.processes import (
     session_ended,
     session_pids,
 )
+from tests.support.local_run import until
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 
@@ -70,13 +71,6 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     yield _start  # type: ignore[misc]
     for process in started:
         await process.kill_and_wait()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what another process does to files: no event of ours tells of it."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def printed(process: ServiceProcess, text: str) -> None:

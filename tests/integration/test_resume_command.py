@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.local.processes import kill_session, living
+from pipelinerl.cli import main
+from pipelinerl.local.processes import kill_session, living_names
 from pipelinerl.local.resume import find_run
-from tests.integration.fake_run import FAKES
+from tests.support.local_run import FAKES
 
 STAND_IN = "import runpy, sys; sys.argv = [{path!r}, {kind!r}]; runpy.run_path({path!r}, run_name='__main__')"
+Outcome = tuple[int, str]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a recipe, and a package `services` of stand-ins."""
     for kind in ("verifier", "trainer", "actor"):
         package = tmp_path / "stand-ins" / "services" / kind
@@ -35,36 +38,33 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.yaml").write_text(
         "name: mine\nmodel: {source: path, name: model}\ntask: {}\ntrainer: {steps: 40}\n"
     )
+    paths = (str(tmp_path / "stand-ins"), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("FAKE_STEP_S", "0.02")
+    monkeypatch.setattr("pipelinerl.service.logs.configure_logging", lambda *_, **__: None)  # the logs are pytest's
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@asynccontextmanager
-async def command(folder: Path, *arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    paths = (str(folder / "stand-ins"), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    everything = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "FAKE_STEP_S": "0.1", **environment}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pipelinerl.cli", *arguments, cwd=folder, env=everything,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Exit code and output of `pipelinerl run ARGUMENTS...`, in this process; further variables are the services'."""
+
+    def outcome(*arguments: str, **environment: str) -> Outcome:
+        with monkeypatch.context() as patched:
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            code = main(["run", *arguments])
+        return code, "".join(capsys.readouterr())
+
+    return outcome
 
 
-async def outcome(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    async with asyncio.timeout(90), command(folder, *arguments, **environment) as process:
-        said, _ = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, said.decode()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def steps(run: Path) -> list[int]:
@@ -76,66 +76,76 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-async def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path) -> None:
-    run = folder / "run"
-    async with command(folder, "run", "mine.yaml", "--run-dir", "run", "--name", "my-run") as process:
-        await until(lambda: len(steps(run)) >= 5)
-        code, said = await outcome(folder, "run", "--resume", "run")
-        assert (code, "--resume = 'run': another command runs in it" in said) == (2, True)
-        process.send_signal(signal.SIGINT)
-        printed, _ = await process.communicate()
-        assert process.returncode == 130
-    assert "go on with         pipelinerl run --resume run" in printed.decode()
-    taken, before = len(steps(run)), read(run / "run.json")
-    log = (run / "logs" / "trainer.log").read_text()
+def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Callable[..., Outcome]) -> None:
+    there, refused = folder / "run", []
 
-    code, said = await outcome(folder, "run", "mine.yaml", "--resume", "run", "--set", "trainer.batch_size=64")
+    def interrupt() -> None:
+        until(lambda: len(steps(there)) >= 5)
+        refused.append(main(["run", "--resume", "run"]))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    meanwhile = threading.Thread(target=interrupt)
+    meanwhile.start()
+    code, said = run("mine.yaml", "--run-dir", "run", "--name", "my-run", FAKE_STEP_S="0.2")
+    meanwhile.join()
+    assert (code, refused) == (130, [2])
+    assert "--resume = 'run': another command runs in it" in said
+    assert "go on with         pipelinerl run --resume run" in said
+    taken, before = len(steps(there)), read(there / "run.json")
+    log = (there / "logs" / "trainer.log").read_text()
+
+    code, said = run("mine.yaml", "--resume", "run", "--set", "trainer.batch_size=64")
     assert (code, "trainer.batch_size: 128 → 64" in said) == (2, True)
-    assert read(run / "summary.json")["interrupted"] is True, "a refusal changes nothing"
+    assert read(there / "summary.json")["interrupted"] is True, "a refusal changes nothing"
 
-    (run / "report.html").write_text("old")
-    code, said = await outcome(folder, "run", "--resume", "run", "--set", "trainer.steps=50", "--actors", "2")
+    (there / "report.html").write_text("old")
+    code, said = run("--resume", "run", "--set", "trainer.steps=50", "--actors", "2")
     assert code == 0, said
     assert f"my-run: goes on from the checkpoint of version {taken}" in said
     assert "recipe changed: trainer.steps: 40 → 50" in said
-    assert steps(run) == list(range(1, 51))
-    assert read(run / "lineage.json")["starts"] == [0, taken]
-    assert read(run / "run.json") == before
-    summary = read(run / "summary.json")
+    assert steps(there) == list(range(1, 51))
+    assert read(there / "lineage.json")["starts"] == [0, taken]
+    assert read(there / "run.json") == before
+    summary = read(there / "summary.json")
     assert (summary["begun"], summary["interrupted"], summary["expected_actors"]) == (taken, False, 2)
-    assert {"actor-0", "actor-1"} <= set(read(run / "pids.json"))
-    assert "steps: 50" in (run / "recipe.yaml").read_text()
-    assert (run / "logs" / "trainer.log").read_text().startswith(log)
-    assert (run / "report.html").read_text() != "old"
+    assert {"actor-0", "actor-1"} <= set(read(there / "pids.json"))
+    assert "steps: 50" in (there / "recipe.yaml").read_text()
+    assert (there / "logs" / "trainer.log").read_text().startswith(log)
+    assert (there / "report.html").read_text() != "old"
 
-    code, said = await outcome(folder, "run", "--resume", "run")
+    code, said = run("--resume", "run")
     assert (code, "trainer.steps = 50: all of them are taken" in said) == (2, True)
 
 
-async def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(folder: Path) -> None:
-    run = folder / "run"
-    async with command(folder, "run", "mine.yaml", "--run-dir", "run", FAKE_CHECKPOINT_EVERY="1") as process:
-        await until(lambda: len(steps(run)) >= 5)
-        process.kill()
-        await process.wait()
-    found = find_run(run)
-    await until(lambda: not living(found))
-    kill_session(read(run / "pids.json")["actor-0"])  # the stand-in's sleeping child
-    (run / "summary.json").write_text('{"steps": 3, "interrupted": true, "by": "the process before"}')
-    (run / "addresses" / "nats.json").write_text('{"url": "nats://127.0.0.1:1"}')
+def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(
+    folder: Path, run: Callable[..., Outcome]
+) -> None:
+    there = folder / "run"
+    command = [sys.executable, "-m", "pipelinerl.cli", "run", "mine.yaml", "--run-dir", "run"]
+    environment = {**os.environ, "FAKE_CHECKPOINT_EVERY": "1", "FAKE_STEP_S": "0.2"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            until(lambda: len(steps(there)) >= 5)
+        finally:
+            process.kill()
+    found = find_run(there)
+    until(lambda: not living_names(found))
+    kill_session(read(there / "pids.json")["actor-0"])  # the stand-in's sleeping child
+    (there / "summary.json").write_text('{"steps": 3, "interrupted": true, "by": "the process before"}')
+    (there / "addresses" / "nats.json").write_text('{"url": "nats://127.0.0.1:1"}')
     mistaken = {"FAKE_CRASH_AT_STEP": "19", "FAKE_EXIT_CODE": "2"}
-    code, said = await outcome(folder, "run", "--resume", "run", "--set", "trainer.steps=20", **mistaken)
+    code, said = run("--resume", "run", "--set", "trainer.steps=20", **mistaken)
     assert code == 2, said
-    summary = read(run / "summary.json")
+    summary = read(there / "summary.json")
     assert (summary["steps"], "by" in summary) == (18, False), "not the summary of the process before"
-    code, said = await outcome(folder, "run", "--resume", "run")
-    assert (code, steps(run)) == (0, list(range(1, 21)))
+    code, said = run("--resume", "run")
+    assert (code, steps(there)) == (0, list(range(1, 21)))
 
 
-async def test_a_run_that_never_made_a_checkpoint_starts_again(folder: Path) -> None:
-    code, _ = await outcome(folder, "run", "mine.yaml", "--run-dir", "run", FAKE_CRASH_AT_STEP="1", FAKE_EXIT_CODE="2")
+def test_a_run_that_never_made_a_checkpoint_starts_again(folder: Path, run: Callable[..., Outcome]) -> None:
+    code, _ = run("mine.yaml", "--run-dir", "run", FAKE_CRASH_AT_STEP="1", FAKE_EXIT_CODE="2")
     assert code == 2
-    code, said = await outcome(folder, "run", "--resume", "run", "--set", "trainer.steps=3")
+    code, said = run("--resume", "run", "--set", "trainer.steps=3")
     assert code == 0
     assert "there is no checkpoint; the run starts again from version 0" in said
     assert steps(folder / "run") == [1, 2, 3]

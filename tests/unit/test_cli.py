@@ -157,6 +157,16 @@ def test_report_of_what_is_not_a_run_exits_2(pipelinerl: Command, tmp_path: Path
         assert (code, said in errors) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("count", "said"), [("-1", "0 to 64 actors"), ("65", "0 to 64 actors"), ("2", "the run has ended")]
+)
+def test_scaling_names_what_is_wrong(pipelinerl: Command, tmp_path: Path, count: str, said: str) -> None:
+    (tmp_path / "pids.json").write_text('{"trainer": 4194304}')  # above every pid
+    code, _, errors = pipelinerl("scale", "actors", count, "--run-dir", str(tmp_path))
+    assert (code, said in errors) == (2, True)
+    assert not (tmp_path / "scale.json").exists()
+
+
 @pytest.mark.parametrize("option", ["--page-port", "--metrics-port"])
 def test_a_port_that_is_taken_or_none_is_refused_before_anything_starts(option: str) -> None:
     assert free_port(option, 0) == 0

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir, write_json
 
-FAKES = Path(__file__).with_name("fake_services.py")
+FAKES = Path(__file__).with_name("fake_services.py").resolve()
 SERVICES = ("nats", "verifier", "actor-0", "trainer")
 
 
@@ -41,7 +41,9 @@ def recipe(steps: int = 5, **model: Any) -> Recipe:
 class Run:
     """One run under test: its folder, what it printed, and the session ids of everything it started."""
 
-    def __init__(self, folder: Path, recipe: Recipe, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, environment: Mapping[str, str], stop_within_s: float = 12.0
+    ) -> None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "addresses").mkdir(exist_ok=True)
         self.dir, self.recipe, self.printed = RunDir(folder, "tiny-run"), recipe, io.StringIO()
@@ -50,7 +52,10 @@ class Run:
         )
         everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
         policy = RestartPolicy(limit=2, first_delay_s=0.05)
-        self.local = LocalRun(recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy)
+        self.local = LocalRun(
+            recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy,
+            refresh_s=0.05, stop_within_s=stop_within_s,
+        )  # fmt: skip
 
     async def end(self) -> Ending:
         async with asyncio.timeout(60):
@@ -66,9 +71,8 @@ class Run:
 
     async def until_step(self, step: int) -> dict[str, int]:
         """Waits until that step's record is written; returns the pids."""
-        async with asyncio.timeout(60):
-            while not (self.dir.metrics.is_file() and f'"step": {step},' in self.dir.metrics.read_text()):
-                await asyncio.sleep(0.02)
+        metrics = self.dir.metrics
+        await until(lambda: metrics.is_file() and f'"step": {step},' in metrics.read_text())
         return self.pids()
 
 
@@ -83,8 +87,13 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
             await asyncio.wait({task})
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """For what other processes do: no event of ours tells of it."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def until_pid_changes(run: Run, name: str, old: int) -> int:
-    async with asyncio.timeout(30):
-        while (now := run.pids()[name]) == old:
-            await asyncio.sleep(0.02)
-    return now
+    await until(lambda: run.pids()[name] != old)
+    return run.pids()[name]

@@ -1,0 +1,179 @@
+"""Stand-ins for the three services, as small processes that keep to the runner's contract: settings in the environment,
+an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py {verifier,actor,trainer,model}`.
+
+FAKE_* variables make them misbehave: see `Fake`. The trainer keeps to the rules of a restart: it writes lineage.json, goes on
+from the newest checkpoint, cuts metrics.jsonl to it, and on SIGTERM writes a checkpoint and an interrupted summary. It imports
+only what it needs: a test starts dozens of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SETTINGS = {key.removeprefix("PIPELINERL_").lower(): value for key, value in os.environ.items()}
+
+
+class Fake:
+    """How to misbehave, from the environment."""
+
+    step_s = float(os.environ.get("FAKE_STEP_S", "0.05"))
+    crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
+    exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
+    checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
+    deaf = os.environ.get("FAKE_DEAF", "").split(",")
+    model_error = os.environ.get("FAKE_MODEL_ERROR", "")
+    actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
+
+
+async def serve(grpc_port: int) -> None:
+    """Answers every HTTP request with 200, and writes the address file."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", int(SETTINGS.get("http_port", "0")))
+    http_port = server.sockets[0].getsockname()[1]
+    address = {"grpc": f"127.0.0.1:{grpc_port}", "http": f"127.0.0.1:{http_port}", "pid": os.getpid()}
+    file = Path(SETTINGS["address_file"])
+    file.with_suffix(".part").write_text(json.dumps(address))
+    file.with_suffix(".part").replace(file)
+    print(f"{SETTINGS['instance']} serves {address}", flush=True)
+
+
+def stop_event(kind: str) -> asyncio.Event:
+    event = asyncio.Event()
+    on_stop = (lambda: print("ignored", flush=True)) if kind in Fake.deaf else event.set
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_stop)
+    return event
+
+
+async def verifier() -> int:
+    stop = stop_event("verifier")
+    grpc = await asyncio.start_server(lambda *_: None, "127.0.0.1", int(SETTINGS.get("grpc_port", "0")))
+    await serve(grpc.sockets[0].getsockname()[1])
+    await stop.wait()
+    return 0
+
+
+async def actor() -> int:
+    if Fake.actor_exit:
+        print("error: no such model", flush=True)
+        return int(Fake.actor_exit)
+    import grpc.aio
+
+    from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+
+    class Actor(actor_pb2_grpc.ActorServiceServicer):
+        async def GetState(self, request: object, context: object) -> actor_pb2.ActorState:
+            phase = actor_pb2.ACTOR_PHASE_SERVING
+            return actor_pb2.ActorState(instance="actor-0", phase=phase, policy_version=3, sequences_in_progress=64)
+
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
+    subprocess.Popen(sleeps, process_group=0)  # as vLLM's engine core
+    stop, server = stop_event("actor"), grpc.aio.server()
+    actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await serve(port)
+    await stop.wait()
+    await server.stop(None)
+    return 0
+
+
+def write_checkpoint(run_dir: Path, recipe: dict[str, Any], version: int) -> None:
+    folder = run_dir / "checkpoints" / f"step-{version}" / "resume"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"policy_version": version, "journal_bytes": 0, "recipe": recipe}
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
+    """Notes this start in lineage.json, and cuts metrics.jsonl to the newest checkpoint."""
+    versions = [int(folder.name.removeprefix("step-")) for folder in run_dir.glob("checkpoints/step-*")]
+    version, lineage, metrics = max(versions, default=0), run_dir / "lineage.json", run_dir / "metrics.jsonl"
+    starts = json.loads(lineage.read_text())["starts"] if lineage.is_file() else []
+    lineage.write_text(json.dumps({"starts": [*starts, version]}))
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    metrics.write_text("".join(lines[:version]))
+    return [json.loads(line) for line in lines[:version]]
+
+
+async def trainer() -> int:
+    import grpc.aio
+
+    from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+
+    run_dir, recipe = Path(SETTINGS["run_dir"]), yaml.safe_load(Path(SETTINGS["recipe"]).read_text())
+    total, records = recipe["trainer"]["steps"], records_to_go_on_from(run_dir)
+    begun, stop, server = len(records), stop_event("trainer"), grpc.aio.server()
+
+    class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+        async def GetStatus(self, request: object, context: object) -> trainer_pb2.TrainerStatus:
+            phase = trainer_pb2.TRAINER_PHASE_TRAINING
+            return trainer_pb2.TrainerStatus(phase=phase, total_steps=total, policy_version=len(records))
+
+        async def StreamMetrics(self, request: trainer_pb2.StreamMetricsRequest, context: object) -> object:
+            sent = 0
+            while True:
+                for record in records[sent:]:
+                    sent += 1
+                    if record["step"] >= request.from_step:
+                        yield trainer_pb2.StepMetrics(step=record["step"], json=json.dumps(record))
+                await asyncio.sleep(0.02)
+
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Trainer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await serve(port)
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        for step in range(begun + 1, total + 1):
+            if step == Fake.crash_at_step:
+                print("ZeroDivisionError: in the loss", flush=True)
+                return Fake.exit_code
+            record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
+            record["from"] = begun
+            print(json.dumps(record), file=metrics, flush=True)
+            records.append(record)
+            if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
+                write_checkpoint(run_dir, recipe, step)
+            try:
+                await asyncio.wait_for(stop.wait(), Fake.step_s)
+            except TimeoutError:
+                continue
+            break
+    await server.stop(None)
+    write_checkpoint(run_dir, recipe, len(records))
+    summary = {
+        "steps": len(records), "model_dir": SETTINGS["model_dir"], "verifier": SETTINGS["verifier"], "by": "trainer",
+        "begun": begun, "interrupted": len(records) < total, "expected_actors": int(SETTINGS["expected_actors"]),
+    }  # fmt: skip
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return 0
+
+
+async def model() -> int:
+    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+    print("initial model: warm-start step 1 of 2", flush=True)
+    await asyncio.sleep(0.5)  # the runner looks at the log every 0.2 s
+    if Fake.model_error:
+        print(Fake.model_error, flush=True)
+        await asyncio.sleep(0.5)
+        return 2
+    (Path(arguments["--out"]) / "config.json").write_text(Path(arguments["--config"]).read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "model": model}
+    sys.exit(asyncio.run(kinds[sys.argv[1]]()))
