@@ -23,7 +23,7 @@ BYTES = "pipelinerl.bytes"
 RECEIVE_S = "pipelinerl.receive_seconds"
 CARRIED_TOKENS = "pipelinerl.tokens.carried"
 """Completion tokens that another actor had generated."""
-STATUS = "pipelinerl.messages.verification.status"
+STATUS = "pipelinerl.verify.status"
 TASK = "pipelinerl.task"
 
 INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"

@@ -1,18 +1,10 @@
-"""Begins and continues traces, and carries them from one process to the next in the headers of a message.
+"""Begins and continues traces, and carries them from one process to the next in headers and gRPC metadata (docs/traces.md).
 
 Where a trace begins, the sampler decides; everything that follows asks whether there is a sampled trace to follow, and costs
-nothing where there is none. Until `pipelinerl.telemetry.tracing` says otherwise no trace begins. Nothing here is attached to
-OpenTelemetry's global provider or current span: libraries that trace by themselves (vLLM) see neither.
+nothing where there is none. A trace is handed from task to task as data, with the sequence or message it is about, since what
+follows runs in another task or process. Until `pipelinerl.telemetry.tracing` says otherwise no trace begins. Nothing here is
+attached to OpenTelemetry's global provider or current span: libraries that trace by themselves (vLLM) see neither.
 It configures nothing, exports nothing and names no span.
-
-The traces of the items of one call, in its gRPC metadata: one call may carry items of many traces.
-
-`traceparent` names the first of them, for whatever on the way knows that header; ours names all, by the item's position.
-What does not parse is left out.
-
-Spans of the work on sequences and on weight updates (docs/traces.md).
-
-Reaches only OpenTelemetry's API; `pipelinerl.telemetry.tracing` decides whether spans are exported.
 """
 
 from __future__ import annotations
@@ -45,8 +37,16 @@ Trace = SpanContext | None
 
 MOST_LINKS = 128
 """Of one span; the SDK's own limit, so that none is dropped unseen."""
+KEY = "pipelinerl-traces"
+"""Metadata of one call that carries items of many traces: each trace by the item's position. `traceparent`, beside it, names
+the first of them, for software on the way that knows that header."""
+MOST_ITEMS = 64
+"""Of one call: about 60 bytes each, where gRPC takes 8 KiB of metadata. The others' traces end before the call."""
+LONGEST_POSITION = 9
+"""Digits: more items than any message holds. A number without bound is an error of `int`, not of the caller."""
 
-_NS = 1_000_000_000
+Metadata = tuple[tuple[str, str], ...]
+
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
@@ -69,15 +69,10 @@ def is_on() -> bool:
 
 
 def root(
-    name: str,
-    *,
-    kind: SpanKind = SpanKind.INTERNAL,
-    links: Iterable[Trace] = (),
-    attributes: Attributes = None,
+    name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None
 ) -> Span:
     """Begins a trace, if the sampler wants it. Use it in a `with`, which ends it. `links`: the first `MOST_LINKS` are kept."""
-    linked = [Link(trace) for trace in links if trace is not None][:MOST_LINKS]
-    return _TRACER.get().start_span(name, Context(), kind, attributes, linked)
+    return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
 def child(
@@ -92,9 +87,15 @@ def child(
     """Continues a trace; a span without effect where there is none. `began_at`: see `now_ns`; None = now."""
     if parent is None:
         return INVALID_SPAN
-    context = set_span_in_context(NonRecordingSpan(parent), Context())
-    linked = [Link(trace) for trace in links if trace is not None][:MOST_LINKS]
-    return _TRACER.get().start_span(name, context, kind, attributes, linked, began_at)
+    return _TRACER.get().start_span(name, _context_of(parent), kind, attributes, _linked(links), began_at)
+
+
+def _linked(traces: Iterable[Trace]) -> list[Link]:
+    return [Link(trace) for trace in traces if trace is not None][:MOST_LINKS]
+
+
+def _context_of(trace: SpanContext) -> Context:
+    return set_span_in_context(NonRecordingSpan(trace), Context())
 
 
 def trace_of(span: Span) -> Trace:
@@ -108,7 +109,7 @@ def headers_of(trace: Trace) -> Headers:
     if trace is None:
         return NO_HEADERS
     headers: dict[str, str] = {}
-    _PROPAGATOR.inject(headers, set_span_in_context(NonRecordingSpan(trace), Context()))
+    _PROPAGATOR.inject(headers, _context_of(trace))
     return headers
 
 
@@ -124,9 +125,26 @@ def traceparent_of(trace: Trace) -> str:
     return headers_of(trace).get(_TRACEPARENT, "")
 
 
-def trace_from(traceparent: str) -> Trace:
-    """As `trace_in`, of a header's value."""
-    return trace_in({_TRACEPARENT: traceparent}) if traceparent else None
+def metadata_of(traceparents: Sequence[str]) -> Metadata:
+    """`traceparents`: of each item, empty where it has none. Nothing where no item has one."""
+    traced = [(position, value) for position, value in enumerate(traceparents) if value][:MOST_ITEMS]
+    if not traced:
+        return ()
+    return ((_TRACEPARENT, traced[0][1]), (KEY, ",".join(f"{position}={value}" for position, value in traced)))
+
+
+def traces_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[int, Trace]:
+    """Traces by position of the item, the sampled ones. What does not parse is left out."""
+    found: dict[int, Trace] = {}
+    for key, value in metadata or ():
+        if key != KEY or not isinstance(value, str):
+            continue
+        for part in value.split(",")[:MOST_ITEMS]:
+            position, _, traceparent = part.partition("=")
+            trace = trace_in({_TRACEPARENT: traceparent})
+            if trace is not None and len(position) <= LONGEST_POSITION and position.isdecimal():
+                found[int(position)] = trace
+    return found
 
 
 def now_ns() -> int:
@@ -136,33 +154,4 @@ def now_ns() -> int:
 
 def before_ns(seconds: float) -> int:
     """`now_ns` so many seconds ago."""
-    return time.time_ns() - int(seconds * _NS)
-
-
-KEY = "pipelinerl-traces"
-MOST_ITEMS = 64
-"""Of one call: about 60 bytes each, where gRPC takes 8 KiB of metadata. The others' traces end before the call."""
-LONGEST_POSITION = 9
-"""Digits: more items than any message holds. A number without bound is an error of `int`, not of the caller."""
-
-Metadata = tuple[tuple[str, str], ...]
-
-
-def metadata_of(traceparents: Sequence[str]) -> Metadata:
-    """`traceparents`: of each item, empty where it has none. Nothing where no item has one."""
-    traced = [(position, value) for position, value in enumerate(traceparents) if value][:MOST_ITEMS]
-    if not traced:
-        return ()
-    return (("traceparent", traced[0][1]), (KEY, ",".join(f"{position}={value}" for position, value in traced)))
-
-
-def traces_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[int, Trace]:
-    """Traces by position of the item, the sampled ones."""
-    values = [value for key, value in metadata or () if key == KEY and isinstance(value, str)]
-    pairs = (part.partition("=") for value in values for part in value.split(",")[:MOST_ITEMS])
-    found = {int(position): trace_from(value) for position, _, value in pairs if _is_position(position)}
-    return {position: trace for position, trace in found.items() if trace is not None}
-
-
-def _is_position(text: str) -> bool:
-    return len(text) <= LONGEST_POSITION and text.isdecimal()
+    return time.time_ns() - int(seconds * 1e9)

@@ -1,11 +1,9 @@
-"""Whether and how traces leave a process: OpenTelemetry's own environment variables, as far as they are ours to check.
+"""Sends the spans of a process to a collector where OpenTelemetry's own environment variables ask for it.
 
-What is not here the SDK reads itself: headers, certificates, compression, the bounds of its queue.
-
-Sends the spans of a process to a collector where the environment asks for it; loads nothing of the SDK where it does not.
-
-Spans wait in a bounded queue and leave on a thread of their own: a collector that is away costs spans, never the work, and
-`END_WITHIN_S` at the process's end. It makes no spans, and leaves OpenTelemetry's global provider alone.
+Where they do not, nothing of the SDK is loaded. What is not checked here the SDK reads itself: headers, certificates,
+compression. Spans wait in a bounded queue and leave on a thread of their own: a collector that is away costs spans, never
+the work, and `END_WITHIN_S` at the process's end. Nothing here makes spans, and OpenTelemetry's global provider is left
+alone.
 """
 
 from __future__ import annotations
@@ -28,9 +26,16 @@ from pipelinerl.service.settings import read_settings
 from pipelinerl.telemetry.spans import use_tracer
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+
+log = logging.getLogger(__name__)
+
+END_WITHIN_S = 1.0
+"""For the spans that wait when the process ends."""
+SAME_AGAIN_S = 60.0
+"""Between two log lines of the SDK that say the same."""
 
 
 def _lower(value: object) -> object:
@@ -121,14 +126,6 @@ class TracingSettings(BaseSettings):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
-log = logging.getLogger(__name__)
-
-END_WITHIN_S = 1.0
-"""For the spans that wait when the process ends."""
-SAME_AGAIN_S = 60.0
-"""Between two log lines of the SDK that say the same."""
-
-
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
     """Spans made inside are sent, if OTEL_* variables say where to. Raises `UserError` for a variable that cannot be used."""
@@ -136,7 +133,7 @@ def tracing(context: LogContext) -> Iterator[None]:
         yield
         return
     settings = read_settings(TracingSettings)
-    with _seldom_said():
+    with _Seldom():
         exporter = Watched(_exporter(settings))
         provider = _provider(context, exporter)
         where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
@@ -203,21 +200,11 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 
 def _provider(context: LogContext, exporter: Watched) -> TracerProvider:
-    """Its sampler and the bounds of its queue are those of the environment."""
+    """Its sampler and the bounds of its queue are those of the environment, and OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    win over our words for who makes the spans."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    provider = TracerProvider(resource=_resource(context), shutdown_on_exit=False)
-    try:
-        provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", exporter)))
-    except ValueError as error:
-        raise UserError(f"the queue of spans (OTEL_BSP_…) cannot be made: {error}") from error
-    return provider
-
-
-def _resource(context: LogContext) -> Resource:
-    """Who makes the spans. What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say wins."""
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     ours = {
         "service.name": f"pipelinerl-{context.service}",
@@ -225,7 +212,13 @@ def _resource(context: LogContext) -> Resource:
         "service.version": __version__,
         "pipelinerl.run": context.run,
     }
-    return Resource.create(ours).merge(OTELResourceDetector().detect())
+    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    try:
+        provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", exporter)))
+    except ValueError as error:
+        raise UserError(f"the queue of spans (OTEL_BSP_…) cannot be made: {error}") from error
+    return provider
 
 
 def _end(provider: TracerProvider, exporter: Watched) -> None:
@@ -237,25 +230,22 @@ def _end(provider: TracerProvider, exporter: Watched) -> None:
         log.warning("the last spans are lost: the collector did not take them in time")
 
 
-@contextmanager
-def _seldom_said() -> Iterator[None]:
-    """The SDK's own log lines, each once a minute at most: it repeats itself for as long as a collector is away."""
-    logger, handler = logging.getLogger("opentelemetry"), _Seldom()
-    propagated, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagated
-
-
 class _Seldom(logging.Handler):
-    """Hands a record to the root logger unless one of the same text template was handed on `SAME_AGAIN_S` ago or less."""
+    """While entered, the SDK's own log lines reach the root logger only once per text template in `SAME_AGAIN_S`: it repeats
+    itself for as long as a collector is away."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._logger = logging.getLogger("opentelemetry")
         self._said_at_s: dict[tuple[str, str], float] = {}
+
+    def __enter__(self) -> None:
+        self._propagated, self._logger.propagate = self._logger.propagate, False
+        self._logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.propagate = self._propagated
 
     def emit(self, record: logging.LogRecord) -> None:
         key, now_s = (record.name, str(record.msg)), time.monotonic()

@@ -21,7 +21,6 @@ from pipelinerl.telemetry.spans import (
     headers_of,
     metadata_of,
     root,
-    trace_from,
     trace_in,
     trace_of,
     traceparent_of,
@@ -113,6 +112,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
         if isinstance(v, str)
     }
     assert ours <= theirs
+    assert a.STATUS == "pipelinerl.verify.status"
 
 
 # --- the trainer
@@ -260,7 +260,7 @@ def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
             call.scored(verifier_pb2.VerifyResult(sequence_id=f"g0.{index}", status=status, seconds=0.5))
         call.end("OK")
     scored, served = spans.named("reward.score"), spans.named("sequence.verify")
-    assert [span.parent for span in served] == [trace_from(SAMPLED), trace_from(other)]
+    assert [span.parent for span in served] == [trace_in(TRACED), trace_in({"traceparent": other})]
     assert [span.parent for span in scored] == [span.context for span in served]
     assert [span.status.status_code for span in scored] == [StatusCode.UNSET, StatusCode.ERROR]
     assert all(span.end_time - span.start_time >= 500_000_000 for span in scored if span.end_time and span.start_time)
