@@ -108,7 +108,7 @@ const PrlLive = (() => {
     table.append(top, body);
     const box = node("div", { class: "table" });
     box.append(table);
-    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${version}. One or two behind is the rule: a version is sent while the next one is computed.`));
+    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${version}. An actor one or two versions behind is normal: a version is sent while the next one is computed.`));
   }
 
   /* Whoever reads or points at something does not have it replaced under their eyes. */
