@@ -1,4 +1,4 @@
-"""Tells of pods that end, for as long as a service runs: lists them, then follows every change from there.
+"""Reports pods that end, for as long as a service runs: lists them, then follows every change from there.
 
 `KnownPods` is pure: it turns listings and changes into ends. `PodWatch` consumes the API's list and watch and produces each
 `PodEnd` once. It waits for the server; an outage is waited out, an expired watch begins with a new list, a refusal is tried
@@ -32,11 +32,11 @@ class PodEnd:
 
 
 class KnownPods:
-    """Turns what is listed and watched into ends, each told once: that a pod is told to end, and that it has ended."""
+    """Turns what is listed and watched into ends, each reported once: that a pod is told to end, and that it has ended."""
 
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}  # by uid
-        self._told: dict[str, bool] = {}  # by uid: whether it was still running when that was told
+        self._reported: dict[str, bool] = {}  # by uid: whether it was still running then
 
     def listed(self, pods: Iterable[Pod]) -> list[PodEnd]:
         """All there are: a pod that was known and is not among them was deleted while nobody watched."""
@@ -59,17 +59,17 @@ class KnownPods:
             end = PodEnd(pod.name, pod.uid, "its pod is being deleted", still_running=True)
         else:
             return None
-        if self._told.get(pod.uid) in (False, end.still_running):
+        if self._reported.get(pod.uid) in (False, end.still_running):
             return None
-        self._told[pod.uid] = end.still_running
+        self._reported[pod.uid] = end.still_running
         return end
 
     def _deleted(self, pod: Pod) -> PodEnd | None:
         self._pods.pop(pod.uid, None)
-        told = self._told.pop(pod.uid, None)
-        if told is False:
+        reported = self._reported.pop(pod.uid, None)
+        if reported is False:
             return None
-        final = pod.terminating or told is not None
+        final = pod.terminating or reported is not None
         reason = "its pod was deleted" if final else "its pod was deleted, or relabelled"
         return PodEnd(pod.name, pod.uid, reason, still_running=False, final=final)
 

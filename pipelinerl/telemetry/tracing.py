@@ -133,8 +133,8 @@ def tracing(context: LogContext) -> Iterator[None]:
         yield
         return
     settings = read_settings(TracingSettings)
-    with _Seldom():
-        exporter = Watched(_exporter(settings))
+    with _RepeatLimiter():
+        exporter = OutageLogger(_exporter(settings))
         provider = _provider(context, exporter)
         where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
         log.info(
@@ -147,7 +147,7 @@ def tracing(context: LogContext) -> Iterator[None]:
             _end(provider, exporter)
 
 
-class Watched:
+class OutageLogger:
     """A `SpanExporter` that says once when spans begin to be lost, and once when that is over."""
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -199,7 +199,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
         raise UserError(f"traces cannot be sent to {settings.endpoint} (OTEL_EXPORTER_OTLP_…): {error}") from error
 
 
-def _provider(context: LogContext, exporter: Watched) -> TracerProvider:
+def _provider(context: LogContext, exporter: OutageLogger) -> TracerProvider:
     """Its sampler and the bounds of its queue are those of the environment, and OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     win over our words for who makes the spans."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -221,7 +221,7 @@ def _provider(context: LogContext, exporter: Watched) -> TracerProvider:
     return provider
 
 
-def _end(provider: TracerProvider, exporter: Watched) -> None:
+def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
     """Sends what waits, for `END_WITHIN_S` at most. An export that hangs is left to its daemon thread."""
     ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
     ending.start()
@@ -230,14 +230,14 @@ def _end(provider: TracerProvider, exporter: Watched) -> None:
         log.warning("the last spans are lost: the collector did not take them in time")
 
 
-class _Seldom(logging.Handler):
+class _RepeatLimiter(logging.Handler):
     """While entered, the SDK's own log lines reach the root logger only once per text template in `SAME_AGAIN_S`: it repeats
     itself for as long as a collector is away."""
 
     def __init__(self) -> None:
         super().__init__()
         self._logger = logging.getLogger("opentelemetry")
-        self._said_at_s: dict[tuple[str, str], float] = {}
+        self._passed_at_s: dict[tuple[str, str], float] = {}
 
     def __enter__(self) -> None:
         self._propagated, self._logger.propagate = self._logger.propagate, False
@@ -249,8 +249,8 @@ class _Seldom(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         key, now_s = (record.name, str(record.msg)), time.monotonic()
-        said_at_s = self._said_at_s.get(key)
+        passed_at_s = self._passed_at_s.get(key)
         root = logging.getLogger()
-        if record.levelno >= root.level and (said_at_s is None or now_s - said_at_s >= SAME_AGAIN_S):
-            self._said_at_s[key] = now_s
+        if record.levelno >= root.level and (passed_at_s is None or now_s - passed_at_s >= SAME_AGAIN_S):
+            self._passed_at_s[key] = now_s
             root.handle(record)

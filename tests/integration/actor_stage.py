@@ -28,7 +28,7 @@ from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence,
 from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from tests.exposition import without_run
+from tests.support.exposition import without_run
 
 RUN = "demo"
 ROOT = Path(__file__).parents[2]

@@ -41,8 +41,8 @@ from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.server import serve
 from services.verifier.worker_process import children
-from tests.exposition import without_run
 from tests.support.certificates import Authority
+from tests.support.exposition import without_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 

@@ -150,7 +150,7 @@ def test_what_the_bound_remembers_is_bounded() -> None:
     bound = EventRateLimiter(every_s=1e9, burst=10 * MOST_KEYS)
     for number in range(2 * MOST_KEYS):
         bound.passes("ActorJoined", f"a{number}", 0.0)
-    assert len(bound._told) == MOST_KEYS
+    assert len(bound._last) == MOST_KEYS
 
 
 async def test_an_actor_that_flaps_does_not_flood_and_the_runs_own_events_pass(

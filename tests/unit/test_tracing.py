@@ -184,7 +184,7 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
 ) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from pipelinerl.telemetry.tracing import Watched
+    from pipelinerl.telemetry.tracing import OutageLogger
 
     caplog.set_level(logging.INFO)
     results = iter(
@@ -195,7 +195,7 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
         def export(self, spans: object) -> SpanExportResult:
             return next(results)
 
-    exporter, losing = Watched(Flaky()), []
+    exporter, losing = OutageLogger(Flaky()), []
     for _ in range(4):
         exporter.export([object(), object()])  # type: ignore[list-item]
         losing.append(exporter.is_losing)
