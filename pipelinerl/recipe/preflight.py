@@ -165,7 +165,7 @@ def _compiler(recipe: Recipe) -> Iterator[Finding]:
 
 def _lessons(recipe: Recipe) -> Iterator[Finding]:
     """The warm start's changes to the task, which the demonstrations are made of."""
-    from pipelinerl.tasks.registry import make_source
+    from pipelinerl.tasks.source import make_source
 
     changes = (
         recipe.model.warmstart.task_config if recipe.model.source == "warmstart" and recipe.model.warmstart else {}
@@ -180,8 +180,7 @@ def _lessons(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _task(recipe: Recipe) -> Iterator[Finding]:
-    from pipelinerl.tasks.registry import make_source
-    from pipelinerl.tasks.source import Split
+    from pipelinerl.tasks.source import Split, make_source
 
     try:
         make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)

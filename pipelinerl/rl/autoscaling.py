@@ -94,7 +94,7 @@ class _Window:
 
 def full_rate(rate: float, occupancy: float, known: float | None) -> float:
     """Sequences per second of an actor with all slots in use, from its `rate` at `occupancy` (0, 1]; `known`: measured when
-    it was full. See the module."""
+    it was full."""
     return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
 
 

@@ -1,7 +1,7 @@
 """Effective sample size of importance weights: (Σ w)² / (N Σ w²), 1 when on-policy.
 
 Weights are unclamped, whatever the loss does. Sums are kept as logarithms, so that weights of e^±1000 neither overflow
-nor vanish, and sums of two micro-batches (or, later, two ranks) add up to the sums of both.
+nor vanish, and sums of two micro-batches or ranks add up to the sums of both.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ class EssSums:
         if self.log_sum_squares == -math.inf:
             return 0.0
         return min(1.0, math.exp(2 * self.log_sum - self.log_sum_squares - math.log(self.count)))
-
-
-def ess_ratio(log_weights: NDArray[np.floating]) -> float | None:
-    """ESS of log_weights [tokens] (nats, unclamped) as a share of their number; None when there are none."""
-    return EssSums.of(log_weights).ratio
 
 
 def ess_by_lag(log_weights: NDArray[np.floating], lags: NDArray[np.int64]) -> dict[str, EssSums]:

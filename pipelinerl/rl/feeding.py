@@ -4,7 +4,7 @@ The unit is the group. Every optimizer step consumes exactly `groups_per_step = 
 samples failed; counted in sequences, a failed sample would let one more sequence into flight for good, and the bound
 would loosen with every failure. For groups of n the rule is `issued <= (v + 1 + max_lag) * B` divided by n.
 
-Not here: which problem comes next, and the check of each sequence (`staleness.py`).
+Not here: which problem comes next, and the check of each sequence (`lag.py`).
 """
 
 from __future__ import annotations
@@ -92,8 +92,3 @@ def default_backlog(groups_per_step: int, sequences_in_progress: int, group_size
     """Groups in flight that keep `sequences_in_progress` (H of all actors) generating while one batch is trained and
     one more waits: without max_lag, enough never to idle an actor and small enough to bound the streams."""
     return 2 * groups_per_step + 2 * math.ceil(sequences_in_progress / group_size)
-
-
-def largest_lag(sequences_in_progress: int, longest_tokens: float, mean_tokens: float, batch_size: int) -> int:
-    """The paper's g_max = ceil(H·I·L / (L̄·B)) in optimizer steps, for H·I sequences in progress over all actors."""
-    return math.ceil(sequences_in_progress * longest_tokens / (mean_tokens * batch_size))

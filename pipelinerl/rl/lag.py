@@ -1,8 +1,4 @@
-"""Token lag in buckets, the label under which ESS and clip fraction are reported.
-
-Widths double, because one step more matters at lag 1 and not at lag 100.
-
-Is a sequence still fresh enough to train on, and how old is each of its tokens?
+"""Token lag: how old each token is, its bucket in reports, and whether a sequence is still fresh enough to train on.
 
 Lag is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken.
 A version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that
@@ -11,6 +7,7 @@ no longer exists, whatever its number. Not here: what happens to a stale sequenc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,18 +17,15 @@ from numpy.typing import NDArray
 
 from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
 
-LARGEST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16)
-"""Inclusive upper edge of each bucket but the last, which has none. Unit: optimizer steps."""
-
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Labels, in order of lag."""
-
-_EDGES = np.asarray(LARGEST_LAG_OF_BUCKET, dtype=np.int64)
+"""Labels, in order of lag. Widths double, because one step more matters at lag 1 and not at lag 100."""
+_LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
+"""Inclusive upper edge of each bucket but the last, which has none. Unit: optimizer steps."""
 
 
 def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
     """Index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
-    return np.searchsorted(_EDGES, lags, side="left")
+    return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 
 class StaleReason(StrEnum):
@@ -91,13 +85,6 @@ def stale_reason(
     return None
 
 
-def within_max_lag(
-    spans: Sequence[VersionSpan], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
-) -> bool:
-    """`stale_reason` as a yes or no."""
-    return stale_reason(spans, version, max_lag, lineage) is None
-
-
-def token_lags(token_versions: NDArray[np.int64], version: int) -> NDArray[np.int64]:
-    """int64[tokens]: optimizer steps from the sampling of each token to its use at `version`."""
-    return version - token_versions
+def largest_lag(sequences_in_progress: int, longest_tokens: float, mean_tokens: float, batch_size: int) -> int:
+    """The paper's g_max = ceil(H·I·L / (L̄·B)) in optimizer steps, for H·I sequences in progress over all actors."""
+    return math.ceil(sequences_in_progress * longest_tokens / (mean_tokens * batch_size))

@@ -1,22 +1,18 @@
-"""Sequences into micro-batches of a fixed token budget.
+"""Packing: sequences into micro-batches of a fixed token budget, and the micro-batches of one optimizer step onto ranks.
 
 Best-fit decreasing decides how few bins are needed; the same number of bins is then filled evenly, because equal
-micro-batches need the least memory and waste nothing when padded to one shape. Deterministic: equal inputs give equal
-bins. Not here: the tensors (services/trainer), several ranks and the cost of attention (`step_plan`).
-
-What one sequence costs a decoder-only model: a linear term in its tokens and a causal term in pairs of them.
-
-Costs are FLOPs of a forward pass where the model is known (`services/trainer/learn/meter.py`), and tokens where it is not;
-planning needs their proportions only. Not here: memory traffic, kernels, padding.
-
-Which sequences of one optimizer step go to which rank, in which micro-batch.
+micro-batches need the least memory and waste nothing when padded to one shape.
 
 Ranks that share a model (FSDP) run in lockstep: they begin a micro-batch together, so that a slot of micro-batches, one on
 each rank, lasts as long as its costliest one, and a step lasts Σ over slots of the maximum over ranks. The plan has as few
 slots as best-fit decreasing allows, and within each slot nearly equal costs. What the slots cost beside each other does not
-matter. Deterministic: equal inputs give equal plans.
+matter.
 
-Not here: tensors, padding to multiples (sequence parallelism does that when it splits a row), or who computes the plan.
+What one sequence costs has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass
+where the model is known, and tokens where it is not; planning needs their proportions only.
+
+Deterministic: equal inputs give equal plans. Not here: tensors, padding to multiples (sequence parallelism does that when it
+splits a row), memory traffic, kernels.
 """
 
 from __future__ import annotations
@@ -219,10 +215,10 @@ class _Planner:
         """Bins of similar cost share a slot, and spread its sequences over their ranks again where that is faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
-        return [self._evened_slot(falling[first : first + self.num_ranks]) for first in self._first_bins(num_slots)]
-
-    def _first_bins(self, num_slots: int) -> range:
-        return range(0, num_slots * self.num_ranks, self.num_ranks)
+        return [
+            self._evened_slot(falling[first : first + self.num_ranks])
+            for first in range(0, len(falling), self.num_ranks)
+        ]
 
     def _evened_slot(self, bins: Bins) -> Bins:
         spread, left = self._spread(self._costliest_first([index for members in bins for index in members]))

@@ -18,7 +18,7 @@ from pipelinerl.tasks.source import Problem, Split
 
 
 class FileSource:
-    """See the module. Raises `UserError` with the file and line of what is wrong."""
+    """Raises `UserError` with the file and line of what is wrong."""
 
     def __init__(
         self, path: Path, *, task: str, prompt_field: str, answer_field: str, seed: int, num_heldout: int

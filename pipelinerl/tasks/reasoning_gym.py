@@ -1,8 +1,4 @@
-"""The compact form of reasoning-gym's chain_sum: `12 + 7 - 5` asked as `12+7-5=`.
-
-For models with a character tokenizer, to which the task's English sentence means nothing. Pure.
-
-Problems of any reasoning-gym family, without end, held-out ones apart from training ones.
+"""Problems of any reasoning-gym family, without end, held-out ones apart from training ones.
 
 A family generates from a seed, in blocks of `BLOCK` problems whose seed is derived from the run's seed, the split and the
 block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
@@ -27,7 +23,8 @@ from pipelinerl.tasks.source import Problem, Split
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """The bare expression and `=`. Raises `FieldError` for an entry without an expression."""
+    """chain_sum's `12 + 7 - 5` asked as `12+7-5=`, for models with a character tokenizer, to which an English sentence means
+    nothing. Raises `FieldError` for an entry without an expression."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "only chain_sum has a compact form; use plain or chat")
@@ -44,7 +41,7 @@ HELDOUT_SEED = 0
 
 
 class ReasoningGymSource:
-    """See the module. Raises `FieldError` for an unknown family or arguments it refuses."""
+    """Raises `FieldError` for an unknown family or arguments it refuses."""
 
     num_train: int | None = None
 

@@ -28,8 +28,8 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
     receiver.may_receive.clear()
     with NatsServer(tmp_path) as server:
         async with (
-            connect(server.url, "run", request_timeout_s=0.3) as actor_bus,
-            connect(server.url, "run", request_timeout_s=0.3) as bus,
+            connect(server.url, "run", request_timeout_s=0.1) as actor_bus,
+            connect(server.url, "run", request_timeout_s=0.1) as bus,
         ):
             metrics = ActorMetrics(CollectorRegistry())
             listener = UpdateListener(actor_bus, receiver, gate, metrics, instance="a", process="p1", on_end=never_ends)
@@ -37,7 +37,7 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
                 actor_bus, gate, lambda: listener.manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=1
             )
             actor = [asyncio.create_task(listener.run()), asyncio.create_task(heartbeat.run())]
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             assert not any(task.done() for task in actor)
 
             await bus.create_streams()
@@ -53,7 +53,7 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
                 same_port = int(server.url.rsplit(":", 1)[1])
                 server.stop()
                 receiver.may_receive.set()  # `staged` has nowhere to go
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(0.5)
                 assert not running.done()
                 assert not any(task.done() for task in actor)
                 server.port = same_port

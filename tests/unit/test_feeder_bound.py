@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.rl.feeding import FeederBound, default_backlog, largest_lag
+from pipelinerl.rl.feeding import FeederBound, default_backlog
 
 
 def test_bounded_by_hand() -> None:
@@ -54,11 +54,6 @@ def test_settings_that_cannot_work_are_named() -> None:
         FeederBound(groups_per_step=4, backlog_groups=3)
     with pytest.raises(FieldError, match=r"trainer\.batch_size"):
         FeederBound(groups_per_step=0, max_lag=1)
-
-
-def test_largest_lag_of_the_papers_worked_case() -> None:
-    # H = 192 on I = 44 accelerators, lengths uniform on 1..L (mean L / 2), B = 128: 132. (The paper says about 133.)
-    assert largest_lag(192 * 44, longest_tokens=2.0, mean_tokens=1.0, batch_size=128) == 132
 
 
 def test_default_backlog_by_hand() -> None:

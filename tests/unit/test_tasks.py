@@ -15,8 +15,7 @@ import pytest
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.reasoning_gym import BLOCK, ReasoningGymSource, compact_question
-from pipelinerl.tasks.registry import make_source
-from pipelinerl.tasks.source import Problem, Split
+from pipelinerl.tasks.source import Problem, Split, make_source
 
 ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
@@ -34,7 +33,7 @@ def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[
 
 def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
     code = (
-        "import sys, pipelinerl.tasks.registry, pipelinerl.tasks.files, pipelinerl.tasks.reasoning_gym;"
+        "import sys, pipelinerl.tasks.source, pipelinerl.tasks.files, pipelinerl.tasks.reasoning_gym;"
         "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
-from pipelinerl.tasks.registry import make_source
-from pipelinerl.tasks.source import Split
+from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import __main__ as command
 from services.trainer.warmstart import smollm2
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save

@@ -24,8 +24,7 @@ from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds,
 from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.rl.feeding import FeederBound, default_backlog
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.tasks.registry import make_source
-from pipelinerl.tasks.source import Problem, Split
+from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.telemetry.spans import headers_of, trace_of
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 

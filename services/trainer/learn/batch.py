@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.lag import token_lags
 from services.trainer.learn.attention import PackedLayout, packed_layout
 from services.trainer.learn.devices import on_device
 from services.trainer.learn.loss import BatchTotals, Normalization, token_weights
@@ -155,7 +154,7 @@ def host_microbatch(
     token_ids = np.concatenate(parts).astype(np.int64)
     lengths = prompts + completions
     positions = _completion_positions(lengths, prompts, completions)
-    lags = token_lags(np.concatenate([member.token_versions() for member in members]), version)
+    lags = version - np.concatenate([member.token_versions() for member in members])
     assert lags.min() >= 0, f"a token of a version after {version} cannot be trained on at {version}"
     padded_ids, padded_lengths = _padded(token_ids, lengths, pad_multiple)
     return HostMicroBatch(

@@ -24,8 +24,7 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import COMPLETE, is_complete
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
-from pipelinerl.tasks.registry import make_source
-from pipelinerl.tasks.source import Split
+from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart.smollm2 import load_smollm2
 from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 

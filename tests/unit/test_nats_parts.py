@@ -1,4 +1,4 @@
-"""How a watcher of the membership bucket turns puts, markers and snapshots into events."""
+"""Parts of the bus without a server: membership events, positions in reply subjects, addresses without logins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from nats.aio.msg import Msg
 
-from pipelinerl.bus.link import AckSubject
+from pipelinerl.bus.link import AckSubject, redacted
 from pipelinerl.bus.protocol import MemberEvent
 from pipelinerl.bus.reader import MemberWatch, Received, SnapshotStart
 from pipelinerl.errors import BusError
@@ -139,3 +139,27 @@ def test_both_forms_of_the_reply_subject_are_read() -> None:
 def test_other_subjects_are_no_delivery(reply: str) -> None:
     with pytest.raises(BusError):
         AckSubject.parse(reply)
+
+
+# --- addresses in messages and logs
+
+
+@pytest.mark.parametrize(
+    ("urls", "shown"),
+    [
+        ("nats://host:4222", "nats://host:4222"),
+        ("host:4222", "host:4222"),
+        ("nats://user:secret@host:4222", "nats://***@host:4222"),
+        ("nats://token@host", "nats://***@host"),
+        ("user:secret@host", "***@host"),
+        ("nats://user:sec@ret@host", "nats://***@host"),
+        ("nats://user:sec/ret@host:4222", "nats://***@host:4222"),
+        ("nats://user:sec://ret@host", "nats://***@host"),
+        ("nats://user:sec,ret@host", "nats://***@host"),
+        ("nats://a,nats://user:secret@b,tls://user:sec@ret@c", "nats://a,nats://***@b,tls://***@c"),
+        ("nats://user:secret@a,NATS://user:sec/ret@b", "nats://***@a,NATS://***@b"),
+        ("nats://user:secret@a,user:secret@b", "nats://***@b"),
+    ],
+)
+def test_no_part_of_a_login_is_shown(urls: str, shown: str) -> None:
+    assert redacted(urls) == shown
