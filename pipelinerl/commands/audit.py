@@ -12,12 +12,10 @@ HELP = "derive a run's ledger again from its journal, checkpoints and streams"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="folder of a run that goes on, has ended, or crashed"
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
     add_server_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--versions", action="store_true", help="tell of every version, not only of unusual ones")
+    parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
 
 
 def execute(args: argparse.Namespace) -> int:

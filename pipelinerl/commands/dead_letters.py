@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipelinerl.messages.sequences import DeadLetter
 
 NAME = "dead-letters"
-HELP = "list the prompt groups of a run that were given up"
+HELP = "list a run's abandoned prompt groups"
 
 _COLUMNS = ("TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT")
 _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
@@ -20,7 +20,7 @@ _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     streams.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, nothing cut short")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
 
 
 def execute(args: argparse.Namespace) -> int:

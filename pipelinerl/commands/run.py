@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     page.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.add_argument(
         "--resume", metavar="DIR", type=Path,
-        help="go on with the run in DIR, with its own recipe unless RECIPE or --set change what may change",
+        help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
     )  # fmt: skip
     parser.add_argument(
         "--metrics-port", metavar="PORT", type=int, default=0,
-        help="port on this machine for the runner's /metrics and for /targets, where a Prometheus finds all of the run "
+        help="port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services "
         "(default: any free one)",
     )  # fmt: skip
 

@@ -25,7 +25,9 @@ _STORE = "jetstream"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, ended or not")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not"
+    )
     add_server_arguments(parser)
     parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
 
@@ -39,7 +41,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
     parser.add_argument(
-        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if asked"
+        "--tls-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder with ca.crt, and tls.crt and tls.key if the server requires them",
     )
 
 

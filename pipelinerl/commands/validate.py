@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
 
 NAME = "validate"
-HELP = "check a recipe and print what it says"
+HELP = "check a recipe and print a summary of it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

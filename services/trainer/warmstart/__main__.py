@@ -30,7 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer.warmstart", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, metavar="FILE", help="JSON with model and task; needs --out")
-    what.add_argument("--recipe-model", action="store_true", help="the model of the trainer's recipe, in its cache")
+    what.add_argument(
+        "--recipe-model", action="store_true", help="build the model of the trainer's recipe into its cache"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the model")
     arguments = parser.parse_args()
     if (arguments.out is None) != arguments.recipe_model:
