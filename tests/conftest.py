@@ -31,7 +31,7 @@ def seed_of_commit() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     seed = seed_of_commit()
-    parser.addoption("--histories", type=int, default=8, help="random fault histories to play")
+    parser.addoption("--histories", type=int, default=5, help="random fault histories, and breaks, to play")
     parser.addoption(
         "--first-seed", type=int, default=seed, help="of the random fault histories; by default the commit's"
     )

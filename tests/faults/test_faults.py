@@ -1,28 +1,63 @@
-"""Members that die, freeze, hang and fail in each phase of an update: real processes, real signals.
+"""Members that die, freeze, hang and fail in each phase of an update, and random histories: real processes, real signals.
 
 What must hold is checked by the stage at the end of each test; here: the survivors serve the version, the broken one is
 left out, and it (or its successor) is brought back beside the others.
+
+`make test` plays `--histories` of the breaks and of the random histories, which the commit chooses; a test that fails prints
+the command that plays it again. `make soak` plays every break and many more histories.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from pathlib import Path
 
 import pytest
 
 from benchmarks.light_members import PHASES, Break, How, Phase
+from tests.faults.schedule import HOWS, Step, play, random_history
 from tests.faults.stage import UPDATE_WITHIN_S, fault_stage
 
 BROKEN_AT = 1
+BREAKS = [(phase, how) for phase in PHASES for how in HOWS]
 
 
-@pytest.mark.parametrize("how", ["dies", "freezes", "hangs", "fails"])
-@pytest.mark.parametrize("phase", PHASES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    first, count = metafunc.config.getoption("--first-seed"), metafunc.config.getoption("--histories")
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(first, first + count))
+    if "how" in metafunc.fixturenames:
+        chosen = random.Random(first).sample(BREAKS, min(count, len(BREAKS)))
+        metafunc.parametrize(("phase", "how"), sorted(chosen))
+
+
+def replay(first_seed: int, histories: int) -> None:
+    """Prints the command; pytest shows it with a failure."""
+    chosen = f"--first-seed {first_seed} --histories {histories}"
+    print(f"replay: .venv/bin/python -m pytest tests/faults/test_faults.py {chosen}")
+
+
+async def test_after_any_history_one_more_update_reaches_everybody_alive(tmp_path: Path, seed: int) -> None:
+    replay(seed, 1)
+    async with fault_stage(tmp_path) as stage:
+        await play(stage, random_history(seed))
+
+
+def test_histories_come_from_their_seed_alone_and_contain_everything() -> None:
+    assert random_history(7) == random_history(7)
+    steps = [step for seed in range(20) for step in random_history(seed)]
+    assert {step.what for step in steps} == {"start", "kill", "freeze", "thaw", "leave", "offer"}
+    broken = {(step.breaks.phase, step.breaks.how) for step in steps if step.breaks}
+    assert len(broken) >= 10, "many different breaks"
+    assert all(isinstance(step, Step) and (step.member or step.what == "offer") for step in steps)
+
+
 async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
-    tmp_path: Path, phase: Phase, how: How
+    tmp_path: Path, phase: Phase, how: How, request: pytest.FixtureRequest
 ) -> None:
+    replay(request.config.getoption("--first-seed"), request.config.getoption("--histories"))
     async with fault_stage(tmp_path) as stage:
         breaks = {"b": Break(phase, how, BROKEN_AT)}
         a, b, c = await stage.start_all("a", "b", "c", breaks=breaks)
