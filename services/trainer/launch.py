@@ -42,8 +42,9 @@ def launch_ranks() -> int | None:
         settings = read_settings(TrainerSettings)
         recipe = load_recipe(settings.recipe)
         several = num_ranks(settings, recipe) > 1
-        keep_to_quota(os.environ, ranks_here(settings, recipe))
-        codes.append(run_ranks(settings, ranks_here(settings, recipe), RANK) if several else None)
+        here = settings.ranks_per_node or recipe.trainer.nproc
+        keep_to_quota(os.environ, here)
+        codes.append(run_ranks(settings, here, RANK) if several else None)
 
     failed = exit_code(launch)
     return failed or codes[0]
@@ -56,11 +57,7 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
     if settings.node >= settings.nodes:
         fix = f"of {settings.nodes} nodes (PIPELINERL_NODES) is one of 0 to {settings.nodes - 1}"
         raise FieldError("PIPELINERL_NODE", settings.node, fix)
-    return settings.nodes * ranks_here(settings, recipe)
-
-
-def ranks_here(settings: TrainerSettings, recipe: Recipe) -> int:
-    return settings.ranks_per_node or recipe.trainer.nproc
+    return settings.nodes * (settings.ranks_per_node or recipe.trainer.nproc)
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:

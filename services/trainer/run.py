@@ -36,9 +36,8 @@ from services.trainer.checkpoint.run_state import Start, evaluates_first, note_t
 from services.trainer.data.actor_client import ActorClient, ActorLoad
 from services.trainer.data.evaluation import HeldoutEvaluator, probe_tokens
 from services.trainer.data.feeder import Feeder, feeder_bound, heldout_problems, training_problems
-from services.trainer.data.intake import Intake
+from services.trainer.data.intake import Intake, StreamUpkeep
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
-from services.trainer.data.upkeep import StreamUpkeep
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.records import StepRecord

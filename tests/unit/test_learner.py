@@ -29,7 +29,7 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
 from pipelinerl.rl.advantages import group_advantages
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.files import VALUE_HEAD, save_value_head
+from services.trainer.checkpoint.export import VALUE_HEAD, save_value_head
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, build_microbatch, token_row
 from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss

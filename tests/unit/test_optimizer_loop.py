@@ -17,8 +17,9 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.feeding import FeederBound
 from pipelinerl.rl.ledger import Outcome
+from pipelinerl.run_dir import resumable
 from services.trainer.checkpoint.checkpointer import CheckpointWriter
-from services.trainer.checkpoint.run_state import load_run_state, newest_checkpoint
+from services.trainer.checkpoint.run_state import load_run_state
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
@@ -157,8 +158,7 @@ async def test_what_is_captured_has_the_record_and_the_books_of_its_version() ->
     async with bench(quiet(checkpoint={"every_steps": 1})) as one:
         await one.loop.run()
         await one.loop.last_checkpoint()
-        folder = newest_checkpoint(one.run_dir)
-        assert folder is not None
+        folder = resumable(one.run_dir)[4].parent
         state = load_run_state(folder)
         assert (state.policy_version, state.books["ledger"]["closed"]["trained"]) == (4, 8)
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.export import PolicyExport, StagedExport
-from services.trainer.checkpoint.files import VALUE_HEAD
+from services.trainer.checkpoint.export import VALUE_HEAD, PolicyExport, StagedExport
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.step import Learner

@@ -213,7 +213,7 @@ ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
 }
 """Ranks round gradients and sums differently, so that equality is to the dtype's rounding only."""
-ON_MORE_THAN_ONE_ROW = ("fewer sequences than ranks", "rows shared by two", "value head, rows shared")
+ON_MORE_THAN_ONE_ROW = ("untied", "fewer sequences than ranks", "rows shared by two", "value head, rows shared")
 SIZES = {2: CASES | ROUNDED, 4: {name: CASES[name] for name in ON_MORE_THAN_ONE_ROW} | ON_FOUR}
 
 
@@ -263,8 +263,8 @@ def test_ranks_train_as_one(
 
 
 def test_all_ranks_skip_what_one_rank_cannot_compute(together: dict[int, dict[str, Result]]) -> None:
-    for results in together.values():
-        assert [step["skipped"] for step in results["a step that is skipped"].outcomes] == ["loss not finite", ""]
+    outcomes = together[2]["a step that is skipped"].outcomes
+    assert [step["skipped"] for step in outcomes] == ["loss not finite", ""]
 
 
 def test_each_rank_keeps_its_share_of_weights_and_moments(

@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.kube.events import PodRef
+from pipelinerl.run_dir import resumable
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
-from services.trainer.checkpoint.run_state import Start, load_run_state, newest_checkpoint
+from services.trainer.checkpoint.run_state import Start, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
@@ -152,8 +153,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert run._recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
-    folder = newest_checkpoint(tmp_path)
-    assert folder is not None
+    folder = resumable(tmp_path)[2].parent
     state = load_run_state(folder)
     assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
     assert (tmp_path / "checkpoint" / "config.json").is_file()

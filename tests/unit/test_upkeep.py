@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pipelinerl.bus.protocol import StreamInfo, StreamLimits
 from pipelinerl.messages.sequences import decode_group
 from pipelinerl.rl.ledger import Outcome
-from services.trainer.data.upkeep import StreamUpkeep
+from services.trainer.data.intake import StreamUpkeep
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_recipe, make_sequence
 from tests.unit.test_feeder_and_intake import Desk

@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.trainer.checkpoint.files import VALUE_HEAD, save_adapter, save_value_head
-from services.trainer.learn.lora import has_adapters
+from pipelinerl.errors import FieldError
+from services.trainer.learn.lora import has_adapters, peft_config
+from services.trainer.learn.policy import TokenScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from services.trainer.policy_trainer import RankZero
 
+VALUE_HEAD = Path("value_head") / "model.safetensors"
+"""Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 """What a model has beside its class and configuration that files are made of."""
 
@@ -100,3 +104,31 @@ def give_mode(folder: Path, mode: int) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(stat.S_IMODE(mode))
+
+
+def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
+    """`weights`: `weight` [1, hidden size] and `bias` [1]."""
+    file.parent.mkdir(exist_ok=True)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
+
+
+def load_value_head(scorer: TokenScorer, folder: Path) -> bool:
+    """Gives `scorer`'s value head the weights in a checkpoint's `folder`; False where there are none.
+
+    Raises `FieldError` for weights of another shape.
+    """
+    if not (folder / VALUE_HEAD).is_file() or scorer.value_head is None:
+        return False
+    try:
+        scorer.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
+    except RuntimeError as error:
+        raise FieldError("model.name", str(folder), f"its {VALUE_HEAD} is not this model's: {error}") from error
+    return True
+
+
+def save_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes what `PeftModel.from_pretrained` reads: `adapter` as `adapter_weights` names it, and how it was made."""
+    folder.mkdir()
+    peft_config(model).save_pretrained(str(folder))
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

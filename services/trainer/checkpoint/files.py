@@ -1,8 +1,6 @@
-"""Files that are on disk, whole, or not there: written beside their name, fsynced, renamed. No format of its own.
+"""Files and folders of checkpoints that are on disk, whole, or not there: written beside their name, fsynced, renamed.
 
-Folders of checkpoints: replaced as a whole, or not at all, whatever crashes; and two files in them.
-
-A folder is written beside its final name and renamed. Not here: what fills it (`export.py`, `resume/`).
+A folder is replaced as a whole, or not at all, whatever crashes. Not here: what fills it.
 """
 
 from __future__ import annotations
@@ -12,15 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pipelinerl.errors import FieldError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from services.trainer.learn.policy import TokenScorer
+from typing import Any
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -58,45 +48,7 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-VALUE_HEAD = Path("value_head") / "model.safetensors"
-"""Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
 _PARTIAL, _REPLACED = ".partial-", ".old-"
-
-
-def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
-    """`weights`: `weight` [1, hidden size] and `bias` [1]."""
-    from safetensors.torch import save_file
-
-    file.parent.mkdir(exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
-
-
-def load_value_head(scorer: TokenScorer, folder: Path) -> bool:
-    """Gives `scorer`'s value head the weights in a checkpoint's `folder`; False where there are none.
-
-    Raises `FieldError` for weights of another shape.
-    """
-    from safetensors.torch import load_file
-
-    if not (folder / VALUE_HEAD).is_file() or scorer.value_head is None:
-        return False
-    try:
-        scorer.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
-    except RuntimeError as error:
-        raise FieldError("model.name", str(folder), f"its {VALUE_HEAD} is not this model's: {error}") from error
-    return True
-
-
-def save_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes what `PeftModel.from_pretrained` reads: `adapter` as `adapter_weights` names it, and how it was made."""
-    from safetensors.torch import save_file
-
-    from services.trainer.learn.lora import peft_config
-
-    folder.mkdir()
-    peft_config(model).save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def partial_folder(folder: Path) -> Path:
@@ -125,11 +77,6 @@ def tidy(parent: Path) -> None:
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints of `folder`."""
-    for path in step_folders(folder)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Checkpoints `step-<version>` in `folder`, by version."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")))[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -44,27 +44,20 @@ BEGAN = "training_began_s"
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
     """None when no trainer has started in this folder. Raises `FieldError` for the folder of another run, `UserError` for a
     file that is not ours."""
-    path = run_dir / LINEAGE
-    if not path.is_file():
+    if not (run_dir / LINEAGE).is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _lineage_file(run_dir)
         found, lineage = content["run"], Lineage(tuple(int(start) for start in content["starts"]))
         if not isinstance(content["recipe"], dict):
             raise TypeError("recipe")
     except (ValueError, KeyError, TypeError, AssertionError) as error:
+        path = run_dir / LINEAGE
         raise UserError(f"{path} does not say how often the run's trainer started: {error!r}; restore it") from error
     if found != run:
-        raise FieldError(
-            "run_dir", str(run_dir), f"is the folder of run {found!r}, not of {run!r}: give this run its own"
-        )
+        fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own"
+        raise FieldError("run_dir", str(run_dir), fix)
     return lineage
-
-
-def read_recipe(run_dir: Path) -> Mapping[str, Any]:
-    """The resolved recipe of the trainer that started last, as plain data."""
-    recipe: Mapping[str, Any] = _content(run_dir)["recipe"]
-    return recipe
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
@@ -77,20 +70,24 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
 
 def read_training_began(run_dir: Path) -> float | None:
     """Unix time at which the first of the run's trainers began to train; None when none has."""
-    if not (run_dir / LINEAGE).is_file():
-        return None
-    began_s = _content(run_dir).get(BEGAN)
+    began_s = _lineage_file(run_dir).get(BEGAN)
     return float(began_s) if isinstance(began_s, int | float) else None
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
     """Returns when it is on disk. Only the first call in a run's life counts, and only where a trainer has started."""
-    if (run_dir / LINEAGE).is_file() and read_training_began(run_dir) is None:
-        write_json_durably(run_dir / LINEAGE, {**_content(run_dir), BEGAN: now_s})
+    content = _lineage_file(run_dir)
+    if content and read_training_began(run_dir) is None:
+        write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
 
 
-def _content(run_dir: Path) -> dict[str, Any]:
-    return dict(json.loads((run_dir / LINEAGE).read_text(encoding="utf-8")))
+def _lineage_file(run_dir: Path) -> dict[str, Any]:
+    """Empty when there is none."""
+    path = run_dir / LINEAGE
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise TypeError("it is no object")
+    return content
 
 
 FORMAT = 1
@@ -121,9 +118,13 @@ class RunState:
 
     def save(self, folder: Path) -> None:
         """Writes both files into `folder`; returns when they are on disk."""
-        write_durably(folder / SEQUENCES, _delimited(_good_sequences(self.held)))
+        held = self.held
+        good = [sequence for group in held.taken for sequence in group.sequences]
+        good += [sequence for group in held.ready for sequence in group.sequences]
+        good += [sequence for sequence in held.open if not sequence.failure]
+        write_durably(folder / SEQUENCES, _delimited(good))
         content = {own.name: getattr(self, own.name) for own in fields(self)}
-        write_json_durably(folder / RUN_STATE, {"format": FORMAT, **content, "held": _held_to_json(self.held)})
+        write_json_durably(folder / RUN_STATE, {"format": FORMAT, **content, "held": _held_to_json(held)})
 
 
 def load_run_state(folder: Path) -> RunState:
@@ -141,19 +142,15 @@ def load_run_state(folder: Path) -> RunState:
         ) from error
 
 
-def _good_sequences(held: HeldSequences) -> Iterator[Sequence]:
-    for taken in held.taken:
-        yield from taken.sequences
-    for ready in held.ready:
-        yield from ready.sequences
-    yield from (sequence for sequence in held.open if not sequence.failure)
-
-
 def _held_to_json(held: HeldSequences) -> dict[str, Any]:
     """By ids; the sequences are in the other file."""
+
+    def ids(sequences: Iterable[Sequence]) -> list[str]:
+        return [sequence.sequence_id for sequence in sequences]
+
     return {
-        "taken": [{"ids": _ids(group.sequences), "advantages": group.advantages.tolist()} for group in held.taken],
-        "ready": [{"group": group.group_id, "ids": _ids(group.sequences)} for group in held.ready],
+        "taken": [{"ids": ids(group.sequences), "advantages": group.advantages.tolist()} for group in held.taken],
+        "ready": [{"group": group.group_id, "ids": ids(group.sequences)} for group in held.ready],
         "open": [
             {"id": s.sequence_id, **({"failure": s.failure, "group_size": s.group_size} if s.failure else {})}
             for s in held.open
@@ -165,20 +162,15 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
     def those(ids: Iterable[str]) -> tuple[Sequence, ...]:
         return tuple(sequences[sequence_id] for sequence_id in ids)
 
+    def failed(entry: Mapping[str, Any]) -> Sequence:
+        group_id, _, index = entry["id"].rpartition(".")
+        return failed_sample(run, group_id, int(index), entry["group_size"], entry["failure"])
+
     return HeldSequences(
         taken=tuple(TrainingGroup(those(g["ids"]), np.array(g["advantages"])) for g in content["taken"]),
         ready=tuple(CompletedGroup(g["group"], those(g["ids"])) for g in content["ready"]),
-        open=tuple(_failed(entry, run) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
+        open=tuple(failed(entry) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
     )
-
-
-def _failed(entry: Mapping[str, Any], run: str) -> Sequence:
-    group_id, _, index = entry["id"].rpartition(".")
-    return failed_sample(run, group_id, int(index), entry["group_size"], entry["failure"])
-
-
-def _ids(sequences: Iterable[Sequence]) -> list[str]:
-    return [sequence.sequence_id for sequence in sequences]
 
 
 def _delimited(sequences: Iterable[Sequence]) -> bytes:
@@ -237,39 +229,27 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     """
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
-    _check_complete(run_dir)
-    lineage = read_lineage(run_dir, run)
-    if lineage is None:
-        return Start()
-    folder = newest_checkpoint(run_dir)
-    if folder is None:
-        _tell_changes(read_recipe(run_dir), recipe)
-        log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
-        return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
-    state = load_run_state(folder)
-    if state.run != run:
-        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
-    _tell_changes(state.recipe, recipe)
-    positions = {
-        one.policy_version: one.position
-        for one in (load_run_state(path.parent) for path in resumable(run_dir).values())
-    }
-    saved_at_s = folder.stat().st_mtime
-    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)
-
-
-def _check_complete(run_dir: Path) -> None:
     try:
         missing = missing_from(run_dir)
     except (ValueError, KeyError) as error:
         missing = f"its journal, or its newest checkpoint, cannot be read: {error!r}; restore it"
     if missing:
         raise FieldError("run_dir", str(run_dir), missing)
-
-
-def _tell_changes(old: Mapping[str, Any], recipe: Recipe) -> None:
-    for change in check_resumable(old, recipe):
+    lineage = read_lineage(run_dir, run)
+    if lineage is None:
+        return Start()
+    states = {path.parent: load_run_state(path.parent) for path in resumable(run_dir).values()}
+    folder, state = list(states.items())[-1] if states else (None, None)
+    if state is not None and folder is not None and state.run != run:
+        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
+    for change in check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe):
         log.info("recipe changed: %s", change)
+    if state is None or folder is None:
+        log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
+        return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
+    positions = {one.policy_version: one.position for one in states.values()}
+    saved_at_s = folder.stat().st_mtime
+    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
@@ -278,8 +258,3 @@ def evaluates_first(start: Start, recipe: Recipe) -> bool:
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)
     return due and not any(heldout[0] == version for heldout in known)
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Its `resume` folder; None when there is none that a run can go on from."""
-    return next((path.parent for path in reversed(resumable(run_dir).values())), None)

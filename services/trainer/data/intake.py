@@ -5,6 +5,10 @@
 feeder, by issuing lost groups again, unblocks it. Every sequence that leaves here without being trained is closed in the
 tracker. What has arrived and has no outcome yet can be taken along into a checkpoint (`held`, `restore`).
 
+`StreamUpkeep`, every few seconds, purges from SEQUENCES what nobody will read again, has a checkpoint written where the log
+fills up before one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never
+came. What it ends goes through `Intake`, so that the feeder issues another group.
+
 `LossStreak` counts groups lost one after another: when it goes on for too long, nothing will ever be trained, and the run says
 so. What was stale when its turn came does not count: newer versions end that by themselves.
 """
@@ -15,12 +19,12 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from pipelinerl.bus.protocol import Bus, LogEntry
-from pipelinerl.errors import MessageError, UserError
+from pipelinerl.bus.protocol import Bus, LogEntry, StreamInfo, group_id_of
+from pipelinerl.errors import BusError, MessageError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group
@@ -34,6 +38,13 @@ from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 
 log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0
+LOST_AFTER_S = 60.0
+GROUP_LOST = "prompt group lost"
+FULL_SHARE = 0.5
+"""Of a log's limit: fuller than this, it should become shorter."""
+
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Without `trainer.give_up_after_groups`: so many optimizer steps' worth of groups, and so many groups at least."""
@@ -263,3 +274,78 @@ class Intake:
     def _lose(self, sequences: tuple[Sequence, ...], outcome: Outcome, reason: str) -> None:
         self._tracker.lose(sequences, outcome, reason)
         self._on_loss()
+
+
+class StreamUpkeep:
+    """Keeps the run's streams short and notices what was lost on them. `on_look` hears what is seen of `prompts` and
+    `sequences`.
+
+    `checkpoint` writes one; `readable_from(filling)`: lowest position of the log that may be read again, by the newest
+    checkpoint alone where the log is `filling` up.
+
+    An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
+    a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
+    `lost_after_s` is on top of that. A group that was handed over is on the queue again, at another position.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        tracker: SequenceTracker,
+        intake: Intake,
+        readable_from: Callable[[bool], int],
+        checkpoint: Callable[[], Awaitable[None]],
+        *,
+        on_look: Callable[[str, StreamInfo], None] = lambda stream, info: None,
+        every_s: float = LOOK_EVERY_S,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
+        self._bus, self._tracker, self._intake = bus, tracker, intake
+        self._readable_from, self._checkpoint = readable_from, checkpoint
+        self._on_look, self._every_s, self._lost_after_s = on_look, every_s, lost_after_s
+        self._purged_below = 1
+        self._gone: dict[str, tuple[float, int]] = {}
+        """When a group was first missed, and the end of the log then."""
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` where `Intake` does."""
+        while True:
+            try:
+                prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
+                self._on_look("prompts", prompts)
+                self._on_look("sequences", sequences)
+                await self._purge(sequences)
+                await self._look_for_lost_groups(prompts)
+            except BusError as error:
+                log.info("the streams are looked after later: %s", error)
+            await asyncio.sleep(self._every_s)
+
+    async def _purge(self, sequences: StreamInfo) -> None:
+        limits = self._bus.limits
+        bytes_share = sequences.bytes / limits.sequences_max_bytes
+        messages_share = sequences.messages / limits.sequences_max_messages
+        filling = max(bytes_share, messages_share) > FULL_SHARE  # on its way to refuse the next sequence
+        if filling:
+            try:
+                await self._checkpoint()
+            except ServiceError as error:
+                log.error("SEQUENCES is more than half full, and stays so: %s", error)
+        readable_from = self._readable_from(filling)
+        if readable_from > self._purged_below:
+            await self._bus.purge_sequences(readable_from)
+            self._purged_below = readable_from
+
+    async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
+        gone = self._tracker.gone_from_queue(prompts.first_position)
+        if gone:
+            still_there = {group_id_of(prompt.msg_id): prompt.position for prompt in await self._bus.pending_prompts()}
+            for group_id in set(gone) & set(still_there):
+                self._tracker.published(group_id, still_there[group_id])
+            gone = tuple(group_id for group_id in gone if group_id not in still_there)
+        log_end = (await self._bus.sequences_info()).last_position if gone else 0
+        now_s = asyncio.get_running_loop().time()
+        self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
+        for group_id, (since_s, end) in self._gone.items():
+            if now_s - since_s >= self._lost_after_s and self._intake.position >= end:
+                log.error("group %s left the queue, and not all of its sequences came", group_id)
+                await self._intake.fail_missing(group_id, GROUP_LOST)
