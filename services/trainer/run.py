@@ -31,9 +31,10 @@ from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import CheckpointWriter, WrittenCheckpoint, link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
-from services.trainer.data.actor_client import ActorClient, ActorLoad
+from services.trainer.data.actor_client import ActorClient
 from services.trainer.data.evaluation import HeldoutEvaluator, probe_tokens
 from services.trainer.data.feeder import Feeder, feeder_bound, heldout_problems, training_problems
 from services.trainer.data.intake import Intake, StreamUpkeep
@@ -301,11 +302,11 @@ class TrainingRun:
 
     async def _poll_actors(self) -> None:
         while True:
-            loads: dict[str, ActorLoad] = {}
+            loads: dict[str, ActorState] = {}
             for name, address in _addresses(self._updater.members).items():
                 try:
                     async with self._actor_client(name, address) as client:
-                        loads[name] = await client.load(timeout_s=LOAD_EVERY_S)
+                        loads[name] = await client.state(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)
             self._recorder.actor_loads(loads, measuring=self._loop.measuring)

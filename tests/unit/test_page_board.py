@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.page.data import NEWEST
-from services.trainer.data.actor_client import ActorLoad
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.records import RunFiles
 from services.trainer.reporting import board as board_module
 from services.trainer.reporting.board import (
@@ -136,7 +136,17 @@ def test_the_ends_of_a_long_file_are_read(tmp_path: Path) -> None:
 
 
 def test_members_have_the_version_that_they_serve() -> None:
-    loads = {name: ActorLoad(1, 2, 3, 4, 5, 6) for name in ("actor-10", "actor-2")}
+    loads = {
+        name: ActorState(
+            busy_s=1,
+            uptime_s=2,
+            generated_tokens=3,
+            policy_version=4,
+            sequences_in_progress=5,
+            sequences_finished=6,
+        )
+        for name in ("actor-10", "actor-2")
+    }
     present = {"actor-10", "actor-9", "actor-2", "x"}
     states = member_states(present, {"actor-2", "actor-9", "actor-10"}, {"actor-10"}, {"actor-2", "y"})
     rows = member_rows(states, 7, loads)

@@ -17,7 +17,7 @@ from pipelinerl.rl.autoscaling import (
     most_useful,
     replicas_wanted,
 )
-from services.trainer.data.actor_client import ActorLoad
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.reporting.metrics import ReplicaAdvice, most_in_flight
 from tests.unit.builders import make_recipe
 
@@ -174,8 +174,8 @@ def test_more_actors_than_the_bound_occupies_are_not_wanted() -> None:
 # In the trainer
 
 
-def load(finished: int, busy_s: float) -> ActorLoad:
-    return ActorLoad(busy_s, 1000.0, 0, 0, sequences_in_progress=8, sequences_finished=finished)
+def load(finished: int, busy_s: float) -> ActorState:
+    return ActorState(busy_s=busy_s, uptime_s=1000.0, sequences_in_progress=8, sequences_finished=finished)
 
 
 def step_record(trained: int, dropped: int, total_s: float, wait_s: float) -> dict[str, Any]:

@@ -41,19 +41,6 @@ class EvaluatedCompletion:
     failure: str
 
 
-@dataclass(frozen=True)
-class ActorLoad:
-    """Seconds and counts since the actor's engine was up."""
-
-    busy_s: float
-    uptime_s: float
-    generated_tokens: int
-    policy_version: int
-    sequences_in_progress: int
-    """Now."""
-    sequences_finished: int
-
-
 class ActorClient:
     """One actor. Use as an async context manager."""
 
@@ -115,20 +102,13 @@ class ActorClient:
         logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
         return logprobs, PolicyVersion(response.incarnation, response.policy_version)
 
-    async def load(self, timeout_s: float) -> ActorLoad:
+    async def state(self, timeout_s: float) -> actor_pb2.ActorState:
         """Raises `ServiceError`."""
         try:
-            state = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
+            state: actor_pb2.ActorState = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._unreachable("GetState", error) from error
-        return ActorLoad(
-            busy_s=state.busy_s,
-            uptime_s=state.uptime_s,
-            generated_tokens=state.generated_tokens,
-            policy_version=state.policy_version,
-            sequences_in_progress=state.sequences_in_progress,
-            sequences_finished=state.sequences_finished,
-        )
+        return state
 
     def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
         return ServiceError(

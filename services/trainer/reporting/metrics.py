@@ -22,8 +22,8 @@ from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
 from pipelinerl.v1 import trainer_pb2
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.data.actor_client import ActorLoad
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
@@ -509,7 +509,7 @@ class ReplicaAdvice:
         seconds = record["step_s"]
         self._advice.step(0 if before is None else used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
-    def actors(self, loads: Mapping[str, ActorLoad], *, measuring: bool) -> None:
+    def actors(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
         """What all actors answer now; `measuring`: they are being evaluated."""
         counts = {
             name: ActorCounts(load.sequences_finished, load.busy_s, load.sequences_in_progress)

@@ -24,9 +24,9 @@ from pipelinerl.rl.advantages import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
 from pipelinerl.run_summary import RunSummary, RunTotals
 from pipelinerl.service.logs import LogContext
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.actor_client import ActorLoad
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
@@ -101,7 +101,7 @@ class Recorder:
         self._status: RunStatus | None = None
         self._started_at = self._last_step_at = time.monotonic()
         self._latest = _Latest()
-        self._loads: dict[str, ActorLoad] = {}
+        self._loads: dict[str, ActorState] = {}
         self.totals = RunTotals()
         self.feed = StepFeed(sinks.files.kept)
         self._tell_page(
@@ -212,11 +212,11 @@ class Recorder:
     # --- its members and weight updates ------------------------------------------------------------------------------
 
     @property
-    def loads(self) -> Mapping[str, ActorLoad]:
+    def loads(self) -> Mapping[str, ActorState]:
         """The newest answer of each actor, by name; an actor that left keeps its last."""
         return self._loads
 
-    def actor_loads(self, loads: Mapping[str, ActorLoad], *, measuring: bool) -> None:
+    def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
         """What the actors answered when they were asked; `measuring`: they are being evaluated."""
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.data.actor_client import ActorLoad
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.metrics import bounded
@@ -18,7 +18,9 @@ MOST_MEMBERS = 256
 """That are listed; a run with more is better watched on a dashboard."""
 
 
-def member_rows(states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorLoad]) -> list[dict[str, Any]]:
+def member_rows(
+    states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]
+) -> list[dict[str, Any]]:
     """Each registered actor in order of its name, with its state. An actor that is serving serves `served_version`;
     of the others, the version is known that they named when they were asked last."""
     rows = []
@@ -47,7 +49,7 @@ class RunStatus:
         loop: OptimizerLoop,
         books: SequenceTracker,
         updater: WeightUpdater,
-        loads: Callable[[], Mapping[str, ActorLoad]],
+        loads: Callable[[], Mapping[str, ActorState]],
     ) -> None:
         self._run, self._total_steps, self._incarnation = run, total_steps, incarnation
         self._loop, self._books, self._updater, self._loads = loop, books, updater, loads
