@@ -30,6 +30,7 @@ from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
 from services.trainer.server import InitialFiles, StepFeed, TrainerService, initial_files
+from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
 
 TINY = {
@@ -270,18 +271,27 @@ def building(folder: Path, recipe: Recipe) -> dict[str, Any]:
     own = {"RUN": "r", "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": "run"}
     own |= {"MODEL_CACHE": str(folder / "models"), "LOG_FORMAT": "json"}
     environment = {**os.environ, **{f"PIPELINERL_{name}": value for name, value in own.items()}}
-    command = [sys.executable, "-m", "services.trainer.warmstart", "--recipe-model"]
-    return {"args": command, "cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    program = [sys.executable, "-m", "services.trainer.warmstart", "--recipe-model"]
+    return {"args": program, "cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
 
 
-def test_the_trainers_pod_builds_its_recipes_model_once(tmp_path: Path) -> None:
+def test_the_trainers_pod_builds_its_recipes_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     arguments = building(tmp_path, recipe_of())
-    assert "initial model built" in subprocess.run(**arguments, check=True).stderr
+    for name, value in arguments["env"].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "configure_logging", lambda *_, **__: None)
+    caplog.set_level(logging.INFO)
+    command.recipe_model()
+    assert "initial model built" in caplog.text
     (folder,) = (tmp_path / "models").iterdir()
     assert folder == built_folder(recipe_of(), tmp_path / "models")
     assert (folder / "model.safetensors").is_file()
     assert folder.stat().st_mode & 0o777 == 0o755
-    assert "initial model from the cache" in subprocess.run(**arguments, check=True).stderr
+    command.recipe_model()
+    assert "initial model from the cache" in caplog.text
     assert list((tmp_path / "models").iterdir()) == [folder]
 
 
