@@ -28,7 +28,7 @@ RUN_STATE = Path("resume", "run.json")
 """Within a checkpoint: without it nothing can go on from there."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunDir:
     """Layout of `runs/<name>/`, for a run on this machine."""
 
@@ -36,58 +36,27 @@ class RunDir:
     name: str
     """Name of the run: prefix of its subjects."""
 
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe, YAML."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def identity(self) -> Path:
+    def __post_init__(self) -> None:
+        self.recipe = self.path / "recipe.yaml"
+        """The resolved recipe."""
+        self.identity = self.path / "run.json"
         """`{"run": NAME, "recipe": NAME, "started": ISO time}`: what `--resume` and `audit` know the run by."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = self.path / "metrics.jsonl"
         """One JSON object for each optimizer step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
+        self.samples = self.path / "samples.jsonl"
         """Completions with their rewards and version spans, one JSON object a line."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def pids(self) -> Path:
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self.pids = self.path / "pids.json"
         """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of what runs now."""
-        return self.path / "pids.json"
-
-    @property
-    def scale(self) -> Path:
+        self.scale = self.path / "scale.json"
         """`{"actors": N}`: how many there should be, once somebody asked for another number than the recipe's."""
-        return self.path / "scale.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoint(self) -> Path:
+        self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
-        return self.path / "checkpoint"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = self.path / CHECKPOINTS
         """`step-<version>/` for each of the last ones."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def nats_store(self) -> Path:
+        self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
-        return self.path / "nats"
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
@@ -85,31 +85,37 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, for a person: `an integer from 1 to 1024 (n: samples per prompt)`."""
-    text = f"{_allowed_type(field.annotation)}{_bounds(field)}"
+    """What a field takes, for a person: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
     meaning = (field.description or "").rstrip(". ")
-    return f"{text} ({meaning})" if meaning else text
+    return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
-def _allowed_type(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_allowed_type(part) for part in get_args(annotation))
+def takes(field: FieldInfo) -> str:
+    """The same without the field's meaning."""
+    return _type_name(field.annotation) + _bounds(field.metadata)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type_name, arguments))
     if annotation is type(None):
         return "null"
-    section = section_of(annotation)
-    if section is not None:
+    if (section := section_of(annotation)) is not None:
         return "a section with " + ", ".join(section.model_fields)
-    if get_origin(annotation) in (list, tuple):
-        items = get_args(annotation)[:1]
-        return "a list of " + ", ".join(get_args(items[0])) if items and get_origin(items[0]) is Literal else "a list"
-    return _TYPE_NAMES.get(annotation, "a mapping" if get_origin(annotation) is dict else "a value")
+    if origin in (list, tuple):
+        choices = get_args(arguments[0]) if arguments and get_origin(arguments[0]) is Literal else ()
+        return "a list of " + ", ".join(choices) if choices else "a list"
+    return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
 
 
-def _bounds(field: FieldInfo) -> str:
+def _bounds(constraints: Iterable[Any]) -> str:
     low = high = ""
-    for constraint in field.metadata:
+    for constraint in constraints:
         match constraint:
             case annotated_types.Ge(ge=bound):
                 low = f"at least {bound}"
@@ -119,7 +125,8 @@ def _bounds(field: FieldInfo) -> str:
                 high = f"at most {bound}"
             case annotated_types.Lt(lt=bound):
                 high = f"below {bound}"
-    return (f", {low}" if low else "") + (f" and {high}" if low and high else f", {high}" if high else "")
+    both = " and ".join(filter(None, (low, high)))
+    return f", {both}" if both else ""
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]

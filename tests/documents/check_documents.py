@@ -76,7 +76,10 @@ def test_the_recipe_reference_is_what_the_models_say() -> None:
 
 
 def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
-    assert "| `group_size` | integer | `8` | ≥ 1, ≤ 1024 | n: samples per prompt. |" in reference.reference()
+    assert (
+        "| `group_size` | an integer, at least 1 and at most 1024 | `8` | n: samples per prompt. |"
+        in reference.reference()
+    )
 
 
 def test_a_text_without_marks_is_refused() -> None:
