@@ -94,7 +94,7 @@ def free_port(option: str, port: int) -> int:
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
     from datetime import datetime
 
-    from pipelinerl.local.resume import held
+    from pipelinerl.local.resume import locked
     from pipelinerl.recipe.loading import load_recipe
     from pipelinerl.recipe.preflight import check_environment
     from pipelinerl.run_dir import create_run_dir
@@ -104,19 +104,19 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     recipe = load_recipe(args.recipe, overrides)
     check_environment(recipe)
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir)
-    stack.enter_context(held(run_dir))
+    stack.enter_context(locked(run_dir))
     return recipe, run_dir, [f"{run_dir.name}: {recipe.description or recipe.name}"]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
-    from pipelinerl.local.resume import find_run, held, plan_resume
+    from pipelinerl.local.resume import find_run, locked, plan_resume
     from pipelinerl.recipe.preflight import check_environment
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
-    stack.enter_context(held(run_dir))
+    stack.enter_context(locked(run_dir))
     plan = plan_resume(run_dir, args.recipe, overrides)
     check_environment(plan.recipe)
     plan.prepare()

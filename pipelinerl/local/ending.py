@@ -1,8 +1,7 @@
-"""report.html of a run: one self-contained page out of the run directory's files. Needs no network to be read.
+"""What remains of a run when its processes are gone: summary.json, report.html, the last lines on the terminal.
 
-Model output is data in it, never markup: it stands in a JSON block without `<`, and the page sets it as text only.
-
-What remains of a run when its processes are gone: summary.json, report.html, the last lines on the terminal.
+The report is one self-contained page that needs no network. Model output is data in it, never markup: it stands in a JSON block
+without `<`, and the page sets it as text only.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, trainer_starts, write_json
 from pipelinerl.run_summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
@@ -40,8 +40,6 @@ def write_report(run_dir: Path) -> Path:
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """The page's data, from recipe.yaml, metrics.jsonl, samples.jsonl and, if it is there, summary.json."""
-    from pipelinerl.recipe.loading import load_recipe
-
     recipe_file = run_dir / "recipe.yaml"
     if not run_dir.is_dir():
         what = "is a file" if run_dir.exists() else "there is no such folder"
@@ -98,11 +96,6 @@ class Ending:
             return EXIT_USER_ERROR
         return EXIT_FAILED if self.error else EXIT_DONE
 
-    @property
-    def can_go_on(self) -> bool:
-        """It ended early, and of nothing that has to be put right first."""
-        return self.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED)
-
 
 def finish(
     recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO | None = None, err: TextIO | None = None
@@ -130,23 +123,18 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
     """The summary for a person. Pure."""
-    return [
+    lines = [
         "",
         f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",
         *_figures(summary),
         f"  report             {run_dir.report}",
-        *([f"  checkpoint         {run_dir.checkpoint}"] if run_dir.checkpoint.is_dir() else []),
-        *(
-            [f"  go on with         {resume_command(run_dir)}"]
-            if ending.can_go_on and run_dir.identity.is_file()
-            else []
-        ),
     ]
-
-
-def resume_command(run_dir: RunDir) -> str:
-    """What to type to go on with the run."""
-    return f"pipelinerl run --resume {shlex.quote(str(run_dir.path))}"
+    if run_dir.checkpoint.is_dir():
+        lines.append(f"  checkpoint         {run_dir.checkpoint}")
+    # of a user's mistake nothing goes on before it is put right
+    if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
+        lines.append(f"  go on with         pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
+    return lines
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """`pipelinerl run --resume DIR`: whether a run can go on in its folder, with which recipe, and from which version.
 
-Looks and judges; `prepare` alone changes anything. How the trainer then goes on is the trainer's business: it finds its
-checkpoint by itself, as after any restart.
+Only `Resumption.prepare` changes anything. The trainer then finds its checkpoint by itself, as after any restart.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_s
 from pipelinerl.run_summary import is_finished, read_summary
 
 OPTION = "--resume"
-_LOCK = ".running"
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,9 @@ class Resumption:
         else:
             yield f"{self.run_dir.name}: goes on from the checkpoint of version {self.version}"
         yield from (f"recipe changed: {change}" for change in self.changes)
-        if self.recipe.trainer.schedule in ("linear", "cosine", "wsd") and self._changes("trainer.steps"):
-            yield f"trainer.schedule = {self.recipe.trainer.schedule}: the decay now ends with the new last step"
+        schedule = self.recipe.trainer.schedule
+        if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in self.changes):
+            yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
 
     def prepare(self) -> None:
         """Makes the folder ready for the processes to come."""
@@ -54,9 +53,6 @@ class Resumption:
             stale.unlink(missing_ok=True)
         if self.scaled:
             self.run_dir.scale.unlink(missing_ok=True)
-
-    def _changes(self, field: str) -> bool:
-        return any(change.field == field for change in self.changes)
 
 
 def plan_resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = ()) -> Resumption:
@@ -106,10 +102,10 @@ def check_ended(run_dir: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def held(run_dir: RunDir) -> Iterator[None]:
+def locked(run_dir: RunDir) -> Iterator[None]:
     """Keeps a second command out of the folder. Raises `FieldError` when another one is at it; the kernel lets go when the
     process ends, however it ends."""
-    with (run_dir.path / _LOCK).open("a") as file:
+    with (run_dir.path / ".running").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -135,7 +131,8 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
     """Raises `FieldError` when the run has no step left to take, or has taken more than it should."""
     summary = read_summary(run_dir.summary)
-    taken = max(version or 0, int((summary or {}).get("steps") or 0) if is_finished(summary) else 0)
-    if steps < taken or (steps == taken and is_finished(summary)):
+    finished = summary is not None and is_finished(summary)
+    taken = max(version or 0, int(summary.get("steps") or 0) if summary and finished else 0)
+    if steps < taken or (steps == taken and finished):
         what = "all of them are taken" if steps == taken else f"{taken} are taken"
         raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")

