@@ -164,35 +164,27 @@ class LocalRun:
         """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
         keep. The address file says where it is, for as long as it runs."""
         self._say_phase("starting nats-server")
-        file = self.run_dir.address(NATS)
         server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
-
-        def on_start(process: ServiceProcess) -> None:
-            self._on_start(process)
-            if server.url:  # of the process before
-                write_json(file, {"url": server.url})
-
-        def on_end(died: ServiceDied, delay_s: float) -> None:
-            file.unlink(missing_ok=True)
-            self._on_end(died, delay_s)
-
-        service = self._supervised(
-            NATS, lambda: self._launches.nats(server.prepare()), on_start=on_start, on_end=on_end, follows_run=True
-        )
+        service = self._supervised(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         try:
             process = await service.start()
 
             async def reachable() -> str | None:
                 return server.url_of(process.pid)
 
-            server.url = await process.until(reachable, _NATS_READY_S, "is not ready")
-            server.port = int(server.url.rpartition(":")[2])
-            write_json(file, {"url": server.url})
-            self._launches = replace(self._launches, nats_url=server.url)
+            url = await process.until(reachable, _NATS_READY_S, "is not ready")
+            server.port = int(url.rpartition(":")[2])
+            self._launches = replace(self._launches, nats_url=url)
+            self._announce_nats()
             yield service
         finally:
             await service.stop(self._budget.grace_s(NATS))
-            file.unlink(missing_ok=True)
+            self.run_dir.address(NATS).unlink(missing_ok=True)
+
+    def _announce_nats(self) -> None:
+        """Once it is known where it is: its port stays."""
+        if self._launches.nats_url:
+            write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
     @asynccontextmanager
     async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
@@ -250,17 +242,14 @@ class LocalRun:
         self,
         name: str,
         prepare: Callable[[], Launch],
-        *,
-        on_start: Callable[[ServiceProcess], None] | None = None,
-        on_end: Callable[[ServiceDied, float], None] | None = None,
         follows_run: bool = False,
     ) -> SupervisedService:
         """`follows_run`: its restarts are forgiven when the run gets further, not only when it lives long."""
         return SupervisedService(
             name,
             prepare,
-            on_start or self._on_start,
-            on_end or self._on_end,
+            self._on_start,
+            self._on_end,
             wanted=lambda: not self._finished(),
             policy=self.policy,
             progress=(lambda: self._state.furthest) if follows_run else (lambda: 0),
@@ -272,6 +261,8 @@ class LocalRun:
         self._pids[process.name] = process.pid
         self._started.append(process)
         write_json(self.run_dir.pids, self._pids)
+        if process.name == NATS:
+            self._announce_nats()
 
     def _forget(self, name: str) -> None:
         del self._pids[name]
@@ -281,6 +272,8 @@ class LocalRun:
         self._state.restarts[died.name] += 1
         self._metrics.on_restart(died.name)
         where = ""
+        if died.name == NATS:
+            self.run_dir.address(NATS).unlink(missing_ok=True)
         if died.name == TRAINER:
             version = newest_checkpoint(self.run_dir.path) or 0
             self._state.rewind(version)
