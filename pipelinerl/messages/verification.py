@@ -1,6 +1,6 @@
-"""The verifier as its callers see it: items in, outcomes out, over gRPC, with patience.
+"""The verifier's client: items in, outcomes out, over gRPC.
 
-A verifier that is away, restarting or full is waited for: `verify` returns when every item has an outcome, or when its
+It waits for a verifier that is away, restarting or full: `verify` returns when every item has an outcome, or when its
 task is cancelled. The caller keeps its sequences until then, so that none is lost. It scores nothing itself, and an
 outcome that is not `ok` is the caller's to judge.
 """
@@ -179,16 +179,8 @@ class VerifierClient:
 
 
 def _item_to_proto(item: VerifyItem) -> verifier_pb2.VerifyItem:
-    return verifier_pb2.VerifyItem(
-        sequence_id=item.sequence_id,
-        task=item.task,
-        prompt_text=item.prompt_text,
-        completion_text=item.completion_text,
-        reference_json=item.reference_json,
-        completion_tokens=item.completion_tokens,
-        max_tokens=item.max_tokens,
-        finish_reason=finish_reason_to_proto(item.finish_reason),
-    )
+    same = {name: value for name, value in vars(item).items() if name not in ("finish_reason", "traceparent")}
+    return verifier_pb2.VerifyItem(**same, finish_reason=finish_reason_to_proto(item.finish_reason))
 
 
 def _outcomes(items: Sequence[VerifyItem], response: verifier_pb2.VerifyResponse) -> list[VerifyOutcome]:

@@ -43,39 +43,22 @@ def script(path: Path, body: str) -> str:
 
 
 async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:
-    with NatsServer(tmp_path / "deep" / "folder") as server:
+    log = tmp_path / "logs" / "nats.log"
+    async with NatsServer(tmp_path / "deep" / "folder") as server, NatsServer(tmp_path / "b", log_file=log) as other:
         assert server.url.startswith("nats://127.0.0.1:")
+        assert (server.url != other.url, server.pid != other.pid) == (True, True)
         pid = server.pid
+        assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C in the terminal would reach it"
+        with pytest.raises(ServiceError, match="running already"):
+            server.start()
         async with await nats.connect(server.url) as client:
             assert client.max_payload == 64 * 1024**2
             await client.jetstream().account_info()
-    assert ends_within(pid, 0)
+    assert (ends_within(pid, 0), server.url) == (True, "")
     with pytest.raises(ServiceError, match="not running"):
         _ = server.pid
-    assert "Server is ready" in (tmp_path / "deep" / "folder" / "nats.log").read_text()
-
-
-async def test_it_works_as_an_async_context_manager(tmp_path: Path) -> None:
-    async with NatsServer(tmp_path) as server, await nats.connect(server.url) as client:
-        assert client.is_connected
-    assert server.url == ""
-
-
-def test_two_at_once_in_folders_of_their_own(tmp_path: Path) -> None:
-    with NatsServer(tmp_path / "a") as one, NatsServer(tmp_path / "b") as two:
-        assert one.url != two.url
-        assert one.pid != two.pid
-
-
-def test_the_log_may_be_elsewhere(tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "nats.log"
-    with NatsServer(tmp_path / "nats", log_file=log):
-        assert "Server is ready" in log.read_text()
-
-
-def test_a_second_start_is_refused(tmp_path: Path) -> None:
-    with NatsServer(tmp_path) as server, pytest.raises(ServiceError, match="running already"):
-        server.start()
+    for written in (tmp_path / "deep" / "folder" / "nats.log", log):
+        assert "Server is ready" in written.read_text()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -118,11 +101,6 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         pid = server.pid
         os.kill(pid, signal.SIGSTOP)  # a stopped process does not act on SIGTERM
     assert ends_within(pid, 0)
-
-
-def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
-    with NatsServer(tmp_path) as server:
-        assert os.getpgid(server.pid) != os.getpgid(0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")

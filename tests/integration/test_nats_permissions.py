@@ -18,7 +18,7 @@ from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import JetStreamBus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
-from pipelinerl.errors import BusError, NotPermitted
+from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.local.nats import NatsServer
 from tests.support.guarded_nats import PASSWORDS, guarded
 
@@ -207,6 +207,11 @@ async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
             jetstream.connect(server.url, RUN, credentials=wrong, connect_timeout_s=REQUEST_TIMEOUT_S),
         ):
             pass
+    wrong.write_text("just words")
+    for unusable in (wrong, folder / "absent"):
+        with pytest.raises(FieldError, match="nats_credentials"):
+            async with jetstream.connect(server.url, RUN, credentials=unusable):
+                pass
     async with user_of(server, folder, ACTOR) as bus:
         await refused(bus.publish_control("commit", b"x"))
         assert "secret" not in repr(bus._link._access._login)
