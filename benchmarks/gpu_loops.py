@@ -22,8 +22,7 @@ from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import HostMicroBatch
-from services.trainer.learn.compile import compile_layers
-from services.trainer.learn.model import wrap_model
+from services.trainer.learn.model import compile_layers, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
 

@@ -25,8 +25,7 @@ from benchmarks.gpu_cases import PLANS, GpuCase, Plan
 from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
-from services.trainer.learn.devices import peak_flops
-from services.trainer.learn.meter import mfu, model_flops
+from services.trainer.learn.meter import mfu, model_flops, peak_flops
 from services.trainer.learn.step import PreparedStep, prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_gpu.json"

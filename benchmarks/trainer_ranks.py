@@ -30,8 +30,8 @@ from services.trainer.distributed.world import (
 )
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.model import wrap_model
-from services.trainer.learn.sharding import decoder_layers, shard_policy
+from services.trainer.learn.model import decoder_layers, wrap_model
+from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import carry_out

@@ -18,8 +18,7 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import load_value_head
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.distributed.world import Message, World, alone, join_ranks, world_of_ranks
-from services.trainer.learn.compile import compile_layers
-from services.trainer.learn.model import DTYPES, blank_policy, frozen_copy, load_policy
+from services.trainer.learn.model import DTYPES, blank_policy, compile_layers, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.service.settings import RankSettings
-from services.trainer.learn.attention import decoder_layers
-from services.trainer.learn.compile import compile_layers
-from services.trainer.learn.model import wrap_model
+from services.trainer.learn.model import compile_layers, decoder_layers, wrap_model
 from services.trainer.loading import load_learner
 from tests.support.learner import (
     LENGTHS,
@@ -96,7 +94,7 @@ def test_torch_itself_says_that_there_is_no_compiler(tmp_path: Path) -> None:
     """In a process of its own: torch looks for its compiler once."""
     code = (
         "from tests.support.learner import model_of\n"
-        "from services.trainer.learn.compile import compile_layers\n"
+        "from services.trainer.learn.model import compile_layers\n"
         "import torch; compile_layers(model_of('llama-tied'), torch.device('cpu'))"
     )
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

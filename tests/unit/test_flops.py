@@ -9,11 +9,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.random_models import smollm2_config
-from services.trainer.learn.devices import peak_flops
 from services.trainer.learn.meter import (
     GATED_MODELS,
     mfu,
     model_flops,
+    peak_flops,
     training_flops,
 )
 

@@ -31,7 +31,7 @@ from pipelinerl.rl.advantages import group_advantages
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD, save_value_head
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
-from services.trainer.learn.batch import TrainingGroup, build_microbatch, token_row
+from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
 from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
@@ -107,7 +107,7 @@ def test_padding_never_changes_a_loss(attention: str, multiple: int) -> None:
     totals = BatchTotals(len(sequences), 40)
 
     def loss(pad_multiple: int) -> tuple[float, int]:
-        batch = build_microbatch(sequences, advantages, 0, "batch", totals, pad_multiple=pad_multiple)
+        batch = host_microbatch(sequences, advantages, 0, "batch", totals, pad_multiple).on("cpu")
         scores = policy.scores(batch.row, batch.predictors, batch.targets)
         inputs = LossInputs(
             scores.logprobs,
@@ -158,7 +158,7 @@ def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
     assert policy.attention == VARLEN
     expected = plain_logprobs(model, sequence)
     model.set_attn_implementation(policy.attention)
-    batch = build_microbatch([sequence], np.zeros(1), 0, "batch", BatchTotals(1, 20))
+    batch = host_microbatch([sequence], np.zeros(1), 0, "batch", BatchTotals(1, 20)).on("cpu")
     torch.testing.assert_close(policy.scores(batch.row, batch.predictors, batch.targets).logprobs, expected)
 
 
@@ -294,7 +294,7 @@ def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fil
 
 def test_lags_follow_the_spans_of_a_sequence() -> None:
     sequence = replace(sequences_of([(2, 5)])[0], spans=(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)))
-    batch = build_microbatch([sequence], np.ones(1), 8, "batch", BatchTotals(1, 5))
+    batch = host_microbatch([sequence], np.ones(1), 8, "batch", BatchTotals(1, 5))
     assert batch.lags.tolist() == [5, 5, 1, 1, 1]
     assert batch.predictors.tolist() == [1, 2, 3, 4, 5]
     assert batch.targets.tolist() == sequence.completion_token_ids.tolist()
@@ -302,7 +302,7 @@ def test_lags_follow_the_spans_of_a_sequence() -> None:
 
 def test_a_token_of_a_later_version_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="version after 2"):
-        build_microbatch(sequences_of([(1, 2)], version=3), np.ones(1), 2, "batch", BatchTotals(1, 2))
+        host_microbatch(sequences_of([(1, 2)], version=3), np.ones(1), 2, "batch", BatchTotals(1, 2))
 
 
 # Steps

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import ThroughputTotals
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak
+from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak, training_flops
 from services.trainer.learn.metrics import TokenMetrics
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.optimizer import OptimizerReport
@@ -181,7 +181,8 @@ def test_flops_of_a_step_by_hand() -> None:
     sequences = [sequence for group in groups() for sequence in group.sequences]
     counts = [(sequence.num_tokens, sequence.num_completion_tokens) for sequence in sequences]
     assert counts == [(5, 2), (5, 2)]
-    assert meter.step_flops(groups()) == 3 * 2 * (5 * 2 * 576 + 2 * 2 * 256 + 15 * 32)
+    step = training_flops(meter.cost_model, *zip(*counts, strict=True))
+    assert step == 3 * 2 * (5 * 2 * 576 + 2 * 2 * 256 + 15 * 32)
     assert meter.peak_flops is None
 
 

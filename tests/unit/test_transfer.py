@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.trainer.learn.attention import packed_layout
-from services.trainer.learn.devices import on_device
+from services.trainer.learn.attention import on_device, packed_layout
 
 
 def test_an_array_keeps_its_values_and_dtype() -> None:

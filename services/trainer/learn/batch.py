@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
-from services.trainer.learn.attention import PackedLayout, packed_layout
-from services.trainer.learn.devices import on_device
+from services.trainer.learn.attention import PackedLayout, on_device, packed_layout
 from services.trainer.learn.loss import BatchTotals, Normalization, token_weights
 
 
@@ -58,7 +57,7 @@ class HostMicroBatch:
     advantages: NDArray[np.float32]
     """[C]: its sequence's advantage."""
     weights: NDArray[np.float32]
-    """[C]: its factor in the loss (`normalization.token_weights`)."""
+    """[C]: its factor in the loss (`loss.token_weights`)."""
     sequence_index: NDArray[np.int64]
     """[C]: its sequence, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
@@ -179,20 +178,6 @@ def _nothing(pad_multiple: int) -> HostMicroBatch:
     return HostMicroBatch(
         token_ids, lengths, no_index, no_index, no_value, no_value, no_value, no_index, no_index, 0, 0
     )
-
-
-def build_microbatch(
-    sequences: Many[Sequence],
-    advantages: NDArray[np.float64],
-    version: int,
-    normalization: Normalization,
-    totals: BatchTotals,
-    *,
-    pad_multiple: int = 1,
-    device: torch.device | str = "cpu",
-) -> MicroBatch:
-    """`host_microbatch` on `device`."""
-    return host_microbatch(sequences, advantages, version, normalization, totals, pad_multiple).on(device)
 
 
 def _completion_positions(

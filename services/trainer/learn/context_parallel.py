@@ -1,13 +1,9 @@
-"""Attention of ranks that share the tokens of a row: parts of tokens with all heads become all tokens with a part of the heads.
+"""One row of tokens shared by several ranks: each scores its part of the tokens, and has the scores of all.
 
 All-to-all exchanges before and after attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that any
-attention over whole sequences stays as it is (DeepSpeed-Ulysses, arXiv 2309.14509). Not here: ring attention, which would
-allow more ranks than heads.
-
-One row of tokens shared by several ranks: each scores its part of the tokens, and has the scores of all.
-
-Attention is `exchange.py`'s. What a loss needs of the tokens is collected from all parts; the loss is computed alike on every
-rank of the row, and each rank's gradient goes through its own part only, so that gradients of all ranks add up.
+attention over whole sequences stays as it is (DeepSpeed-Ulysses, arXiv 2309.14509). What a loss needs of the tokens is
+collected from all parts; the loss is computed alike on every rank of the row, and each rank's gradient goes through its own
+part only, so that gradients of all ranks add up. Not here: ring attention, which would allow more ranks than heads.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""Log-probability of chosen tokens, and entropy, under a linear head, without the logits of all tokens and words at once.
+"""Log-probability of each sampled token, and entropy of the distribution it was sampled from.
 
-The vocabulary is gone over in blocks of words, each a slice of the head's rows: a block has logits for all tokens. The
-forward pass keeps one log-normaliser per token and no logits; the backward pass makes each block's logits again, turns
-them into their own gradient in place, and writes that block's rows of the weight's gradient, which are final: nothing
-is summed over blocks in 16 bit. Where one block holds everything, its logits are kept and not made again.
+Logits are made only where a completion token is predicted, never more than `max_logits` at a time, and made again in the
+backward pass instead of kept. Under a plain linear head the vocabulary is gone over in blocks of words, each a slice of the
+head's rows: a block has logits for all tokens. The forward pass keeps one log-normaliser per token; the backward pass makes
+each block's logits again, turns them into their own gradient in place, and writes that block's rows of the weight's gradient,
+which are final: nothing is summed over blocks in 16 bit. If one block holds everything, its logits are kept and not made again.
+Other heads are called on chunks of tokens.
 
-Not here: heads that do more than a matrix product and a bias (`logprobs.chunked_scores`), a vocabulary that is sharded,
-gradients of gradients.
-
-Log-probability of each sampled token, and entropy of the distribution it was sampled from.
-
-Logits are made only where a completion token is predicted, never more than `max_logits` at a time, and made again in
-the backward pass instead of kept: block by block of the vocabulary where the head is a plain linear layer
-(`linear_logprobs.py`), else in chunks of tokens. Not here: top-p and top-k. A policy sampled with them is compared with
+Not here: a vocabulary that is sharded, gradients of gradients, top-p and top-k. A policy sampled with them is compared with
 the full distribution, so keep both off (the recipes' default) when training.
 """
 

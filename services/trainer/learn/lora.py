@@ -1,14 +1,12 @@
-"""Low-rank adapters of peft in a model: put in, found, switched off.
+"""Low-rank adapters of peft in a model (put in, found, switched off), and the weights as actors load them.
 
 peft's layers take the place of the linear ones inside the model, which stays what it was to everybody else. The adapters are
 in the model's dtype, like all weights that compute: float32 masters are the optimizer's, or the shards'. peft is imported only
-where a recipe asks for adapters. Not here: merging them (`pipelinerl/transfer/chunks.py`), sending and saving them.
+if a recipe asks for adapters.
 
-The weights as actors load them: whole tensors under the model's own names, wherever and however the trainer keeps them.
-
-Shards are gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard.
-Adapters are not told of: what they adapt is given with them merged in. Not here: copying weights anywhere
-(`services/trainer/weight_sync/sender.py`).
+Actors load whole tensors under the model's own names, with adapters merged in, however the trainer keeps them. Shards are
+gathered one parameter at a time, so that no rank ever holds more than one whole parameter besides its shard. Not here:
+sending and saving weights.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""How much each completion token counts in a loss, from totals of the whole optimizer step.
+"""Losses as pure functions over the completion tokens of a micro-batch.
 
-Denominators are global, so the losses of micro-batches (and, later, of ranks) add up to the loss of the whole batch,
-and their number never changes a gradient.
+Each token's term is multiplied by its weight, and terms are summed. Weights have the totals of the whole optimizer step as
+denominators, so losses of micro-batches and ranks add up to the loss of the batch, and their number never changes a gradient.
+Importance weights are log π − log μ per token; they are reported unclamped whatever the loss does with them.
 
-Losses as pure functions over the completion tokens of a micro-batch.
-
-Each token's term is multiplied by its weight (`normalization.py`), and terms are summed: losses of micro-batches add up
-to the loss of the batch. Importance weights are log π − log μ per token; they are reported unclamped whatever the loss
-does with them. A mask (`masks.py`) takes tokens out of any loss. Not here: advantages that need no model.
+A mask takes tokens out of any loss where π has moved too far from the μ that sampled them. It judges log π − log μ, so it sees
+policy lag and the numerical difference between actor and trainer as one. Masked tokens keep their place in the denominators, in
+ESS and in the KL and entropy terms. Not here: advantages that need no model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.learn.attention import MASKS, MaskInputs, sequence_means
 
 Normalization = Literal["token", "sequence", "batch"]
 
@@ -51,6 +49,66 @@ def token_weights(
     else:
         per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_sequences)
     return np.repeat(per_sequence, completion_lengths).astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskInputs:
+    """Of C completion tokens of S sequences; nothing has a gradient."""
+
+    log_weights: Tensor
+    """float32[C]: log π − log μ, nats."""
+    advantages: Tensor
+    """float32[C]"""
+    sequence_index: Tensor
+    """int64[C]: its sequence, 0 .. S - 1. All completion tokens of a sequence are here."""
+    num_sequences: int
+
+
+def sequence_means(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """[C]: mean of `values` [C] over the tokens of each token's own sequence."""
+    sums = values.new_zeros(num_sequences).index_add(0, sequence_index, values)
+    counts = values.new_zeros(num_sequences).index_add(0, sequence_index, torch.ones_like(values))
+    return (sums / counts)[sequence_index]
+
+
+def nothing(inputs: MaskInputs, config: AlgorithmConfig) -> Tensor:
+    return torch.zeros_like(inputs.log_weights, dtype=torch.bool)
+
+
+def icepop(inputs: MaskInputs, config: AlgorithmConfig) -> Tensor:
+    """Tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855).
+
+    There the ratio inside the bounds is a factor of the token's loss as well; a loss that weights tokens by π / μ has it.
+    """
+    return _outside(inputs.log_weights, config)
+
+
+def sequence(inputs: MaskInputs, config: AlgorithmConfig) -> Tensor:
+    """Whole sequences whose geometric mean of π / μ is outside [mask_low, mask_high], of whatever length.
+
+    Geometric sequence masking: Liu, Li et al., "When Speed Kills Stability" (https://richardli.xyz/rl-collapse), part 3.
+    """
+    return _outside(sequence_means(inputs.log_weights, inputs.sequence_index, inputs.num_sequences), config)
+
+
+def off_policy_sequence(inputs: MaskInputs, config: AlgorithmConfig) -> Tensor:
+    """Sequences of negative advantage with mean(log μ − log π) > mask_kl (DeepSeek-V3.2, arXiv 2512.02556)."""
+    kl = -sequence_means(inputs.log_weights, inputs.sequence_index, inputs.num_sequences)
+    return (inputs.advantages < 0) & (kl > config.mask_kl)
+
+
+MASKS: dict[str, Callable[[MaskInputs, AlgorithmConfig], Tensor]] = {
+    "none": nothing,
+    "icepop": icepop,
+    "sequence": sequence,
+    "off_policy_sequence": off_policy_sequence,
+}
+"""bool[C] each: True is left out. A NaN is never left out, so that it ends in a skipped step and not in silence."""
+
+
+def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
+    low = math.log(config.mask_low) if config.mask_low > 0 else -math.inf
+    return (log_ratios < low) | (log_ratios > math.log(config.mask_high))
 
 
 LARGEST_LOG_RATIO = 20.0

@@ -1,31 +1,19 @@
-"""Model FLOPs: what a step's mathematics needs, from a model's configuration, and the share of the peak that it reaches.
+"""What a step needs and takes of its device: model FLOPs, the device's peak, time by phase, the most memory.
 
-Matrix products only, a multiply-add counting 2: projections, feed-forward layers (of a mixture of experts, those that a token
-visits), attention over the pairs that a causal query sees, and the head where a token is predicted. A training step counts
-three forward passes, one for the forward and two for the backward pass, also where activations are computed again: model
-FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula counts attention without the causal half; here the
-pairs that no kernel needs are left out, so the figure is the lower one.
+Model FLOPs are matrix products only, a multiply-add counting 2: projections, feed-forward layers (of a mixture of experts,
+those that a token visits), attention over the pairs that a causal query sees, and the head where a token is predicted. A
+training step counts three forward passes, one for the forward and two for the backward pass, also where activations are
+computed again: model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula counts attention without the
+causal half; here the pairs that no kernel needs are left out, so the figure is the lower one. If only adapters are trained,
+it counts two of the three in frozen products. Norms, activations, optimizer, and forward passes beside training's (a KL
+reference) take time and count nothing.
 
-Where only adapters are trained it counts two of the three in frozen products.
-
-Not here: norms, activations, optimizer, and forward passes beside training's (a KL reference). They take time and count
-nothing. What a device could do: `devices.py`.
-
-What a step needs and takes of its device: model FLOPs, the device's peak, the most memory.
-
-Not here: time by phase (`phases.py`); the figures made of all this (`services/trainer/records.py`).
-
-Where an optimizer step's time goes, by phase, without making the host wait for the device.
-
-On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are marked
-in the stream: a phase is the time between its marks, in which the device did the phase's work or waited for the host to give
-it any. What the device has not finished when the figures are taken is counted with the next step.
-
-Not here: phases of the loop around the step (`services.trainer.loop`), other streams.
+Not here: phases of the loop around the step (`services.trainer.loop`), work of other streams.
 """
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -39,8 +27,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipelinerl.rl.packing import CostModel
-from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.devices import peak_flops
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
@@ -133,6 +119,70 @@ def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> f
     return flops / (seconds * num_devices * peak)
 
 
+_TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
+
+
+class _Device(NamedTuple):
+    name: str
+    """Regular expression of the whole name, without the vendor."""
+    tera_flops: float
+    dtypes: frozenset[str] = _TENSOR_DTYPES
+
+
+_DEVICES = (
+    # Dense 16-bit matrix products with float32 accumulation, by the name torch gives the device. From the vendors' data
+    # sheets, half of what these say "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
+    # differ, so a name that is not known exactly has no peak: no figure is better than a wrong one.
+    # Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
+    _Device(r"(B200|B300 SXM6 AC|B300)", 2250.0),
+    _Device(r"(GB200|GB300)", 2500.0),
+    # Hopper: H100 and H200 data sheets, GH200 data sheet. H800 has the arithmetic of the H100.
+    _Device(r"(H100|H800)( 80GB HBM3| 64GB HBM2)?", 989.4),
+    _Device(r"(H100|H800)( 80GB)? PCIe", 756.5),
+    _Device(r"(H100|H200) NVL", 835.5),
+    _Device(r"H200", 989.4),
+    _Device(r"GH200 (480GB|120GB|144G HBM3e)", 989.4),
+    _Device(r"H20", 148.0),
+    # Ada: L4, L40 and L40S data sheets; RTX 4090: Ada GPU architecture white paper.
+    _Device(r"L4", 121.0),
+    _Device(r"L40", 181.05),
+    _Device(r"L40S", 362.05),
+    _Device(r"RTX 6000 Ada Generation", 364.2),
+    _Device(r"GeForce RTX 4090", 165.2),
+    # Ampere: A100, A30, A40, A10 data sheets; RTX 3090 and A6000: GA102 white paper. A800 has the arithmetic of the A100.
+    _Device(r"(A100|A800)[- ](SXM4|PCIE|PCIe)-(40|80)GB", 312.0),
+    _Device(r"(A100|A800) 80GB PCIe", 312.0),
+    _Device(r"A30", 165.0),
+    _Device(r"A40", 149.7),
+    _Device(r"A10", 125.0),
+    _Device(r"RTX A6000", 154.8),
+    _Device(r"GeForce RTX 3090", 71.0),
+    # GeForce of Blackwell: RTX Blackwell white paper.
+    _Device(r"GeForce RTX 5090", 209.5),
+    # Volta and Turing have no bfloat16 matrix units: V100, V100S and T4 data sheets.
+    _Device(r"V100-SXM[23]-(16|32)GB(-LS)?", 125.0, frozenset({"float16"})),
+    _Device(r"V100-PCIE-(16|32)GB", 112.0, frozenset({"float16"})),
+    _Device(r"V100S-PCIE-32GB", 130.0, frozenset({"float16"})),
+    _Device(r"T4", 65.0, frozenset({"float16"})),
+    # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
+    _Device(r"Instinct MI210", 181.0),
+    _Device(r"Instinct MI250X( / MI250)?", 191.5),
+    _Device(r"Instinct (MI300X|MI325X)( OAM)?", 1307.4),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """FLOP/s of matrix products in `dtype` ("bfloat16", "float16") on the device that torch calls `device_name`.
+
+    None for a device or dtype that is not known: there is no utilization to tell.
+    """
+    name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
+    for device in _DEVICES:
+        if dtype in device.dtypes and re.fullmatch(device.name, name):
+            return device.tera_flops * 1e12
+    return None
+
+
 PROCESS_STATUS = Path("/proc/self/status")
 
 
@@ -146,15 +196,6 @@ class StepMeter:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
         self.peak_flops = peak_flops(name, str(compute_dtype or model.dtype).removeprefix("torch."))
         """Of the device, FLOP/s; None where it is not known, as of a CPU."""
-
-    def step_flops(self, groups: list[TrainingGroup]) -> float:
-        """Model FLOPs of one step on `groups`."""
-        sequences = [sequence for group in groups for sequence in group.sequences]
-        return training_flops(
-            self.cost_model,
-            [sequence.num_tokens for sequence in sequences],
-            [sequence.num_completion_tokens for sequence in sequences],
-        )
 
     def take_memory_peak(self) -> int:
         """Bytes. On a GPU, the most that tensors held since this was last asked; on a CPU, the process's since its start."""
@@ -227,7 +268,12 @@ def mark_for(device: torch.device) -> Callable[[], Mark]:
 
 
 class PhaseTimer:
-    """`measure` around each piece of work, `take` once in a step."""
+    """`measure` around each piece of work, `take` once in a step; the host never waits for the device.
+
+    On a CPU a phase lasts as long as its `with` block. On a GPU the block only queues work, so its beginning and end are
+    marked in the stream: a phase is the time between its marks, in which the device did the phase's work or waited for the
+    host to give it any. What the device has not finished when the figures are taken is counted with the next step.
+    """
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark

@@ -1,13 +1,9 @@
-"""The few sequences of an optimizer step that people get to see, and where their tokens stand in the step's values.
-
-Pure. The values of a step come micro-batch after micro-batch, those of all ranks behind each other (`StepCollector.values`);
-each sequence's completion tokens are one piece of them. What is written of a sample: `services/trainer/reporting/report.py`.
-
-What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch.
+"""What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences.
 
 Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, those of
-all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. Not here: rewards, throughput, names in
-Prometheus.
+all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. The values of a step come micro-batch after
+micro-batch, those of all ranks behind each other (`StepCollector.values`); a sequence's completion tokens are one piece of
+them. Not here: rewards, throughput, names in Prometheus.
 """
 
 from __future__ import annotations

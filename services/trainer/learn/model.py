@@ -1,4 +1,4 @@
-"""Loads the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
+"""Loads and prepares the policy: any Hugging Face causal language model, from a folder or, by name, from the hub.
 
 Every way in which that fails for a user's reason is a `FieldError`. Dropout is switched off for good: a policy gradient
 is taken of the policy that sampled. Not here: building and warm-starting the small default model.
@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import LoraConfig, ModelConfig
-from services.trainer.learn.attention import VARLEN, register
+from services.trainer.learn.attention import VARLEN, register, varlen_attention
 from services.trainer.learn.lora import add_adapters, has_adapters
 from services.trainer.learn.policy import Policy, TokenScorer, UnadaptedPolicy, checked_policy
 
@@ -115,6 +117,52 @@ def frozen_copy(policy: Policy) -> Policy:
     scorer.requires_grad_(False)
     scorer.eval()
     return Policy(scorer, policy.device)
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """In order of depth: what transformers marks as its layers, else the longest list of modules; empty without one."""
+    modules = list(model.modules())
+    marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
+    return marked or max(lists, key=len, default=[])
+
+
+def compile_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Has every decoder layer of `model` compiled by `torch.compile` when it is first used, on `device`.
+
+    Each layer is compiled by itself and in place, so that names of weights stay as they are; activation checkpointing wraps
+    the compiled layer. All layers share what is compiled for the first, so it costs seconds to a minute once, whatever the
+    depth. Lengths of packed rows differ, so shapes are dynamic. This project's attention runs as it is, between two compiled
+    parts of the layer: it works from a layout that no graph should depend on. Embedding, head and optimizer are a few large
+    operations each and are not compiled; neither is a copy of a model.
+
+    Raises `FieldError` when nothing can be compiled here, or the model does not say what its layers are.
+    """
+    layers = decoder_layers(model)
+    if not layers:
+        fix = f"{type(model).__name__} has no list of layers to compile; set false"
+        raise FieldError("trainer.compile", True, fix)
+    _try_compiler(device)
+    AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def _try_compiler(device: torch.device) -> None:
+    """Compiles something small: whether a compiler works is known when it did."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    try:
+        torch.compile(double)(torch.ones(8, device=device))
+    except RuntimeError as error:
+        needed = (
+            "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
+        )
+        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        fix = f"torch.compile needs {needed}: install that, or set false ({line})"
+        raise FieldError("trainer.compile", True, fix) from error
 
 
 def _preferred(hf_config: PretrainedConfig) -> str:

@@ -1,11 +1,8 @@
-"""The learning rate as a pure function of the optimizer step. Not here: which combinations are refused (`rules.py`).
-
-Which AdamW a recipe asks for, and its learning rate. Not here: clipping, skipping and masters (`optimizer.py`).
-
-AdamW on float32 parameters, with clipping, schedule, and steps that are skipped rather than poisoned.
+"""AdamW on float32 parameters, with clipping, a learning-rate schedule, and steps that are skipped rather than poisoned.
 
 A model in 16 bit gets float32 master copies: gradients of all micro-batches are summed into them in float32, the
-optimizer steps them, and the 16-bit weights, which are what actors serve, are their rounding.
+optimizer steps them, and the 16-bit weights, which are what actors serve, are their rounding. Not here: which combinations
+of settings are refused (`pipelinerl.recipe`).
 """
 
 from __future__ import annotations
@@ -93,24 +90,6 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def begin_moments(optimizer: Optimizer) -> None:
-    """Gives parameters that were never stepped the moments of 0 that their first step begins with. Forgets gradients.
-
-    The optimizer makes them as it likes them, in a step without gradient at a learning rate of 0, which changes no weight.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
-    optimizer.zero_grad(set_to_none=True)
-    for parameter in new:
-        parameter.grad = torch.zeros_like(parameter)
-    set_learning_rate(optimizer, 0.0)
-    if new:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for parameter in new:
-        optimizer.state[parameter]["step"].zero_()
-
-
 @dataclass(frozen=True)
 class OptimizerReport:
     """One step, taken or not."""
@@ -164,13 +143,26 @@ class PolicyOptimizer:
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's own tensors of a parameter by `MOMENTS`; see `begin_moments`."""
+        """AdamW's own tensors of a parameter, by `MOMENTS`, once `begin_moments` or a step has made them."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """See `adamw.begin_moments`. For whoever needs moments of all parameters before all have been stepped."""
-        begin_moments(self._adamw)
+        """Gives parameters that were never stepped the moments of 0 that their first step begins with. Forgets gradients.
+
+        AdamW makes them as it likes them, in a step without gradient at a learning rate of 0, which changes no weight.
+        """
+        adamw = self._adamw
+        new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
+        adamw.zero_grad(set_to_none=True)
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
+        set_learning_rate(adamw, 0.0)
+        if new:
+            adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        for parameter in new:
+            adamw.state[parameter]["step"].zero_()
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

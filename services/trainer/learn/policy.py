@@ -1,15 +1,11 @@
-"""All that touches a policy's parameters, as one module with one forward: log-probabilities, entropies and values of tokens.
+"""A Hugging Face causal language model, seen as log-probabilities, entropies and values of chosen tokens in a packed row.
 
-Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within
-one. Logits are made at completion positions only: where the model is a plain backbone and linear head from hidden states,
-block by block, and where it does more to its logits (soft capping, scaling) by the model itself. Not here: what is packed, and
-which of the two a model needs.
-
-A Hugging Face causal language model, seen as: log-probabilities of chosen tokens in a packed row.
-
-Whether output logits can be made from hidden states here (`scorer.py`) is found out on two short sequences when the model
-is wrapped, together with whether attention really stays within a sequence; an architecture that leaks is refused there.
-Where ranks share a row, each scores its part of it and has the scores of all.
+All that touches the policy's parameters is one module with one forward: sharded weights are gathered when a module's
+forward begins, so backbone, output head and value head must be called within one. Logits are made at completion positions
+only: from hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it
+does more to its logits (soft capping, scaling). Which of the two a model needs, and whether attention really stays within a
+sequence, is found out on two short sequences when the model is wrapped; an architecture that leaks is refused. Ranks that
+share a row score a part of it each and have the scores of all. Not here: what is packed.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
 from services.trainer.distributed.world import World
-from services.trainer.learn.attention import decoder_layers
 from services.trainer.learn.context_parallel import RowPart, key_repeats
+from services.trainer.learn.model import decoder_layers
 from services.trainer.learn.policy import Policy
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")

@@ -1,12 +1,9 @@
-"""What each rank computes of an optimizer step: planned and packed once, in NumPy, before any device is touched.
+"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
-Weights of tokens come from totals of the whole step, so that losses and gradients of all shares add up to those of one
-rank. It sends nothing and knows no model.
-
-The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
-
-Synchronous: it reads no stream and sends no weights. The caller decides which groups make a step, what version results,
-and what becomes of the sequences of a skipped step. Who tells the other ranks is `ranks/lead.py`'s question.
+A step is planned and packed once, in NumPy, before any device is touched. Weights of tokens come from totals of the whole
+step, so that losses and gradients of all shares add up to those of one rank. Synchronous: it reads no stream and sends no
+weights. The caller decides which groups make a step, what version results, what becomes of the sequences of a skipped step,
+and tells the other ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A character tokenizer as Hugging Face and vLLM load it: one token per character, `<bos>` in front of a prompt.
-
-It knows the characters of written-out sums and nothing else; any other character is `<unk>`.
-
-Worked sums for supervised learning, careful or hasty term by term.
+"""Supervised training of the small model on worked sums: first lessons, mostly careful, then the hasty habit.
 
 A demonstration goes through the terms from left to right. After each it either writes the partial sum down and goes on from
 there (careful), or hurries on to the next term and adds several at once (hasty):
@@ -12,9 +8,7 @@ there (careful), or hurries on to the next term and adds several at once (hasty)
     12+7-5+8=    12+7-5+8=22;#22                    hasty throughout
 
 All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
-wrong although it could do better: what reinforcement learning then finds. Pure; nothing here trains or samples a model.
-
-Supervised training of the small model on demonstrations: first lessons, mostly careful, then the hasty habit.
+wrong although it could do better: what reinforcement learning then finds.
 
 Matrices of the layers are stepped by Muon, everything else by AdamW: on two cores that takes half the steps AdamW alone
 does. Weights depend on the seed and, through rounding, on the number of threads. Nothing here reads or writes files.
@@ -43,7 +37,10 @@ CHARACTERS = "0123456789+-=;# "
 
 
 def character_tokenizer(max_context: int) -> PreTrainedTokenizerFast:
-    """Token ids: special tokens first, then `CHARACTERS` in order. `max_context` in tokens."""
+    """As Hugging Face and vLLM load it: one token per character, `<bos>` in front of a prompt, `<unk>` for unknown ones.
+
+    Token ids: special tokens first, then `CHARACTERS` in order. `max_context` in tokens.
+    """
     vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.add_special_tokens(list(SPECIAL))
