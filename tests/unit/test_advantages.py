@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group
+from pipelinerl.rl.grouping import all_equal, group_advantages, smallest_group
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 

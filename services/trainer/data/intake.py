@@ -27,9 +27,8 @@ from pipelinerl.bus.protocol import Bus, LogEntry, StreamInfo, group_id_of
 from pipelinerl.errors import BusError, MessageError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group
 from pipelinerl.rl.feeding import FeederBound
-from pipelinerl.rl.grouping import CompletedGroup, untrainable_reason
+from pipelinerl.rl.grouping import CompletedGroup, all_equal, group_advantages, smallest_group, untrainable_reason
 from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage, stale_reason
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.service.retry import retry_forever

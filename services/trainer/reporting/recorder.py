@@ -20,7 +20,7 @@ import numpy as np
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.kube.events import PodRef
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.advantages import all_equal
+from pipelinerl.rl.grouping import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
 from pipelinerl.run_summary import RunSummary, RunTotals
 from pipelinerl.service.logs import LogContext
