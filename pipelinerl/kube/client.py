@@ -209,19 +209,14 @@ class KubeClient:
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
         """The response to a call of `CoreV1Api` that was accepted. With a token that is refused the call is made again, once,
         with the token that the file holds now."""
-        from kubernetes.aio import client
-        from kubernetes.aio.config.incluster_config import InClusterConfigLoader
-
-        loader = InClusterConfigLoader(str(self._service_account / "token"), str(self._service_account / "ca.crt"))
         if self._api is None:
-            configuration = client.Configuration()
-            loader.load_and_set(configuration)
-            self._api = client.CoreV1Api(client.ApiClient(configuration))
+            api = await asyncio.to_thread(_core_api, self._service_account)
+            self._api = self._api or api
         call = getattr(self._api, f"{method}_without_preload_content")
         response: ClientResponse = await call(namespace=self.namespace, **arguments)
         if response.status == 401:
             response.release()
-            loader.load_and_set(self._api.api_client.configuration)
+            _load_account(self._service_account, self._api.api_client.configuration)
             response = await call(namespace=self.namespace, **arguments)
         if response.status >= 300:
             body = await response.read()
@@ -232,6 +227,23 @@ class KubeClient:
 def in_cluster(settings: PolicySettings) -> KubeClient | None:
     """None outside Kubernetes. Calls nobody yet."""
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
+
+
+def _core_api(service_account: Path) -> Any:
+    """`CoreV1Api`. Importing it takes about a second of CPU time, too long for an event loop."""
+    from kubernetes.aio import client
+
+    configuration = client.Configuration()
+    _load_account(service_account, configuration)
+    return client.CoreV1Api(client.ApiClient(configuration))
+
+
+def _load_account(service_account: Path, configuration: Any) -> None:
+    """Reads the token as it is now. Raises `ConfigException` outside a pod."""
+    from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+
+    loader = InClusterConfigLoader(str(service_account / "token"), str(service_account / "ca.crt"))
+    loader.load_and_set(configuration)
 
 
 async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:
@@ -260,12 +272,16 @@ def _resource_version(raw: Mapping[str, Any]) -> str:
 @contextmanager
 def _as_kube_error(permission: Permission) -> Iterator[None]:
     """Raises `KubeError` for what the client, aiohttp and the sockets raise."""
-    from kubernetes.aio.client.exceptions import OpenApiException
-    from kubernetes.aio.config.config_exception import ConfigException
-
     try:
         yield
-    except (ClientError, OSError, ConfigException, OpenApiException, ValueError) as error:
+    except KubeError:
+        raise
+    except Exception as error:
+        from kubernetes.aio.client.exceptions import OpenApiException
+        from kubernetes.aio.config.config_exception import ConfigException
+
+        if not isinstance(error, ClientError | OSError | ConfigException | OpenApiException | ValueError):
+            raise
         raise KubeError(permission, 0, str(error) or type(error).__name__) from error
 
 

@@ -62,7 +62,8 @@ async def watching(client: KubeClient, backoff: KubeBackoff = SHORT) -> AsyncIte
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    ours = [record for record in caplog.records if record.name.startswith("pipelinerl.")]
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
 async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(
