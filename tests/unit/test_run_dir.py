@@ -94,16 +94,6 @@ def test_a_file_in_the_way_and_a_bad_name(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_layout() -> None:
-    run = RunDir(Path("runs/x"), "x")
-    assert [str(path.relative_to(run.path)) for path in (run.recipe, run.metrics, run.samples, run.summary)] == [
-        "recipe.yaml", "metrics.jsonl", "samples.jsonl", "summary.json",
-    ]  # fmt: skip
-    assert [str(path.relative_to(run.path)) for path in (run.pids, run.report, run.checkpoint, run.log("actor-0"))] == [
-        "pids.json", "report.html", "checkpoint", "logs/actor-0.log",
-    ]  # fmt: skip
-
-
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
     write_json(tmp_path / "pids.json", {"trainer": 1})
     write_json(tmp_path / "pids.json", {"trainer": 2})

@@ -46,13 +46,6 @@ def test_nobody_goes_without_and_cores_are_not_oversubscribed_needlessly(cores: 
     assert plan.trainer + actors * plan.engine <= max(cores, plan.trainer + actors)
 
 
-def test_environment_of_each_process() -> None:
-    plan = ThreadPlan(trainer=3, engine=2)
-    assert plan.trainer_env()["OMP_NUM_THREADS"] == "3"
-    assert plan.actor_env()["OMP_NUM_THREADS"] == "2"
-    assert plan.actor_env()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-
-
 @pytest.mark.parametrize(
     ("cpu_max", "cores"),
     [("max 100000\n", 16), ("200000 100000\n", 2), ("150000 100000\n", 2), ("5000 100000\n", 1), ("100000", 1)],
@@ -62,10 +55,6 @@ def test_cgroup_quota_rounds_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     monkeypatch.setattr("pipelinerl.local.services._CGROUP_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     assert available_cores() == cores
-
-
-def test_this_machine_has_a_core() -> None:
-    assert available_cores() >= 1
 
 
 @pytest.mark.parametrize(
