@@ -36,17 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         code: int = args.execute(args)
-    except UserError as error:
-        return _complain(error, WRONG_USE)
-    except PipelineRLError as error:
-        return _complain(error, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return code
-
-
-def _complain(error: PipelineRLError, code: int) -> int:
-    print(f"pipelinerl: {error}", file=sys.stderr)
+    except PipelineRLError as error:
+        print(f"pipelinerl: {error}", file=sys.stderr)
+        return WRONG_USE if isinstance(error, UserError) else FAILED
     return code
 
 

@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ _FORMAT = 1
 """Part of the key: raised when the same configuration would build other weights."""
 _ABANDONED_S = 24 * 3600
 """A folder that somebody was filling and has not touched for so long belongs to a process that was killed."""
-_READABLE = 0o755
-"""Whoever may enter the cache may read the weights: services may run as another user than the builder."""
 
 
 def is_built(model: ModelConfig) -> bool:
@@ -45,24 +43,18 @@ def build_config(recipe: Recipe) -> dict[str, Any]:
     return {"model": recipe.model.model_dump(mode="json"), "task": recipe.task.model_dump(mode="json")}
 
 
-def cache_key(config: Mapping[str, Any]) -> str:
-    """Names what `config` builds: equal configurations, equal keys. Pure."""
-    text = json.dumps({"format": _FORMAT, **config}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
 def built_name(recipe: Recipe) -> str:
-    """Name of the model's folder in a cache, `<recipe>-<key>`: the same in every process of the run. Pure."""
-    return f"{recipe.name}-{cache_key(build_config(recipe))}"
+    """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
+    every process of the run. Pure."""
+    text = json.dumps({"format": _FORMAT, **build_config(recipe)}, sort_keys=True)
+    return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
 def built_folder(recipe: Recipe, cache: Path | None) -> Path:
     """Where the cache keeps what this recipe builds, there or not. Raises `FieldError` when there is no cache."""
     if cache is None:
-        fix = (
-            f"model.source = {recipe.model.source!r} is built by the run: name a folder for it, or PIPELINERL_MODEL_DIR"
-        )
-        raise FieldError("PIPELINERL_MODEL_CACHE", "", fix)
+        what = f"model.source = {recipe.model.source!r} is built by the run"
+        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
     return cache / built_name(recipe)
 
 
@@ -91,11 +83,15 @@ def filling(folder: Path) -> Iterator[Path]:
     Where another process was faster, its folder stays. What an error leaves is removed, as is what killed ones left.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    beside = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
+    prefix = f".{folder.name}."
+    for left in folder.parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         yield beside
-        beside.chmod(_READABLE)
+        beside.chmod(0o755)  # services may run as another user than the builder
         try:
             beside.rename(folder)
         except OSError:
@@ -103,14 +99,3 @@ def filling(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _prefix(folder: Path) -> str:
-    return f".{folder.name}."
-
-
-def _remove_abandoned(folder: Path) -> None:
-    for left in folder.parent.glob(f"{_prefix(folder)}*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)

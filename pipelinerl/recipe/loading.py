@@ -191,31 +191,26 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     Raises `RecipeError` with one problem for each wrong override and each wrong field, or, where every field is right by
     itself, for each rule between fields that is broken.
     """
-    parsed, problems = _parse_overrides(overrides)
-    try:
-        recipe = Recipe.model_validate(apply_overrides(data, parsed))
-    except ValidationError as error:
-        raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
-    if problems:
-        raise RecipeError(source, problems)
-    return recipe
-
-
-def _parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[FieldError]]:
-    overrides: list[Override] = []
+    known: list[Override] = []
     problems: list[FieldError] = []
-    for text in texts:
+    for text in overrides:
         try:
             override = parse_override(text)
         except FieldError as error:
             problems.append(error)
             continue
         if field_at(Recipe, override.path) is not None:
-            overrides.append(override)
+            known.append(override)
         else:
             field = f"--set {'.'.join(override.path)}"
             problems.append(FieldError(field, override.value, unknown_field(override.path, Recipe)))
-    return overrides, problems
+    try:
+        recipe = Recipe.model_validate(apply_overrides(data, known))
+    except ValidationError as error:
+        raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
+    if problems:
+        raise RecipeError(source, problems)
+    return recipe
 
 
 def recipe_yaml(recipe: Recipe) -> str:
