@@ -178,17 +178,19 @@ _SAME_IN_GROUP = (
 def encode_sequence(sequence: Sequence) -> bytes:
     """Raises `MessageError` for what `decode_sequence` would refuse: the caller turns it into a failure."""
     _check_sequence(sequence)
+    fields = vars(sequence)
     with building(_SEQUENCE):
         message = pb.Sequence(
-            **{name: getattr(sequence, name) for name in _SAME_IN_SEQUENCE},
+            **{name: fields[name] for name in _SAME_IN_SEQUENCE},
             prompt_token_ids=sequence.prompt_token_ids.tobytes(),
             completion_token_ids=sequence.completion_token_ids.tobytes(),
             behaviour_logprobs=sequence.behaviour_logprobs.tobytes(),
             finish_reason=_TO_PROTO[sequence.finish_reason],
-            reward_components=sequence.reward_components,
         )
         for span in sequence.spans:  # added in place: half the cost of handing over a list
             message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
+        for name, value in sequence.reward_components.items():
+            message.reward_components[name] = value
         return message.SerializeToString()
 
 
@@ -457,8 +459,9 @@ def _check_spans(spans: Iterable[VersionSpan], num_tokens: int, kind: str, field
         if span.start != covered or span.end <= span.start:
             problem = f"[{span.start}, {span.end}) does not continue a cover of [0, {covered})"
             raise MessageError(kind, field, problem)
-        check_uint(span.version, kind, f"{field}.version", bits=64)
-        check_uint(span.incarnation, kind, f"{field}.incarnation", at_least=1)
+        if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # in line: this runs for every span
+            check_uint(span.version, kind, f"{field}.version", bits=64)
+            check_uint(span.incarnation, kind, f"{field}.incarnation", at_least=1)
         covered = span.end
     if covered != num_tokens:
         raise MessageError(kind, field, f"cover [0, {covered}) of {num_tokens} completion tokens")
@@ -478,13 +481,10 @@ def _check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
         return
     # Written so that NaN fails: argmax finds it, and no comparison with it is true.
     highest, lowest = logprobs.argmax(), logprobs.argmin()
-    for index, is_right in (
-        (highest, logprobs[highest] <= LOGPROB_ROUNDING),
-        (lowest, logprobs[lowest] > -np.inf),
-    ):
-        if not is_right:
-            problem = f"token {index} has {logprobs[index]}: a log-probability is finite and <= 0"
-            raise MessageError(kind, field, problem)
+    if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
+        return
+    bad = lowest if logprobs[highest] <= LOGPROB_ROUNDING else highest
+    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability is finite and <= 0")
 
 
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
