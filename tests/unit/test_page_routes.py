@@ -23,7 +23,7 @@ from services.trainer.reporting import page as routes
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.page import add_page, guarded
 from tests.unit.test_page_board import ABOUT, record, sample
-from tests.unit.test_trainer_stop import stop_during_step, training_run
+from tests.unit.trainer_fakes import stop_during_step, training_run
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Stand-ins for what the trainer talks to: actors over real gRPC, a verifier, the compute side, the weight updater."""
+"""Stand-ins for what the trainer talks to (actors over gRPC, verifier, compute side, weight updater), and a run of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,29 @@ from typing import Any
 
 import grpc
 import numpy as np
+from prometheus_client import CollectorRegistry
 
+from pipelinerl.audit.journal import JOURNAL, Journal
+from pipelinerl.kube.events import PodRef
 from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, spans_to_proto
 from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.trainer.checkpoint.run_state import RunState
+from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import SequenceTracker
-from tests.unit.builders import RUN, make_recipe
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.records import RunFiles
+from services.trainer.reporting.board import PageBoard
+from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.trackers import RunTrackers
+from services.trainer.run import TrainingRun
+from tests.support.memory_bus import MemoryBus
+from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 
 
 @dataclass
@@ -228,3 +242,106 @@ def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunSt
         "held": HeldSequences(),
     }
     return RunState(**{**defaults, **fields})
+
+
+# --- a whole run without actors -----------------------------------------------------------------------------------------
+
+TASK = {"name": "chain_sum", "prompt_style": "compact", "heldout_problems": 2}
+
+
+@dataclass
+class Heard:
+    """What would be told to Kubernetes."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def emit(self, about: PodRef, reason: str, message: str, type_: str, *, always: bool) -> None:
+        self.reasons.append(reason)
+
+
+class Tracked:
+    """A tracker that takes its calls at once."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.finished: bool | None = None
+
+    def send(self, call: Callable[[Tracked], None]) -> None:
+        call(self)
+
+    def step(self, step: int, time_s: float, figures: dict[str, float]) -> None:
+        self.points.append((step, figures))
+
+    heldout = step
+
+    def end(self, call_or_figures: Any, *, finished: bool | None = None) -> None:
+        if finished is None:
+            call_or_figures(self)
+        else:
+            self.points.append((0, call_or_figures))
+            self.finished = finished
+
+
+@asynccontextmanager
+async def training_run(
+    run_dir: Path,
+    stop_checkpoint_s: float = 10.0,
+    *,
+    linger: bool = False,
+    board: PageBoard | None = None,
+    start: Start | None = None,
+    **sections: object,
+) -> AsyncIterator[tuple[TrainingRun, FakePolicy]]:
+    """A run of no actors that has not begun; `sections` of its recipe."""
+    settings = TrainerSettings(
+        run=RUN,
+        recipe=run_dir / "recipe.yaml",
+        instance="trainer",
+        verifier="nowhere:1",
+        run_dir=run_dir,
+        stop_checkpoint_s=stop_checkpoint_s,
+        linger=linger,
+    )
+    policy, verifier = FakePolicy(run_dir), FakeVerifier()
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
+            recipe, start = make_recipe(task=TASK, **sections), start or Start()
+            sinks = Sinks(
+                files,
+                TrainerMetrics(CollectorRegistry()),
+                board,
+                RunTrackers([Tracked()]),  # type: ignore[list-item]
+                RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+                LogContext(RUN, "trainer", "trainer"),
+            )
+            recorder = Recorder(recipe, sinks, run=RUN, start=start, tokenizer=policy.tokenizer)
+            run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)  # type: ignore[arg-type]
+            try:
+                yield run, policy
+            finally:
+                policy.may_step.set()
+
+
+async def stop_during_step(run: TrainingRun, policy: FakePolicy) -> asyncio.Task[None]:
+    """The run, stopped in its second step, while that step is on the compute thread."""
+    run._loop.version = policy.version = 1
+    policy.may_step.clear()
+    stop = asyncio.Event()
+
+    async def batch(version: int) -> list[TrainingGroup]:
+        group = make_group(900 + version)  # not one that the feeder issues
+        run._tracker.issue(group)
+        return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
+
+    run._intake.take_batch = batch  # type: ignore[method-assign]
+    run._loop.run = run._loop._step  # type: ignore[method-assign]
+
+    async def no_wait() -> None:
+        return
+
+    run._wait_for_actors = no_wait  # type: ignore[method-assign]
+    running = asyncio.create_task(run.run(stop))
+    await asyncio.to_thread(policy.stepping.wait, 10)
+    stop.set()
+    return running

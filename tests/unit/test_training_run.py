@@ -1,0 +1,229 @@
+"""How a training run ends when it is stopped, and when it is finished; and what its counters begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import ServiceError
+from pipelinerl.rl.lag import FIRST_INCARNATION
+from pipelinerl.run_dir import resumable
+from pipelinerl.v1 import trainer_pb2
+from services.trainer import loop
+from services.trainer.checkpoint.run_state import Start, load_run_state
+from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
+from tests.unit.builders import make_group, make_sequence
+from tests.unit.trainer_fakes import stop_during_step, training_run
+
+
+async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        while not (tmp_path / "summary.json").exists():
+            await asyncio.sleep(0.01)
+        assert not any("checkpoint" in call for call in policy.calls)
+        began_s = run._recorder._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
+        policy.may_step.set()
+        await running
+        assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
+        assert policy.threads == {"compute"}
+        assert policy.checkpoint_saw_summary == [True]
+        assert run._recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
+    folder = resumable(tmp_path)[2].parent
+    state = load_run_state(folder)
+    assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
+    assert (tmp_path / "checkpoint" / "config.json").is_file()
+    assert not (tmp_path / "checkpoint" / "resume").exists()
+
+
+async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        run._recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
+        policy.may_step.set()
+        await running
+        (tracked,) = run._recorder._trackers._trackers
+    heldout, (step, figures), (_, summary) = tracked.points  # type: ignore[attr-defined]
+    assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
+    assert (step, figures["sequences/trained"]) == (2, 2.0)
+    assert (tracked.finished, summary["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
+
+
+async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with training_run(tmp_path, stop_checkpoint_s=0.1) as (run, policy), asyncio.timeout(20):
+        running = await stop_during_step(run, policy)
+        await running
+        assert "no checkpoint of version 1 yet" in caplog.text
+        policy.may_step.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("compute"):
+                await asyncio.to_thread(thread.join, 10)
+        assert policy.calls == ["step 1"]
+    assert (tmp_path / "summary.json").exists()
+
+
+async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        stop = asyncio.Event()
+        stop.set()
+        await run.run(stop)
+        assert policy.calls == []
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
+async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its_end(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        policy.num_ranks, stop = 2, asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        while not policy.calls:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+        assert policy.calls == ["heartbeat", "end"]
+
+
+async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+
+        def gone() -> None:
+            raise RuntimeError("connection closed by peer")
+
+        policy.num_ranks, policy.heartbeat = 2, gone  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as raised:
+            await run.run(asyncio.Event())
+        assert raised.group_contains(RuntimeError, match="closed by peer")
+
+
+async def test_what_may_be_issued_follows_the_actors_that_are_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups.
+    changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
+    trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
+    async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
+        assert run._feeder.allowance == 10
+        monkeypatch.setattr(WeightUpdater, "num_present", 8)
+        run._feeder._look.clear()
+        run._joined("actor-7", UpdateRecord(0))
+        assert (run._feeder.allowance, run._feeder._look.is_set()) == (52, True)
+
+
+FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
+IMPATIENT = {"join_timeout_s": 0.01}
+LINGERS = "this trainer answers, and does nothing else"
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
+    async with asyncio.timeout(10):
+        while caplog.text.count(text) < times:
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Every run has trained all its steps."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(loop, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
+
+
+@pytest.mark.usefixtures("at_its_end")
+async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with training_run(tmp_path, linger=True) as (run, policy), asyncio.timeout(20):
+        run._loop.version, policy.version, policy.num_ranks, stop = 4, 4, 2, asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        await until_logged(caplog, LINGERS)
+        assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
+        assert (run._status.message().phase, run._status.message().message) == (FINISHED, "")
+        assert run._recorder._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
+        assert [step async for step in run._recorder.feed.read(0)] == []
+        folder, version = await run._loop.request_checkpoint()
+        assert (Path(folder).is_dir(), version) == (True, 4)
+        heard = len(policy.calls)
+        while len(policy.calls) == heard:  # the other ranks hear that rank 0 is there
+            await asyncio.sleep(0.01)
+        assert (running.done(), policy.calls[-1]) == (False, "heartbeat")
+        stop.set()
+        await running
+        assert policy.calls[-1] == "end"
+
+
+@pytest.mark.usefixtures("at_its_end")
+async def test_without_linger_a_finished_trainer_ends(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+        run._loop.version = policy.version = 4
+        await run.run(asyncio.Event())
+
+
+@pytest.mark.usefixtures("at_its_end")
+async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with training_run(tmp_path, linger=True) as (run, policy), asyncio.timeout(20):
+
+        def gone() -> None:
+            raise RuntimeError("connection closed by peer")
+
+        run._loop.version, policy.version, policy.num_ranks = 4, 4, 2
+        running = asyncio.create_task(run.run(asyncio.Event()))
+        await until_logged(caplog, LINGERS)
+        policy.heartbeat = gone  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as raised:
+            await running
+        assert raised.group_contains(RuntimeError, match="closed by peer")
+
+
+async def test_a_trainer_that_is_stopped_does_not_linger(tmp_path: Path) -> None:
+    async with training_run(tmp_path, linger=True) as (run, _), asyncio.timeout(20):
+        stop = asyncio.Event()
+        stop.set()
+        await run.run(stop)
+
+
+async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "0 of 1 actors registered within weights.join_timeout_s"
+    async with training_run(tmp_path, linger=True, weights=IMPATIENT) as (run, _), asyncio.timeout(20):
+        stop = asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        await until_logged(caplog, text, times=2)
+        assert run._status.message().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        stop.set()
+        await running
+    (tmp_path / "without").mkdir()
+    async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as raised:
+            await run.run(asyncio.Event())
+        assert raised.group_contains(ServiceError, match=text)
+
+
+async def test_tokens_that_arrived_before_this_start_are_not_in_its_counter(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, _):
+        run._intake.tokens_arrived = 1000  # of the checkpoint that it goes on from
+        group = make_group(900)
+        run._tracker.issue(group)
+        sequence = make_sequence(group, 0, completion=(1, 2, 3))
+        await run._intake._add(sequence)
+        registry = run._recorder._metrics.registry
+        assert registry.get_sample_value("pipelinerl_trainer_tokens_arrived_total") == 3
+        assert run._intake.tokens_arrived == 1003, "what the run's records go on from"
+
+
+async def test_a_trainer_that_starts_again_without_a_checkpoint_has_none_to_show(tmp_path: Path) -> None:
+    again = Start(FIRST_INCARNATION.restarted(0), again=True)
+    async with training_run(tmp_path, start=again) as (run, _):
+        assert run._recorder._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None
