@@ -101,7 +101,7 @@ def audit(run_dir: Path) -> None:
 
 
 def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
 
 
 @dataclass
