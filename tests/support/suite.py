@@ -20,6 +20,8 @@ DURATIONS = ROOT / "tests" / "durations.json"
 REQUIRED = os.environ.get("PIPELINERL_TEST_TOOLS") == "required"
 MAY_SKIP = ("tests/gpu/", "tests/optional/")
 """Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers."""
+TIMEOUT_S = 60
+"""Of most tests, as in pyproject.toml."""
 OVER = 1.5
 """A folder fails when it takes longer than its recorded time by this factor."""
 
@@ -48,10 +50,17 @@ class Suite:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """With several workers, engines come first and then the longest files, so that no worker is left with a long one."""
+        """Sets time-outs: a test of a long file may take three times as long as the file did, unless its mark says otherwise.
+
+        With several workers, engines come first and then the longest files, so that no worker is left with a long one.
+        """
+        seconds = self.recorded.get("files", {})
+        for item in items:
+            longest_s = 3 * seconds.get(file_of(item.nodeid), 0.0)
+            if longest_s > TIMEOUT_S and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(longest_s))
         if not self.is_worker:
             return
-        seconds = self.recorded.get("files", {})
 
         def key(item: pytest.Item) -> tuple[bool, float, str]:
             name = file_of(item.nodeid)
