@@ -50,7 +50,7 @@ class RunDir:
         self.pids = self.path / "pids.json"
         """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of what runs now."""
         self.scale = self.path / "scale.json"
-        """`{"actors": N}`: how many there should be, once somebody asked for another number than the recipe's."""
+        """`{"actors": N}`: how many there should be, once `pipelinerl scale` has been used."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -139,7 +139,7 @@ def write_scale(run: RunDir, num_actors: int) -> None:
 
 
 def read_scale(run: RunDir) -> int | None:
-    """How many actors there should be; None when nobody has asked, or the file is not ours."""
+    """How many actors `pipelinerl scale` asked for; None when it was not used, or the file is not one of its own."""
     try:
         count = json.loads(run.scale.read_bytes())["actors"]
         return check_actors(count) if isinstance(count, int) else None
@@ -181,7 +181,7 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def trainer_starts(run_dir: Path) -> list[int]:
-    """The policy version that each of the run's trainers began at, for people: empty where the folder does not say."""
+    """The policy version that each of the run's trainers began at; empty where lineage.json cannot be read."""
     try:
         return [int(start) for start in json.loads((run_dir / LINEAGE).read_text(encoding="utf-8"))["starts"]]
     except (OSError, ValueError, KeyError, TypeError):

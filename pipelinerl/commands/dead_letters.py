@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """What there is to say of each, the oldest first, and how many cannot be read."""
+    """Each dead letter as JSON, the oldest first, and how many messages cannot be read."""
     from pipelinerl.errors import MessageError
     from pipelinerl.messages.sequences import decode_dead_letter
 

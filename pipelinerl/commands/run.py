@@ -80,7 +80,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
 
 
 def free_port(option: str, port: int) -> int:
-    """The same port. Raises `FieldError` when it is none, or somebody else listens there."""
+    """The same port. Raises `FieldError` when it is not a port, or another process listens there."""
     from pipelinerl.local.processes import why_taken
 
     if not 0 <= port <= 65535:

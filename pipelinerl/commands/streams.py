@@ -1,9 +1,9 @@
 """The streams of a run that goes on, has ended, or crashed: opened for looking, by a command that was not part of the run.
 
 A command names the folder of a local run, or a NATS server and a run's name; in a pod of a run neither need be given, since the
-variables that its service is configured by say where NATS is. A local run that goes on is asked at its own nats-server. Of one
-that does not, the stored streams are copied and served by a nats-server of the moment, so that the run directory stays as it
-was. Changes no stream and starts no run.
+environment of its service names the NATS server. A local run that goes on has its own nats-server. The stored streams of a
+run that has ended are copied and served by a temporary nats-server, so that the run directory stays as it was. Changes no
+stream and starts no run.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each thing that there is something to say of: a run may end before its first step."""
+    """A line for each known figure: a run may end before its first step."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")

@@ -35,8 +35,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None] = lambda address: None,
 ) -> None:
-    """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for its address
-    file, which `on_up` is told of; that a trainer died is not news here."""
+    """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
+    address file and calls `on_up` with its content. The supervisor reports a trainer that died, not this."""
     process: ServiceProcess | None = None
     while True:
         process = await service.next_process(process)
@@ -72,7 +72,7 @@ async def _follow_steps(
     trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]
 ) -> None:
     """Every optimizer step once, in order, from the version that the trainer began with; goes on after a broken stream.
-    Steps that it took before it was asked say nothing of the pace."""
+    Steps that it took before the first answer do not count for the pace."""
     begun = -1
     while begun < 0:
         status = await _status(trainer)

@@ -94,7 +94,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[Target]:
-    """Those of the processes `names` that say where they answer: not NATS, and none that is still starting."""
+    """Those of the processes `names` that have an address file: not NATS, and none that is still starting."""
     found: list[Target] = []
     for name in sorted(names):
         try:

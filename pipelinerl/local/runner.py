@@ -114,7 +114,7 @@ class LocalRun:
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             nats = await stack.enter_async_context(self._nats())
-            model_dir = await initial_model(self.recipe, self._launches, self._process, self._say_phase)
+            model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
             verifier, address = await stack.enter_async_context(self._verifier())
             actors = await stack.enter_async_context(self._actors(address, model_dir))
             trainer = await stack.enter_async_context(self._trainer(address, model_dir, actors))
@@ -163,7 +163,7 @@ class LocalRun:
     async def _nats(self) -> AsyncIterator[SupervisedService]:
         """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
         keep. The address file says where it is, for as long as it runs."""
-        self._say_phase("starting nats-server")
+        self._set_phase("starting nats-server")
         server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
         service = self._supervised(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         try:
@@ -188,7 +188,7 @@ class LocalRun:
 
     @asynccontextmanager
     async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
-        self._say_phase("starting the verifier")
+        self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
         service = self._supervised("verifier", lambda: self._launches.verifier(again=address))
         try:
@@ -288,10 +288,10 @@ class LocalRun:
             self._note(f"Live page: {link}")
 
     def _finished(self) -> bool:
-        """The trainer has said so: it removes nothing after that, and needs nobody any more."""
+        """By the trainer's summary: after it the trainer changes nothing, and needs no other service."""
         return self._over or is_finished(read_summary(self.run_dir.summary))
 
-    def _say_phase(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         self._state.phase = phase
 
     async def _refresh(self) -> None:
@@ -330,14 +330,14 @@ class LocalRun:
             for process in self._started:
                 process.kill()
         elif not self._budget.started:
-            self._say_phase("stopping; Ctrl-C again to kill at once")
+            self._set_phase("stopping; Ctrl-C again to kill at once")
             self._note(self._state.phase)
             self._budget.start()
             work.cancel()
 
 
 def _only_ours(group: ExceptionGroup) -> PipelineRLError:
-    """The first error of ours in the group. Raises the group when it holds anything else: that is a bug of ours."""
+    """The first of our own errors in the group. Raises the group when it holds anything else, which is a bug."""
     ours, others = group.split(PipelineRLError)
     if ours is None or others is not None:
         raise group

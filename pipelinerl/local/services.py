@@ -185,26 +185,26 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 async def initial_model(
-    recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, say: Callable[[str], None]
+    recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, report: Callable[[str], None]
 ) -> str:
     """Folder of the initial policy; "" for a hub model, which the services fetch. Builds it where the recipe says so, in a
     process of its own, since that needs torch and this does not.
 
-    `say` hears what is going on. Raises `ServiceDied` when the building fails.
+    `report` is called with each line of progress. Raises `ServiceDied` when the building fails.
     """
     if not is_built(recipe.model):
         return _absolute(recipe.model.name) if recipe.model.source == "path" else ""
     folder = built_folder(recipe, cache_folder(launches.environment) / "models")
     if is_complete(folder):
-        say(f"initial model from the cache: {folder}")
+        report(f"initial model from the cache: {folder}")
         return str(folder)
-    say("building the initial model (kept for the next run)")
+    report("building the initial model (kept for the next run)")
     config_file = launches.run_dir.path.resolve() / "warmstart.json"
     config_file.write_text(json.dumps(build_config(recipe), indent=2) + "\n", encoding="utf-8")
     with filling(folder) as beside:
         arguments = ("--config", str(config_file), "--out", str(beside))
         launch = launches.initial_model(arguments, min(THREADS, available_cores()))
-        async with run_process("warmstart", launch) as process, background(_repeat_log(launch.log, say)):
+        async with run_process("warmstart", launch) as process, background(_report_progress(launch.log, report)):
             code = await process.wait()
         if code != 0:
             raise process.died()
@@ -215,12 +215,12 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve())
 
 
-async def _repeat_log(log: Path, say: Callable[[str], None]) -> None:
-    """Says the log's last line whenever there is a new one that tells of progress."""
-    said = ""
+async def _report_progress(log: Path, report: Callable[[str], None]) -> None:
+    """Reports the log's last line whenever it is a new one that begins with `PROGRESS`."""
+    reported = ""
     while True:
         await asyncio.sleep(_POLL_S)
         line = log_tail(log, lines=1).strip()
-        if line.startswith(PROGRESS) and line != said:
-            said = line
-            say(line)
+        if line.startswith(PROGRESS) and line != reported:
+            reported = line
+            report(line)

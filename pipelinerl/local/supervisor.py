@@ -84,9 +84,9 @@ class RestartCounter:
 class SupervisedService:
     """A service that is restarted when it ends: `start`, then `keep`, then `stop`.
 
-    `prepare` says before each start what to start. `on_start` hears of every started process, `on_end` of every one that
-    ended and the seconds until the next. Once the service is not `wanted` any more (the run is over) a process that ends is
-    let go. `progress`: see `RestartCounter`.
+    `prepare` returns what to start, before each start. `on_start` is called with every started process, `on_end` with the
+    error of every one that ended and the seconds until the next. Once the service is not `wanted` any more (the run is over)
+    a process may end. `progress`: see `RestartCounter`.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class SupervisedService:
 class ActorPool:
     """The actors of a run: as many as asked for, each kept running, more or fewer of them while the run goes on.
 
-    An actor that cannot be kept running is given up with a note; the run ends when that is so of every one there is. With
-    zero actors asked for the trainer waits. `make` prepares the service of actor number i, `note` hears what a person should,
-    `on_gone` the names of those scaled away.
+    An actor that cannot be kept running is given up with a note; the run ends when all of them are given up. With zero
+    actors asked for the trainer waits. `make` prepares the service of actor number i; `note` is called with lines for the
+    user, `on_gone` with the names of actors that were scaled away.
     """
 
     def __init__(

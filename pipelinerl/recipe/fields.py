@@ -73,7 +73,7 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """What to say of a path that the model does not have: what was meant, or else what there is."""
+    """The error text for a path that the model does not have: similar fields, or else all that the section has."""
     near = near_matches(model, ".".join(path))
     if near:
         return f"no such field; did you mean {' or '.join(near)}?"
@@ -303,7 +303,7 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
-    """What vLLM is told beyond the model."""
+    """Settings of vLLM beyond the model."""
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="KV cache on CPU, GiB.")
     gpu_memory_utilization: Changeable[float] = Field(
