@@ -6,9 +6,9 @@ Four streams, one durable consumer and one key-value bucket per run, one connect
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -52,12 +52,12 @@ from pipelinerl.bus.reader import (
 from pipelinerl.bus.streams import ACTORS, actors_consumer, members_bucket, stream_configs
 from pipelinerl.bus.work_queue import NatsPrompt, PromptPuller
 from pipelinerl.errors import BusError
+from pipelinerl.service.retry import Backoff, retry_forever
 
 _log = logging.getLogger(__name__)
 
 _MSG_ID = "Nats-Msg-Id"
 _NS = 1_000_000_000
-_CREATE_RETRY_S = 0.5
 CREATE_WITHIN_S = 60.0
 """For the servers of a cluster to find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
@@ -127,19 +127,13 @@ class JetStreamBus:
 
     async def create_streams(self, *, fresh: bool = False) -> None:
         """As `Bus` says. A cluster of servers that has no leader yet is waited for, `CREATE_WITHIN_S` at most."""
-        loop = asyncio.get_running_loop()
-        deadline, told = loop.time() + CREATE_WITHIN_S, False
-        while True:
-            try:
-                await self._create_streams(fresh)
-                return
-            except BusError as error:
-                if not is_cluster_forming(error) or loop.time() >= deadline:
-                    raise
-                if not told:
-                    _log.warning("%s; trying again for %g s", error, CREATE_WITHIN_S)
-                    told = True
-            await asyncio.sleep(_CREATE_RETRY_S)
+        deadline = time.monotonic() + CREATE_WITHIN_S
+        await retry_forever(
+            lambda: self._create_streams(fresh),
+            "make the run's streams",
+            retried=lambda error: is_cluster_forming(error) and time.monotonic() < deadline,
+            backoff=Backoff(first_s=0.5, most_s=0.5),
+        )
 
     async def _create_streams(self, fresh: bool) -> None:
         if fresh and (used := await self._used_streams()):

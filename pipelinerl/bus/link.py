@@ -280,12 +280,12 @@ class bus_errors:
                 raise BusError(f"{self._action}: {_reason(error)}") from error
 
 
-def is_stream_missing(error: BusError) -> bool:
+def is_stream_missing(error: Exception) -> bool:
     cause = error.__cause__
     return isinstance(cause, nats.js.errors.APIError) and cause.err_code == _STREAM_NOT_FOUND
 
 
-def is_cluster_forming(error: BusError) -> bool:
+def is_cluster_forming(error: Exception) -> bool:
     """Whether the servers of a cluster are on their way to find each other and choose a leader, or may be."""
     cause = error.__cause__
     if isinstance(cause, nats.js.errors.APIError):

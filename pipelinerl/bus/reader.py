@@ -34,6 +34,7 @@ from pipelinerl.bus.link import (
 )
 from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo
 from pipelinerl.errors import BusError, NotPermitted
+from pipelinerl.service.retry import Backoff, is_bus_outage, retry_forever
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +122,6 @@ _PULL_BYTES = 65 * 1024**2
 _PULL_EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
 _SILENCE_S = 2 * _HEARTBEAT_S + 1.0
-_RETRY_S = 0.5
 _CONSUMER_IDLE_S = 300.0
 _CLOSE_TIMEOUT_S = 1.0
 _NS = 1_000_000_000
@@ -270,15 +270,12 @@ class OrderedReader:
 
     async def _reattach(self) -> None:
         await self._detach()
-        while True:
-            try:
-                await self._attach()
-                return
-            except BusError as error:
-                if is_stream_missing(error):
-                    raise
-                _log.warning("reading %s waits: %s", self._plan.stream, error)
-                await asyncio.sleep(_RETRY_S)
+        await retry_forever(
+            self._attach,
+            f"read {self._plan.stream}",
+            retried=lambda error: is_bus_outage(error) and not is_stream_missing(error),
+            backoff=Backoff(first_s=0.5, most_s=0.5),
+        )
 
     async def _attach(self) -> None:
         """Subscribes a new inbox and makes a consumer; what an older consumer still sends goes nowhere."""
