@@ -8,7 +8,6 @@ loss; a micro-batch without sequences is padding alone. Not here: which sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,40 +67,24 @@ class HostMicroBatch:
 
     def on(self, device: torch.device | str) -> MicroBatch:
         """The same as tensors on `device`. Does not wait for the device."""
-        return MicroBatch(
-            row=_row(self.token_ids, self.lengths, device),
-            predictors=on_device(self.predictors, device),
-            targets=on_device(self.targets, device),
-            behaviour_logprobs=on_device(self.behaviour_logprobs, device),
-            advantages=on_device(self.advantages, device),
-            weights=on_device(self.weights, device),
-            sequence_index=on_device(self.sequence_index, device),
-            lags=self.lags,
-            num_sequences=self.num_sequences,
-            num_tokens=self.num_tokens,
-        )
+        names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "sequence_index")
+        tensors = {name: on_device(getattr(self, name), device) for name in names}
+        row = _row(self.token_ids, self.lengths, device)
+        return MicroBatch(row=row, num_sequences=self.num_sequences, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """`HostMicroBatch` on the model's device; `lags` stay on the CPU."""
+    """What the loss needs of a `HostMicroBatch`, in the same shapes, on the model's device."""
 
     row: TokenRow
     predictors: Tensor
-    """int64[C]"""
     targets: Tensor
-    """int64[C]"""
     behaviour_logprobs: Tensor
-    """float32[C], nats."""
     advantages: Tensor
-    """float32[C]"""
     weights: Tensor
-    """float32[C]"""
     sequence_index: Tensor
-    """int64[C]"""
-    lags: NDArray[np.int64]
     num_sequences: int
-    num_tokens: int
 
 
 def token_row(
@@ -129,13 +112,13 @@ def _row(token_ids: NDArray[np.int64], lengths: NDArray[np.int64], device: torch
     )
 
 
-def row_order(sequences: Many[Sequence]) -> list[int]:
+def row_order(sequences: list[Sequence]) -> list[int]:
     """Order in which a micro-batch's row has its sequences: longest first."""
     return sorted(range(len(sequences)), key=lambda index: (-sequences[index].num_tokens, index))
 
 
 def host_microbatch(
-    sequences: Many[Sequence],
+    sequences: list[Sequence],
     advantages: NDArray[np.float64],
     version: int,
     normalization: Normalization,

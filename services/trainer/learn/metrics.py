@@ -9,9 +9,7 @@ them. Not here: rewards, throughput, names in Prometheus.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,14 +26,14 @@ SAMPLED_WEIGHTS = "sampled_weights"
 """Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
 
 
-def sampled_sequences(groups: Many[TrainingGroup]) -> list[Sequence]:
+def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     """Two of a step: its first sequence, and of the other groups' the first one that most versions sampled."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def sampled_places(groups: Many[TrainingGroup], batches: Iterable[Many[int]]) -> dict[str, slice]:
+def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, slice]:
     """By id of the sampled sequences, their completion tokens' places among those of the step.
 
     `batches`: of each micro-batch, in order of the step's values, its sequences as positions in the step.
@@ -111,9 +109,6 @@ class TokenMetrics:
     packing_fill: float
     """`tokens` / (micro-batches × token budget); low for a batch smaller than the budget."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class StepCollector:
     """Collects the micro-batches of one rank's share of an optimizer step: `add` each, then read."""
@@ -142,7 +137,7 @@ class StepCollector:
 
 
 def token_metrics(
-    values: NDArray[np.float32], totals: NDArray[np.float64], batches: Many[HostMicroBatch], budget: int
+    values: NDArray[np.float32], totals: NDArray[np.float64], batches: list[HostMicroBatch], budget: int
 ) -> TokenMetrics:
     """Of one optimizer step: `values` of all ranks, `totals` of the step, and its `batches` in the order of `values`.
 

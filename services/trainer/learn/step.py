@@ -9,7 +9,7 @@ and tells the other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -176,9 +176,9 @@ class StepOutcome:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Everything, JSON-able, under the names of metrics.jsonl."""
+        """Everything, JSON-able."""
         return {
-            **self.tokens.as_dict(),
+            **asdict(self.tokens),
             "learning_rate": self.optimizer.learning_rate,
             "grad_norm": self.optimizer.grad_norm,
             "skipped": self.optimizer.skipped,

@@ -39,7 +39,7 @@ ONCE = frozenset({"RunStarted", "RunResumed", "RunFinished", "RunStopped", "RunF
 
 
 class RunEvents:
-    """See the module. `recorder` None: outside Kubernetes."""
+    """`recorder` None: outside Kubernetes."""
 
     def __init__(self, run: str, trainer: PodRef, recorder: EventRecorder | None = None) -> None:
         self._run, self._trainer, self._recorder = run, trainer, recorder
