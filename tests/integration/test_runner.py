@@ -50,7 +50,7 @@ class Recorder(PlainDisplay):
 
 
 async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=30), {})
+    run = Run(tmp_path / "run", recipe(steps=60), {})
     run.local.display = recorder = Recorder(run.printed)
     ending = await run.end()
     assert (ending.error, ending.interrupted, ending.exit_code) == (None, False, 0)
@@ -60,17 +60,17 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert not run.dir.address("nats").exists(), "only for as long as it runs"
 
     assert recorder.steps == sorted(recorder.steps)
-    assert any(0 < step < 30 for step in recorder.steps), "heard over gRPC, not read from the file at the end"
+    assert any(0 < step < 60 for step in recorder.steps), "heard over gRPC, not read from the file at the end"
     assert any("left" in shown["step"] for shown in recorder.shown)
     assert {"starting the verifier", "training", "done"} <= {shown["now"] for shown in recorder.shown}
     assert "actor-0 serving v3, 64 in progress" in {shown["actors"] for shown in recorder.shown}
-    assert recorder.shown[-1]["step"].startswith("30 of 30 (100.0%)")
+    assert recorder.shown[-1]["step"].startswith("60 of 60 (100.0%)")
     assert "left" not in recorder.shown[-1]["step"]
-    assert "step 30/30 | version 30 | reward 1.000" in run.printed.getvalue()
+    assert "step 60/60 | version 60 | reward 1.000" in run.printed.getvalue()
 
     assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
     summary = json.loads(run.dir.summary.read_text())
-    assert (summary["by"], summary["restarts"], summary["interrupted"], summary["steps"]) == ("trainer", {}, False, 30)
+    assert (summary["by"], summary["restarts"], summary["interrupted"], summary["steps"]) == ("trainer", {}, False, 60)
     assert summary["wall_s"] > 0
     assert "tiny" in run.dir.report.read_text()
 
@@ -143,7 +143,7 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
 
 async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_gets_further(tmp_path: Path) -> None:
     """Killed, told to stop by somebody else, killed and killed: four times in a row, where the limit is 2."""
-    run = Run(tmp_path / "run", recipe(steps=70), {"FAKE_CHECKPOINT_EVERY": "10"})
+    run = Run(tmp_path / "run", recipe(steps=100), {"FAKE_CHECKPOINT_EVERY": "10"})
     run.local.display = recorder = Recorder(run.printed)
     async with running(run) as task:
         others = {name: pid for name, pid in (await run.until_step(1)).items() if name != "trainer"}
@@ -155,12 +155,12 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
     assert (ending.error, dict(ending.restarts), ending.exit_code) == (None, {"trainer": 4}, 0)
     assert {name: pid for name, pid in run.pids().items() if name != "trainer"} == others, "the others go on"
     records = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 71))
+    assert [record["step"] for record in records] == list(range(1, 101))
     starts = json.loads((run.dir.path / "lineage.json").read_text())["starts"]
     assert starts[:2] == [0, 10]
     assert starts == sorted(starts)
     assert len(starts) == 5
-    assert [record["from"] for record in records] == [max(at for at in starts if at < step) for step in range(1, 71)]
+    assert [record["from"] for record in records] == [max(at for at in starts if at < step) for step in range(1, 101)]
     printed = run.printed.getvalue()
     assert "trainer was killed by SIGKILL" in printed
     assert "trainer exited with code 0" in printed
@@ -170,12 +170,12 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
 
     fell = next(index for index, (a, b) in enumerate(zip(recorder.steps, recorder.steps[1:], strict=False)) if b < a)
     assert recorder.steps[fell + 1] == 10, "what came after the checkpoint never was"
-    assert any(starts[-1] < step < 70 for step in recorder.steps), "heard from the last trainer, not read at the end"
-    assert recorder.steps[-1] == 70
+    assert any(starts[-1] < step < 100 for step in recorder.steps), "heard from the last trainer, not read at the end"
+    assert recorder.steps[-1] == 100
 
     assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
     summary = json.loads(run.dir.summary.read_text())
-    assert (summary["restarts"], summary["steps"], summary["begun"]) == ({"trainer": 4}, 70, starts[-1])
+    assert (summary["restarts"], summary["steps"], summary["begun"]) == ({"trainer": 4}, 100, starts[-1])
 
 
 def test_where_the_page_is_is_said_again_only_when_it_moves(tmp_path: Path) -> None:
