@@ -100,10 +100,10 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
         assert "certificate is for other names" in await refusal(server.port, client_files)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
             with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
-                await actor.load(timeout_s=5)
+                await actor.state(timeout_s=5)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
             with pytest.raises(ServiceError, match=r"actor a at .* other names"):
-                await actor.load(timeout_s=5)
+                await actor.state(timeout_s=5)
 
 
 @pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
