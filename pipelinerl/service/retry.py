@@ -19,6 +19,9 @@ from pipelinerl.errors import BusError, NotPermitted, PayloadTooLarge
 
 log = logging.getLogger(__name__)
 
+LOG_EVERY_S = 60.0
+"""How often the same reason for waiting is logged."""
+
 _Result = TypeVar("_Result")
 
 
@@ -52,10 +55,10 @@ async def retry_forever(
 ) -> _Result:
     """The result of the first `attempt()` that succeeds; raises the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"), which gets a warning for each new reason, in `explain`'s words, and a line when
-    the waiting is over. `on_retry` is called with each error before the wait.
+    `action` is for the log ("publish g1.0"), which gets a warning for each new reason, in `explain`'s words, for an old one
+    every minute, and a line when the waiting is over. `on_retry` is called with each error before the wait.
     """
-    failures, waiting_since_s, logged = 0, time.monotonic(), ""
+    failures, waiting_since_s, logged, logged_at_s = 0, time.monotonic(), "", 0.0
     while True:
         try:
             result = await attempt()
@@ -63,8 +66,9 @@ async def retry_forever(
             if not retried(error):
                 raise
             failures += 1
-            if (reason := explain(error)) != logged:
-                logged = reason
+            now_s, reason = time.monotonic(), explain(error)
+            if reason != logged or now_s - logged_at_s >= LOG_EVERY_S:
+                logged, logged_at_s = reason, now_s
                 log.warning("cannot %s, trying again until it works: %s", action, reason)
             if on_retry is not None:
                 on_retry(error)

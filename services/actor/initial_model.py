@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.lifecycle import StartStopped, run_service, unless_stopped
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
@@ -40,9 +40,6 @@ log = logging.getLogger("services.actor.initial_model")
 
 SILENT_S = 60.0
 """A trainer that sends nothing for so long is asked again. It reads a file whole, for its checksum, before the first byte."""
-RETRY_FIRST_S, RETRY_MOST_S = 0.5, 5.0
-SAY_EVERY_S = 60.0
-"""How often the same reason for waiting is logged."""
 
 
 @dataclass
@@ -127,18 +124,19 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
         return
     if not settings.trainer:
         raise FieldError("PIPELINERL_TRAINER", "", f"host:port of the trainer, which has {folder.name}")
-    waiting, delay_s = _Waiting(), RETRY_FIRST_S
-    while True:
-        try:
-            with filling(folder) as beside:
-                received = await fetch(settings, folder.name, beside)
-        except (grpc.aio.AioRpcError, MessageError, TimeoutError) as error:
-            waiting.tell(settings.trainer, _reason(error, settings.tls_dir))
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MOST_S)
-        else:
-            log.info("initial model fetched: %s", folder, extra={"bytes": received})
-            return
+
+    async def attempt() -> int:
+        with filling(folder) as beside:
+            return await fetch(settings, folder.name, beside)
+
+    received = await retry_forever(
+        attempt,
+        f"fetch the initial model of trainer {settings.trainer}",
+        retried=lambda error: isinstance(error, grpc.aio.AioRpcError | MessageError | TimeoutError),
+        backoff=Backoff(first_s=0.5, most_s=5.0),
+        explain=lambda error: _reason(error, settings.tls_dir),
+    )
+    log.info("initial model fetched: %s", folder, extra={"bytes": received})
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
@@ -169,19 +167,6 @@ def _reason(error: Exception, tls_dir: Path | None) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return explained(error, tls_dir)
     return str(error) or f"nothing came for {SILENT_S:.0f} s"
-
-
-class _Waiting:
-    """Says why the model is not there yet: each new reason at once, an old one every `SAY_EVERY_S`."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, float] = {}
-
-    def tell(self, trainer: str, reason: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._said.get(reason, -SAY_EVERY_S) >= SAY_EVERY_S:
-            log.info("waiting for the initial model of trainer %s: %s", trainer, reason)
-            self._said = {reason: now_s}
 
 
 def main() -> int:

@@ -176,11 +176,14 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
     settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
     fetching = asyncio.create_task(fetched(settings))
     async with asyncio.timeout(30):
-        while f"waiting for the initial model of trainer 127.0.0.1:{port}: UNAVAILABLE" not in caplog.text:
+        while (
+            f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again until it works: UNAVAILABLE"
+            not in caplog.text
+        ):
             await asyncio.sleep(0.01)
         async with trainer(initial_files(recipe_of(), str(built)), port):
             await fetching
-    assert caplog.text.count("waiting for") == 1
+    assert caplog.text.count("trying again") == 1
 
 
 async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
