@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from pipelinerl.service.lifecycle import StartStopped
-from services.actor.vllm_engine import build_off_loop
+from services.actor.vllm_engine import build_off_loop, use_known_model_infos
 
 
 class Child:
@@ -65,3 +66,15 @@ async def test_a_failure_without_a_stop_is_raised_as_it_is() -> None:
 
     with pytest.raises(RuntimeError, match="no such model"):
         await build_off_loop(build, asyncio.Event())
+
+
+def test_a_new_cache_begins_with_the_images_model_infos_and_another_stays_as_it_is(tmp_path: Path) -> None:
+    image, cache = tmp_path / "image", tmp_path / "cache"
+    use_known_model_infos(image, cache)  # an installation without any
+    assert not cache.exists()
+    (image / "modelinfos").mkdir(parents=True)
+    (image / "modelinfos" / "llama.json").write_text("1")
+    use_known_model_infos(image, cache)
+    (image / "modelinfos" / "llama.json").write_text("2")
+    use_known_model_infos(image, cache)
+    assert (cache / "modelinfos" / "llama.json").read_text() == "1"
