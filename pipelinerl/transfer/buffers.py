@@ -1,13 +1,4 @@
-"""Host memory that is used again once nobody holds a tensor in it: new pages cost more than the bytes put into them.
-
-Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage, which holds one reference to
-the array; so the array's reference count says whether anybody still looks at the memory, whoever made the views. What is
-still held is left to its holder and replaced. Device memory is not handled: torch's allocator keeps it itself.
-
-Items made ahead on a thread of their own while the caller works on earlier ones, in bounded number.
-
-It knows nothing of what the items are, and has no timeout: making one item must itself be bounded.
-"""
+"""Memory that is used again, and items made ahead: both in bounded number, for whatever moves chunk after chunk."""
 
 from __future__ import annotations
 
@@ -27,7 +18,13 @@ _HELD_BY_NOBODY = 2
 
 
 class ReusedMemory:
-    """`most`: buffers kept, the larger ones first. Not thread-safe."""
+    """Host memory that is used again once nobody holds a tensor in it: new pages cost more than the bytes put into them.
+
+    Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage, which holds one reference
+    to the array; so the array's reference count says whether anybody still looks at the memory, whoever made the views. What is
+    still held is left to its holder and replaced. Device memory is not handled: torch's allocator keeps it itself.
+    `most`: buffers kept, the larger ones first. Not thread-safe.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -59,7 +56,7 @@ class Prefetcher(Generic[_Item]):
     """An iterator over `items`, advanced on a thread; close it, or use it as a context, whatever happens.
 
     At most `buffers` (≥ 2) items exist at a time: the one handed out last and those made or being made beyond it. An error
-    of `items` is raised where the item would have come.
+    of `items` is raised where the item would have come. There is no timeout: making one item must itself be bounded.
     """
 
     def __init__(self, items: Iterable[_Item], buffers: int, name: str) -> None:

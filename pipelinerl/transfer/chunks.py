@@ -1,23 +1,4 @@
-"""The checksum of a chunk: sums of 64-bit words along rows and along columns, hashed. The same number on host and device.
-
-The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column sums,
-modulo 2^64, are hashed with the number of bytes. Addition modulo 2^64 does not depend on its order, so host and device agree
-exactly; a device sends 8 KiB and 8 bytes per row to the host. Any change of one, two or three words is found, whatever they
-are, as is any exchange of rows, columns or two words: what escapes leaves every row's and every column's sum as it was.
-
-Sums run at the speed of memory (over 15 GiB/s on one core here, where zlib's CRC-32 makes 3.6) and release the GIL. They guard
-against corruption and mix-ups, not against an attacker.
-
-What precedes each chunk on the wire: int64[6], so that a receiver notices a mix-up before it takes the bytes.
-
-With NCCL it is a small tensor on the device, sent as the chunks are: in order with them, under the same timeouts, and gone with
-the communicator when a transfer is given up. The key-value store would be a second channel to keep in step.
-
-Weights with an adapter merged in: one sum, which trainer and actors compute alike.
-
-It knows neither models nor manifests.
-
-Tensors to chunks of bytes and back, by a manifest's layout.
+"""Tensors to chunks of bytes and back, by a manifest's layout; each chunk's header and checksum.
 
 Nothing here sends, receives or chooses where chunks live.
 """
@@ -52,7 +33,17 @@ _DIGEST_BYTES = 7
 
 
 def checksum(chunk: Tensor) -> int:
-    """56 bits of a contiguous uint8 tensor in host or device memory; waits for the device."""
+    """56 bits of a contiguous uint8 tensor in host or device memory: the same number on both; waits for the device.
+
+    The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column
+    sums, modulo 2^64, are hashed with the number of bytes. Addition modulo 2^64 does not depend on its order, so host and
+    device agree exactly; a device sends 8 KiB and 8 bytes per row to the host. Any change of one, two or three words is
+    found, whatever they are, as is any exchange of rows, columns or two words: what escapes leaves every row's and every
+    column's sum as it was.
+
+    Sums run at the speed of memory (over 15 GiB/s on one core here, where zlib's CRC-32 makes 3.6) and release the GIL. They
+    guard against corruption and mix-ups, not against an attacker.
+    """
     # Not torch on the host: its team of threads would meet that of whatever the process computes meanwhile.
     sums = host_sums(chunk.numpy()) if chunk.device.type == "cpu" else tensor_sums(chunk).cpu().numpy()
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -84,7 +75,12 @@ HEADER_SIZE = 6
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """`checksum`: of the chunk that follows; `num_bytes`: its size."""
+    """What precedes each chunk on the wire, int64[6], so that a receiver notices a mix-up before it takes the bytes.
+
+    With NCCL it is a small tensor on the device, sent as the chunks are: in order with them, under the same timeouts, and gone
+    with the communicator when a transfer is given up. The key-value store would be a second channel to keep in step.
+    `checksum`: of the chunk that follows; `num_bytes`: its size.
+    """
 
     version: PolicyVersion
     chunk: int
@@ -118,7 +114,7 @@ class ChunkHeader:
 
 @torch.no_grad()
 def add_low_rank(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype.
+    """weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype: trainer and actors compute it alike.
 
     A [rank, in] and B [out, rank] are first rounded to that dtype, in which they take part in the forward pass. Weight
     [out, in], or [in, out] where it is `transposed`.

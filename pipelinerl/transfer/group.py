@@ -1,22 +1,4 @@
-"""Where chunks live and in which order a device works on them: host memory (Gloo), or a device and a stream of its own (NCCL).
-
-Nothing of `torch.cuda` is touched for host memory. It does not say what is copied, sent or computed there.
-
-NCCL under a weight group: broadcasts that end, whatever a peer does, and a process that outlives them.
-
-What torch's ProcessGroupNCCL does by itself does not suit a group whose members may die:
-
-- its watchdog thread answers an error or a timeout by ending the process. With blocking wait there is no watchdog, and waiting
-  is ours; that setting is read from the environment when a group is made, so it stands there only meanwhile;
-- making a communicator blocks for as long as a peer is missing. A non-blocking communicator is polled instead, up to
-  TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once in a process;
-- a broadcast whose communicator is aborted looks complete. Therefore an abort is remembered here, and is what the waiting
-  thread raises.
-
-A peer that dies is noticed through NCCL's own error where the bytes go over the network; over shared memory or NVLink it is
-not, and the deadline ends the wait. It does not meet anybody: all ranks have checked in before (`group.py`).
-
-A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
+"""A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
 
 Built from a key-value store that the trainer hosts, without torch's global process group, so that groups of several epochs
 (and side groups of joiners) may exist one after another, or side by side, in one process. Backend `gloo` or `nccl`: the
@@ -28,7 +10,7 @@ who wait are told at once.
 
 Gloo cannot interrupt an operation under way (`ProcessGroupGloo.abort` does nothing), so each operation carries its own
 timeout: that timeout is the most that giving up a transfer can take. A peer that died is noticed at once. NCCL can be
-interrupted (`nccl.py`).
+interrupted.
 
 It does not decide who is a member, and sends tensors, not weights.
 """
@@ -62,7 +44,10 @@ from pipelinerl.transfer.manifest import (
 
 @dataclass(frozen=True)
 class Placement:
-    """`stream`: a torch.cuda.Stream; None in host memory."""
+    """Where chunks live and in which order a device works on them: host memory, or a device and a stream of its own.
+
+    `stream`: a torch.cuda.Stream; None in host memory, for which nothing of `torch.cuda` is touched.
+    """
 
     device: torch.device
     stream: Any = None
@@ -118,7 +103,20 @@ _making = threading.Lock()
 
 
 class NcclTransport:
-    """One communicator. Use `broadcast` from one thread at a time; `close` from any."""
+    """One NCCL communicator: broadcasts that end, whatever a peer does, and a process that outlives them.
+
+    What torch's ProcessGroupNCCL does by itself does not suit a group whose members may die:
+
+    - its watchdog thread answers an error or a timeout by ending the process. With blocking wait there is no watchdog, and
+      waiting is ours; that setting is read from the environment when a group is made, so it stands there only meanwhile;
+    - making a communicator blocks for as long as a peer is missing. A non-blocking communicator is polled instead, up to
+      TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once in a process;
+    - a broadcast whose communicator is aborted looks complete. Therefore an abort is remembered here, and is what the waiting
+      thread raises.
+
+    A peer that dies is noticed through NCCL's own error where the bytes go over the network; over shared memory or NVLink it
+    is not, and the deadline ends the wait. Use `broadcast` from one thread at a time; `close` from any.
+    """
 
     def __init__(
         self,
@@ -212,7 +210,7 @@ _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
 _TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
 """Its DistError family and Gloo's own are RuntimeErrors."""
-_LOOK_S_group = 0.01
+_MEETING_LOOK_S = 0.01
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
 
@@ -293,34 +291,25 @@ class WeightGroup:
         Raises DeadlineExceeded when they are not all there within `timeout_s` (on rank 0 RanksMissing, which says who is
         not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
         """
-        given_up = given_up or threading.Event()
-        meeting: Future[WeightGroup] = Future()
-        arguments = (meeting, spec, timeout_s, given_up, placement, patience_s)
-        threading.Thread(target=cls._meet, args=arguments, name=f"meet-{spec.name}", daemon=True).start()
+        stop = given_up or threading.Event()
+        meeting = Future[WeightGroup]()
+
+        def meet() -> None:
+            try:
+                meeting.set_result(cls._join(spec, timeout_s, stop, placement, patience_s))
+            except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
+                meeting.set_exception(error)
+
+        # On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does.
+        threading.Thread(target=meet, name=f"meet-{spec.name}", daemon=True).start()
         latest = time.monotonic() + timeout_s + _LET_GO_S
         while not wait([meeting], _LET_GO_S).done:
-            if given_up.is_set() or time.monotonic() >= latest:
+            if stop.is_set() or time.monotonic() >= latest:
                 meeting.add_done_callback(_close_late)
-                if given_up.is_set():
+                if stop.is_set():
                     raise TransferAborted(f"the meeting of {spec.name} was given up")
                 raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
         return meeting.result()
-
-    @classmethod
-    def _meet(
-        cls,
-        meeting: Future[WeightGroup],
-        spec: GroupSpec,
-        timeout_s: float,
-        given_up: threading.Event,
-        placement: Placement,
-        patience_s: float | None,
-    ) -> None:
-        """On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does."""
-        try:
-            meeting.set_result(cls._join(spec, timeout_s, given_up, placement, patience_s))
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
-            meeting.set_exception(error)
 
     @classmethod
     def _join(
@@ -417,7 +406,7 @@ def _wait_for_all(
             if given_up.is_set():
                 raise TransferAborted(f"the meeting of {spec.name} was given up")
             raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
-        given_up.wait(_LOOK_S_group)
+        given_up.wait(_MEETING_LOOK_S)
     meeting.set(_GO, "1")
 
 
@@ -431,7 +420,7 @@ def _check_in(
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
-        given_up.wait(_LOOK_S_group)
+        given_up.wait(_MEETING_LOOK_S)
 
 
 def _transport(

@@ -39,7 +39,7 @@ from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HandOver, HeldGroups
 from services.actor.membership import DeletionCost, Heartbeat
 from services.actor.metrics import ActorMetrics
-from services.actor.server import ActorParts, ActorService
+from services.actor.server import ActorService
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
 
@@ -175,7 +175,7 @@ class Actor:
         self._deletion_cost = DeletionCost(
             in_cluster(settings), self._held, engine, self._metrics, pod=pod, uid=settings.pod_uid
         )
-        self._parts = ActorParts(
+        self._service = ActorService(
             instance=settings.instance,
             engine=engine,
             gate=self._gate,
@@ -194,7 +194,7 @@ class Actor:
         )
 
     def add_to_server(self, server: object) -> None:
-        actor_pb2_grpc.add_ActorServiceServicer_to_server(ActorService(self._parts), server)
+        actor_pb2_grpc.add_ActorServiceServicer_to_server(self._service, server)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
         heartbeat = Heartbeat(

@@ -1,8 +1,6 @@
-"""What becomes of a completion: a sequence without reward, a failed one with its reason, or a part that another goes on with.
+"""What becomes of a completion: a sequence without reward, a failed one with its reason, or a part that another continues.
 
-Pure. It generates nothing and knows no engine, stream or clock.
-
-The actor's spans of sequences: generated, verified, published. Each follows the one before, in the trace of its group.
+Pure, and without an engine, stream or clock. At the end: the trace spans of one sequence, generated, verified, published.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Keeps a message of PROMPTS that is given up where people find it (`pipelinerl dead-letters`). It gives nothing up itself.
-
-From a finished completion to a stored sequence: reward from the verifier, then publish, one record each.
-
-Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream.
-When either is away the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (reading) and the
-verifier (answering) unblock it.
-"""
+"""From a finished completion to a stored sequence; and dead letters, for prompt groups that are given up."""
 
 from __future__ import annotations
 
@@ -38,7 +31,10 @@ REASON_CHARACTERS = 1000
 
 
 class DeadLetters:
-    """`actor`: name of the one that gives up."""
+    """Keeps messages of PROMPTS that are given up for people (`pipelinerl dead-letters`). It gives nothing up itself.
+
+    `actor`: name of the one that gives up.
+    """
 
     def __init__(self, bus: Bus, metrics: ActorMetrics, *, actor: str) -> None:
         self._bus, self._metrics, self._actor = bus, metrics, actor
@@ -87,7 +83,12 @@ class FinishedSample:
 
 
 class Finisher:
-    """See the module. `on_published(group, sample_index)` is called once per stored sequence."""
+    """Gets a reward from the verifier for each finished sample, then publishes it: one record each.
+
+    Consumes finished samples from a bounded buffer, produces messages on SEQUENCES, waits for the verifier and the stream. If
+    either is away the buffer fills, generation slots stay taken, and nothing is dropped. The trainer (reading) and the
+    verifier (answering) unblock it. `on_published(group, sample_index)` is called once per stored sequence.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,4 @@
-"""When an actor may take prompt groups: it serves a recorded version, near enough to the trainer's, and is not draining.
-
-The generation loop: keeps H sequences in progress, sample by sample.
-
-Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
-commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
-trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty. A sample that an
-actor which left has begun goes on where that one stopped.
-"""
+"""The generation loop, which keeps H sequences in progress, and the gate that says when it may take prompt groups."""
 
 from __future__ import annotations
 
@@ -47,7 +39,7 @@ from services.actor.metrics import ActorMetrics
 
 
 class ServingGate:
-    """Open while the served version is within `max_lag` of the trainer's last announced one.
+    """Open, so that groups may be taken, while the served version is within `max_lag` of the trainer's last announced one.
 
     Before the first commit the actor serves weights that no trainer recorded: closed.
     `max_lag` None: any served version will do.
@@ -119,7 +111,13 @@ ABORT_AGAIN_S = 0.05
 
 
 class GenerationLoop:
-    """See the module. `num_in_progress` is what /metrics and the gRPC state show."""
+    """Keeps H sequences in progress. `num_in_progress` is what /metrics and the gRPC state show.
+
+    Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
+    commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
+    trainer's feeder issues it). A group is admitted sample by sample, so a large one never leaves slots empty. A sample that
+    another actor began before it left is continued where it stopped.
+    """
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class GenerationLoop:
                 await self._give_up(group, delivery, "redelivered_too_often")
             return None
         samples = self._held.take(group, delivery)
-        await self._held.settle(group.group_id)  # one that asks for nothing is done
+        await self._held.acknowledge(group.group_id)  # one that asks for nothing is done
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _set_aside(self, delivery: PromptDelivery, error: MessageError) -> None:
@@ -235,7 +233,7 @@ class GenerationLoop:
         for sample_index in self._held.take(group, delivery):
             failed = failed_sequence(group, sample_index, self._instance, failure)
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
-        await self._held.settle(group.group_id)
+        await self._held.acknowledge(group.group_id)
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
         try:

@@ -1,13 +1,5 @@
-"""The prompt groups in an actor's hands: acknowledged when all their sequences are published, kept alive until then.
+"""The prompt groups in an actor's hands, until they are acknowledged or handed over to another actor.
 
-A group may be here in several messages: one that was handed over in parts, or one whose first actor died between handing it
-over and acknowledging it. Each sample is then generated once, and each message acknowledged when its own samples are stored.
-
-What a leaving actor has begun goes back to PROMPTS, with what it has generated of it; another actor goes on there.
-
-Consumes the groups in hand, produces new messages on PROMPTS and acknowledges the old ones, in this order: a group is never
-acknowledged before the messages that take its place are stored. It waits for the stream, up to a deadline. What cannot be
-stored in time is given back as it came, or redelivered by itself; the log says what is generated anew then.
 It generates nothing and stops nothing: whoever calls it has done so.
 """
 
@@ -54,7 +46,12 @@ class Remainder:
 
 
 class HeldGroups:
-    """Consumes published sample indices, produces acknowledgements. Bounded by H: every group has a sample in progress."""
+    """Groups are acknowledged when all their sequences are published, and kept alive until then.
+
+    A group may be here in several messages: one that was handed over in parts, or one whose first actor died between handing
+    it over and acknowledging it. Each sample is then generated once, and each message acknowledged when its own samples are
+    stored. Consumes published sample indices, produces acknowledgements. Bounded by H: every group has a sample in progress.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, HeldGroup]] = {}  # by group, then by position of the message
@@ -91,9 +88,9 @@ class HeldGroups:
         self._kept.pop(group.sequence_id(sample_index), None)
         for held in self._held.get(group.group_id, {}).values():
             held.missing.discard(sample_index)
-        await self.settle(group.group_id)
+        await self.acknowledge(group.group_id)
 
-    async def settle(self, group_id: str) -> None:
+    async def acknowledge(self, group_id: str) -> None:
         """Acknowledges what is done of this group. What cannot be now is tried again by `keep_alive`."""
         for position, held in list(self._held.get(group_id, {}).items()):
             if held.missing:
@@ -105,9 +102,9 @@ class HeldGroups:
             else:
                 self._drop(group_id, position)
 
-    async def settle_all(self) -> None:
+    async def acknowledge_all(self) -> None:
         for group_id in list(self._held):
-            await self.settle(group_id)
+            await self.acknowledge(group_id)
 
     def remainders(self) -> Iterator[Remainder]:
         """Of each group in hand that lacks samples."""
@@ -125,7 +122,7 @@ class HeldGroups:
         """Extends the ack deadline of everything held, for as long as the actor works. Runs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            await self.settle_all()
+            await self.acknowledge_all()
             for group_id, messages in list(self._held.items()):
                 for held in list(messages.values()):
                     try:
@@ -172,7 +169,13 @@ ANSWER_WITHIN_S = 1.0
 
 
 class HandOver:
-    """See the module. `instance`: name of the actor that leaves."""
+    """Returns to PROMPTS what a leaving actor has begun, with the tokens it has generated; another actor goes on there.
+
+    Consumes the groups in hand, produces new messages on PROMPTS and acknowledges the old ones, in this order: a group is never
+    acknowledged before the messages that take its place are stored. It waits for the stream, up to a deadline. What cannot be
+    stored in time is given back as it came, or redelivered by itself; the log says what is generated anew then. `instance`:
+    name of the actor that leaves.
+    """
 
     def __init__(self, bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str) -> None:
         self._bus, self._held, self._metrics, self._instance = bus, held, metrics, instance
@@ -184,7 +187,7 @@ class HandOver:
         await asyncio.gather(*(self._one(remainder, until) for remainder in self._held.remainders()))
         with suppress(TimeoutError):  # what is done comes again, and is recognised by its sequences' ids
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                await self._held.settle_all()
+                await self._held.acknowledge_all()
 
     async def _one(self, remainder: Remainder, until: float) -> None:
         group_id = remainder.group.group_id

@@ -1,18 +1,4 @@
-"""Tells Kubernetes what stopping this actor would cost, so that scaling down takes the cheapest pod first.
-
-The cost is the work that a hand-over would pass on: tokens of the sequences in hand that are not stored yet, those that another
-actor generated before included. Each has to be prefilled anew elsewhere. An idle actor costs 0.
-
-Consumes the groups in hand and the engine's progress, produces the gauge and the pod's annotation
-`controller.kubernetes.io/pod-deletion-cost`. It waits for the clock. Kubernetes advises against frequent updates of the
-annotation: it is written at most every `EVERY_S` and only when the cost has changed enough to change an order of pods. Without
-API or permission one line says so and generation does not notice.
-
-Tells the trainer that this actor is there: a registration that expires unless it is refreshed.
-
-Consumes nothing, produces one entry of the membership bucket, refreshed three times per TTL with the current version and
-phase. A process that dies or freezes stops refreshing, and the trainer sees it go.
-"""
+"""What others are told of this actor: the trainer that it is there, and Kubernetes what stopping it would cost."""
 
 from __future__ import annotations
 
@@ -58,7 +44,15 @@ def worth_telling(told: int | None, cost: int) -> bool:
 
 
 class DeletionCost:
-    """See the module. `client` None: no Kubernetes, only the gauge. `pod`: this one's name; `uid` may be empty."""
+    """Has Kubernetes take the cheapest pod first when it scales down.
+
+    The cost is the work that a hand-over would pass on: tokens of the sequences in hand that are not stored yet, those that
+    another actor generated before included. Each has to be prefilled anew elsewhere. An idle actor costs 0. Consumes the groups
+    in hand and the engine's progress, produces the gauge and the pod's annotation. It waits for the clock. Kubernetes advises
+    against frequent updates of the annotation: it is written at most every `every_s` and only when the cost has changed enough
+    to change an order of pods. Without API or permission one line says so and generation does not notice.
+
+    `client` None: no Kubernetes, only the gauge. `pod`: this one's name; `uid` may be empty."""
 
     def __init__(
         self,
@@ -119,7 +113,11 @@ LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """`process` changes at every start, so that a restarted actor is a new member. `manifest_id()` is read at each beat."""
+    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase.
+
+    A process that dies or freezes stops refreshing, and the trainer sees it go. `process` changes at every start, so that a
+    restarted actor is a new member. `manifest_id()` is read at each refresh.
+    """
 
     def __init__(
         self,

@@ -39,9 +39,9 @@ from services.actor.weight_sync.updates import UpdateListener
 MAX_PROMPTS = 100_000
 
 
-@dataclass(frozen=True)
-class ActorParts:
-    """What the service shows. `started_at` is monotonic, when the engine was up."""
+@dataclass(frozen=True, eq=False)
+class ActorService(actor_pb2_grpc.ActorServiceServicer):
+    """What it answers from. `started_at` is monotonic, when the engine was up."""
 
     instance: str
     engine: InferenceEngine
@@ -52,46 +52,39 @@ class ActorParts:
     started_at: float
     max_context: int
 
-
-class ActorService(actor_pb2_grpc.ActorServiceServicer):
-    """See the module."""
-
-    def __init__(self, parts: ActorParts) -> None:
-        self._parts = parts
-
     async def GetState(
         self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> actor_pb2.ActorState:
-        parts, served = self._parts, self._parts.gate.served
+        served = self.gate.served
         return actor_pb2.ActorState(
-            instance=parts.instance,
-            phase=phase_of(parts.gate),
+            instance=self.instance,
+            phase=phase_of(self.gate),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
-            epoch=parts.updates.epoch.epoch if parts.updates.epoch else 0,
-            sequences_in_progress=parts.generation.num_in_progress,
-            generated_tokens=parts.metrics.tokens_total,
-            busy_s=parts.metrics.busy.total_s,
-            uptime_s=time.monotonic() - parts.started_at,
-            sequences_finished=parts.metrics.finished_total,
+            epoch=self.updates.epoch.epoch if self.updates.epoch else 0,
+            sequences_in_progress=self.generation.num_in_progress,
+            generated_tokens=self.metrics.tokens_total,
+            busy_s=self.metrics.busy.total_s,
+            uptime_s=time.monotonic() - self.started_at,
+            sequences_finished=self.metrics.finished_total,
         )
 
     async def Drain(
         self, request: actor_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> actor_pb2.DrainResponse:
-        self._parts.gate.drain()
+        self.gate.drain()
         try:
             async with asyncio.timeout(max(0.0, request.timeout_s)):
-                await self._parts.generation.idle()
+                await self.generation.idle()
         except TimeoutError:
             pass
-        return actor_pb2.DrainResponse(sequences_left=self._parts.generation.num_in_progress)
+        return actor_pb2.DrainResponse(sequences_left=self.generation.num_in_progress)
 
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         try:
-            sampling, prompts = read_prompts(request, self._parts.engine.vocab_size)
+            sampling, prompts = read_prompts(request, self.engine.vocab_size)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
@@ -108,21 +101,21 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
         self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext
     ) -> actor_pb2.ScoreResponse:
         try:
-            tokens = read_tokens(request.token_ids, self._parts.engine.vocab_size, "ScoreRequest", "token_ids")
+            tokens = read_tokens(request.token_ids, self.engine.vocab_size, "ScoreRequest", "token_ids")
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not 2 <= len(tokens) < self._parts.max_context:
+        if not 2 <= len(tokens) < self.max_context:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"token_ids: {len(tokens)} tokens, give 2 to {self._parts.max_context - 1}",
+                f"token_ids: {len(tokens)} tokens, give 2 to {self.max_context - 1}",
             )
-        async with self._parts.updates.serving:
-            served = self._parts.gate.served
+        async with self.updates.serving:
+            served = self.gate.served
             if served is None:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
                 raise AssertionError("abort raises")
             try:
-                logprobs = await self._parts.engine.score(tokens)
+                logprobs = await self.engine.score(tokens)
             except EngineError as error:
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return actor_pb2.ScoreResponse(
@@ -134,7 +127,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
     ) -> actor_pb2.GenerateResult:
         request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, seed or None)
         try:
-            generation = await self._parts.engine.generate(request)
+            generation = await self.engine.generate(request)
         except EngineError as error:
             return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
         return actor_pb2.GenerateResult(
@@ -143,7 +136,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
             spans=spans_to_proto(generation.spans),
             finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
-            completion_text=self._parts.engine.decode(generation.token_ids),
+            completion_text=self.engine.decode(generation.token_ids),
             failure=defect_of(generation),
         )
 

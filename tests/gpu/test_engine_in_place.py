@@ -20,7 +20,7 @@ GPU_TOLERANCE = 2e-3
 async def test_weights_change_in_place_under_cuda_graphs(
     backend: Backend, tied: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parity = pytest.importorskip("tests.integration.test_weight_parity")
+    parity = pytest.importorskip("tests.support.parity")
     monkeypatch.setattr(parity, "TOLERANCE", GPU_TOLERANCE)
     if backend == "nccl":
         request.getfixturevalue("two_ranks")

@@ -14,7 +14,7 @@ import yaml
 
 from pipelinerl.bus.protocol import StreamLimits, group_id_of
 from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence
-from tests.integration.actor_stage import PROMPT, RUN, ActorStage, LightActor, actor_stage
+from tests.support.actor_stage import PROMPT, RUN, ActorStage, LightActor, actor_stage
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,21 +6,23 @@ They serve different weights, so that a token's log-probability says which of th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-
-pytest.importorskip("vllm")
-
 from transformers import PreTrainedModel
 
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.messages.sequences import Sequence
 from services.trainer.warmstart.supervised import character_tokenizer
-from tests.integration.actor_stage import PROMPT, actor_stage
-from tests.integration.test_weight_parity import TOLERANCE, change_strongly, largest_difference, random_model, reference
+from tests.support.actor_stage import PROMPT, actor_stage
+from tests.support.parity import (
+    TOLERANCE,
+    change_strongly,
+    engine_recipe,
+    largest_difference,
+    random_model,
+    reference,
+)
 
 GROUPS, SAMPLES, MAX_TOKENS, STOP_AT = 2, 4, 96, 24
 
@@ -32,16 +34,8 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def written_recipe(folder: Path) -> Path:
-    content: dict[str, Any] = {
-        "name": "tiny",
-        "model": {"source": "path", "name": str(folder), "max_context": 256},
-        "task": {"name": "chain_sum"},
-        "sampling": {"group_size": SAMPLES, "max_tokens": MAX_TOKENS},
-        "trainer": {"batch_size": SAMPLES},
-        "actor": {"sequences_in_progress": 16, "engine": {"kv_cache_gib": 0.1}},
-    }
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(content))
+    recipe.write_text(engine_recipe(folder, max_context=256).model_dump_json(exclude_defaults=True))  # JSON is YAML
     return recipe
 
 
@@ -51,6 +45,7 @@ def scored(model: PreTrainedModel, sequence: Sequence) -> list[float]:
     return reference(model, tokens)[len(PROMPT) - 1 :]
 
 
+@pytest.mark.engine
 @pytest.mark.timeout(400)
 async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: Path) -> None:
     first_model, second_model = random_model("llama", tied=True), random_model("llama", tied=True)

@@ -23,8 +23,8 @@ from pipelinerl.service.settings import TrainerSettings
 from services.actor.membership import ANNOTATION
 from services.trainer.run import watch_actor_pods
 from tests.faults.stage import FaultStage, fault_stage
-from tests.integration.actor_stage import RUN, actor_stage
 from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
+from tests.support.actor_stage import RUN, actor_stage
 from tests.unit.builders import make_recipe
 
 Account = Callable[[str], Path]

@@ -22,9 +22,9 @@ from pipelinerl.service.settings import ActorSettings
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
+from tests.support.generation import ScriptedEngine, ScriptedVerifier
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe
-from tests.unit.test_generation_loop import ScriptedEngine, ScriptedVerifier
 
 SAMPLING = SamplingParams()
 

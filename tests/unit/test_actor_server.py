@@ -20,7 +20,7 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.server import MAX_PROMPTS, ActorParts, ActorService, phase_of, read_prompts, read_tokens
+from services.actor.server import MAX_PROMPTS, ActorService, phase_of, read_prompts, read_tokens
 from services.trainer.data.actor_client import ActorClient
 
 NAME = "pipelinerl.v1.ActorService"
@@ -59,10 +59,10 @@ class Generating:
 @asynccontextmanager
 async def served(gate: ServingGate, generation: Generating | None = None) -> AsyncIterator[str]:
     updates = SimpleNamespace(serving=asyncio.Lock(), epoch=None)
-    parts = ActorParts(
+    service = ActorService(
         "a", Engine(), gate, generation or Generating(), updates, ActorMetrics(CollectorRegistry()), 0.0, max_context=8
     )  # type: ignore[arg-type]
-    register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(ActorService(parts), server)  # noqa: E731
+    register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(service, server)  # noqa: E731
     async with serve_grpc(register, [NAME], "127.0.0.1", 0, stop_grace_s=0.1) as server:
         yield f"127.0.0.1:{server.port}"
 

@@ -32,9 +32,9 @@ from pipelinerl.transfer.manifest import Manifest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.updates import UpdateListener, decode_order
+from tests.support.generation import stage
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
-from tests.unit.test_generation_loop import stage
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver
 
 EXAMPLES = 150

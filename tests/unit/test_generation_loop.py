@@ -3,192 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import BusError, ServiceError
+from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import (
     FinishReason,
     PolicyVersion,
     PromptGroup,
     VersionSpan,
-    decode_sequence,
     encode_group,
 )
-from pipelinerl.messages.sequences import Sequence as TrainedSequence
-from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.messages.verification import VerifyOutcome, VerifyStatus
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2
 from services.actor.completions import defect_of, without_arrays
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.generation import GenerationLoop, ServingGate
-from services.actor.hand_over import HandOver, HeldGroups
+from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.support.generation import GOOD, ScriptedVerifier, stage
+from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
-
-GOOD = Generation(
-    np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 0, 2),), FinishReason.STOP
-)
-BEGUN = replace(GOOD, finish_reason=None)
-
-
-@dataclass
-class ScriptedEngine:
-    """Answers with `answer(request)` once `open`, or with `so_far(request)` when it is aborted; counts what is under way."""
-
-    answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
-    so_far: Callable[[GenerationRequest], Generation] = lambda request: BEGUN
-    open: asyncio.Event = field(default_factory=asyncio.Event)
-    alive: bool = True
-    running: int = 0
-    most_running: int = 0
-    started: list[str] = field(default_factory=list)
-    requests: dict[str, GenerationRequest] = field(default_factory=dict)
-    aborted: dict[str, asyncio.Event] = field(default_factory=dict)
-    vocab_size: int = 100
-    weights: None = None
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        self.started.append(request.request_id)
-        self.requests[request.request_id] = request
-        aborted = self.aborted[request.request_id] = asyncio.Event()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.open, aborted)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return self.so_far(request) if aborted.is_set() else self.answer(request)
-        finally:
-            self.running -= 1
-            for wait in waits:
-                wait.cancel()
-
-    def progress(self) -> dict[str, int]:
-        return {}
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.aborted[request_id].set()
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return " ".join(str(int(token)) for token in token_ids)
-
-    async def check_health(self) -> None:
-        if not self.alive:
-            raise EngineError("the engine process died")
-
-    async def score(self, token_ids: object) -> object:
-        raise AssertionError("not asked for here")
-
-    async def close(self) -> None:
-        return
-
-
-@dataclass
-class ScriptedVerifier:
-    """Answers with `judge(item)` once `up`; a ServiceError is raised as the client would."""
-
-    judge: Callable[[VerifyItem], VerifyOutcome] = lambda item: VerifyOutcome(item.sequence_id, VerifyStatus.OK, 1.0)
-    up: asyncio.Event = field(default_factory=asyncio.Event)
-    refuses: Callable[[VerifyItem], bool] = lambda item: False
-
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
-        await self.up.wait()
-        if any(self.refuses(item) for item in items):
-            raise ServiceError("refused a batch")
-        return [self.judge(item) for item in items]
-
-
-@dataclass
-class Stage:
-    bus: MemoryBus
-    server: MemoryServer
-    engine: ScriptedEngine
-    verifier: ScriptedVerifier
-    loop: GenerationLoop
-    gate: ServingGate
-    held: HeldGroups
-    metrics: ActorMetrics
-    registry: CollectorRegistry
-    running: asyncio.Task[None]
-
-    async def issue(self, *numbers: int, **changes: object) -> None:
-        for number in numbers:
-            group = make_group(number, **changes)  # type: ignore[arg-type]
-            await self.bus.publish_prompt(encode_group(group), group.group_id)
-
-    async def published(self, count: int) -> list[TrainedSequence]:
-        """The first `count` sequences of the log, waiting for them."""
-        found = []
-        async with asyncio.timeout(10), self.bus.read_sequences(1) as entries:
-            async for entry in entries:
-                found.append(decode_sequence(entry.payload, expected_run=RUN))
-                if len(found) == count:
-                    return found
-        raise AssertionError("the log ended")
-
-    async def leave(self, timeout_s: float = 1.0) -> None:
-        """What a stopped actor does when nothing more gets finished."""
-        self.gate.drain()
-        await self.loop.interrupt(timeout_s)
-        self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
-        await HandOver(self.bus, self.held, self.metrics, instance="a").run(timeout_s)
-
-    def counted(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"pipelinerl_actor_{name}_total", labels) or 0.0
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def stage(
-    *,
-    in_progress: int = 4,
-    buffer_size: int = 8,
-    max_payload_bytes: int = 1024**2,
-    serve: bool = True,
-    server: MemoryServer | None = None,
-    limits: StreamLimits | None = None,
-) -> AsyncIterator[Stage]:
-    server = server or MemoryServer(max_payload_bytes=max_payload_bytes)
-    async with MemoryBus(RUN, server=server, limits=limits or StreamLimits()) as bus:
-        await bus.create_streams()
-        engine, verifier = ScriptedEngine(), ScriptedVerifier()
-        engine.open.set()
-        verifier.up.set()
-        registry = CollectorRegistry()
-        metrics, held, gate = ActorMetrics(registry), HeldGroups(), ServingGate(max_lag=1)
-        finisher = Finisher(bus, verifier, metrics, held.published, buffer_size=buffer_size, batch_size=4)  # type: ignore[arg-type]
-        loop = GenerationLoop(
-            bus, engine, finisher, held, gate, metrics, instance="a", sequences_in_progress=in_progress, max_context=64
-        )
-        if serve:
-            gate.serve(PolicyVersion(1, 0))
-
-        async def run() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(finisher.run())
-                tasks.create_task(loop.run())
-
-        running = asyncio.create_task(run())
-        try:
-            yield Stage(bus, server, engine, verifier, loop, gate, held, metrics, registry, running)
-        finally:
-            running.cancel()
-            with suppress(asyncio.CancelledError, ExceptionGroup):
-                await running
 
 
 async def test_every_sample_is_published_and_the_group_acknowledged() -> None:

@@ -27,9 +27,9 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.v1 import sequence_pb2
 from services.actor.engine import EngineError, Generation
 from services.actor.hand_over import messages_of
+from tests.support.generation import Stage, stage
 from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group
-from tests.unit.test_generation_loop import Stage, stage
 
 
 def generation(*tokens: int, version: int = 1, finish: FinishReason | None = None) -> Generation:

@@ -57,7 +57,7 @@ async def test_a_message_is_acknowledged_with_its_last_sample() -> None:
 async def test_a_message_that_asks_for_nothing_is_acknowledged_at_once() -> None:
     held, delivery, group = HeldGroups(), Delivery(1), make_group(done_samples=(0, 1))
     assert held.take(group, delivery) == []
-    await held.settle(group.group_id)
+    await held.acknowledge(group.group_id)
     assert (len(held), delivery.said) == (0, ["ack"])
 
 

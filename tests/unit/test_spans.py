@@ -30,11 +30,11 @@ from pipelinerl.v1 import verifier_pb2
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
 from services.trainer.weight_sync.coordinator import Phase
 from services.verifier.server import CallSpans
+from tests.support.generation import stage as actor_stage
 from tests.support.memory_bus import MemoryServer
 from tests.support.spans import recorded
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_feeder_and_intake import desk
-from tests.unit.test_generation_loop import stage as actor_stage
 from tests.unit.test_update_protocol import stage as update_stage
 
 SAMPLED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"

@@ -1,5 +1,4 @@
 """Weights swapped into a running vLLM engine: received and prepared beside it, exchanged between two decode steps.
 
-`update.py` runs in the actor's process; `engine.py` and what it uses run in vLLM's worker processes, reached by a Unix
-socket (`wire.py`) for everything that must not wait for a decode step, and by vLLM's own calls for the swap.
+`updates.py` and `client.py` run in the actor's process; `worker.py`, `loaders.py` and `backend.py` in vLLM's workers.
 """

@@ -1,12 +1,4 @@
-"""A member's spans of one weight update: receiving beside the live weights, preparing them, and the swap with its stall.
-
-The actor's side of the weight-update protocol: listens, stages, commits, answers.
-
-Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`. Receiving
-runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages of
-another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else.
-An outage of NATS is waited for; a model that cannot take the manifest's weights ends the process, which says so first.
-"""
+"""The actor's side of the weight-update protocol (docs/weight-updates.md): listens, stages, commits, answers."""
 
 from __future__ import annotations
 
@@ -81,7 +73,13 @@ REASON_CHARACTERS = 500
 
 
 class UpdateListener:
-    """See the module. `serving` is held during a commit; whoever needs one version for a while takes it."""
+    """Consumes the trainer's control messages in stream order, produces `joined`, `staged`, `serving` and `failed`.
+
+    Receiving runs beside the listener, so that an abort is heard while bytes move; generation goes on until a commit. Messages
+    of another incarnation, of an epoch this process is not in, or out of order are ignored: they were for somebody else. An
+    outage of NATS is waited for; a model that cannot take the manifest's weights ends the process, which says so first.
+    `serving` is held during a commit; whoever needs one version for a while takes it.
+    """
 
     def __init__(
         self,

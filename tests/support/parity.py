@@ -1,7 +1,4 @@
-"""Weights swapped into a real vLLM engine in flight, compared with transformers token by token.
-
-One engine process at a time, one per model shape: every property of an update is checked on each.
-"""
+"""A trainer's end beside a real vLLM engine, and checks of what it serves against transformers, token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import (
     HOST,
@@ -30,8 +26,10 @@ from pipelinerl.transfer.group import (
     WeightGroup,
 )
 from pipelinerl.transfer.manifest import build_manifest
-from services.actor.engine import StagedWeights, WeightLoading
+from services.actor.engine import OnStep, StagedWeights, WeightLoading
+from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import WeightUpdateClient
+from services.trainer.warmstart.supervised import character_tokenizer
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 
 TOLERANCE = 1e-4
@@ -100,13 +98,13 @@ class Running:
 
     def __init__(
         self,
-        llm: Any,
+        engine: VllmEngine,
         model: PreTrainedModel,
         store: GroupStore,
         backend: Backend = "gloo",
         placement: Placement = HOST,
     ) -> None:
-        self.llm, self.model, self.store = llm, model, store
+        self.engine, self.llm, self.model, self.store = engine, engine.llm, model, store
         self.backend, self.placement = backend, placement
         self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
         self.sent: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: self.model.named_parameters()
@@ -199,38 +197,47 @@ class Running:
         assert largest_difference(await self.score(tokens), reference(model, tokens)) <= TOLERANCE
 
 
+def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
+    """A random one, with a tokenizer, as a checkpoint in `folder`."""
+    model = random_model(kind, tied)
+    model.save_pretrained(folder)
+    character_tokenizer(64).save_pretrained(folder)
+    return model
+
+
+def engine_recipe(folder: Path, max_context: int = 1024, **engine: Any) -> Recipe:
+    """`engine`: fields of `actor.engine`."""
+    content: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"source": "path", "name": str(folder), "max_context": max_context},
+        "task": {"name": "chain_sum"},
+        "sampling": {"group_size": 4, "max_tokens": 96},
+        "trainer": {"batch_size": 4},
+        "actor": {"sequences_in_progress": 16, "engine": {"kv_cache_gib": 0.1} | engine},
+    }
+    return Recipe.model_validate(content)
+
+
 @asynccontextmanager
 async def running(
-    kind: str, tied: bool, directory: Path, *, backend: Backend = "gloo", placement: Placement = HOST, **changes: Any
+    kind: str,
+    tied: bool,
+    folder: Path,
+    *,
+    backend: Backend = "gloo",
+    placement: Placement = HOST,
+    on_step: OnStep | None = None,
+    **engine: Any,
 ) -> AsyncIterator[Running]:
-    """`changes`: engine arguments other than these."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    model = random_model(kind, tied)
-    model.save_pretrained(directory)
-    arguments: dict[str, Any] = {
-        "model": str(directory),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 2**27,
-        "enable_prefix_caching": False,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": "pipelinerl"},
-    }
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | changes)))
-    run = Running(llm, model, GroupStore("127.0.0.1"), backend, placement)
-    try:
-        yield run
-    finally:
-        await run.client.close()
-        if run.group is not None:
-            run.group.close()
-        llm.shutdown()
+    model = saved_model(kind, tied, folder)
+    async with start_engine(engine_recipe(folder, **engine), str(folder), on_step=on_step) as started:
+        run = Running(started, model, GroupStore("127.0.0.1"), backend, placement)
+        try:
+            yield run
+        finally:
+            await run.client.close()
+            if run.group is not None:
+                run.group.close()
 
 
 async def check_refusals(run: Running, tied: bool) -> None:
@@ -316,45 +323,8 @@ async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None
     await run.connect()
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-async def test_in_flight_updates_serve_exactly_the_weights_sent(kind: str, tied: bool, tmp_path: Path) -> None:
-    v = [PolicyVersion(1, number) for number in range(9)]
-    async with running(kind, tied, tmp_path) as run:
-        await run.label(v[0])
-        await check_refusals(run, tied)
-        await run.assert_serves(run.model)
-
-        await run.connect()
-        assert run.loading[-1] == WeightLoading("shadow")
-        await check_switch(run, v[0], v[1], recompute=False)
-        await check_switch(run, v[1], v[2], recompute=False)
-        await check_uncommitted(run, v[2], v[3])
-        await check_abandoned_transfer(run, v[4])
-
-        run.client = await replaced(run, recompute_kv=True)
-        await check_switch_after(run, v[2], v[5])
-
-        run.client = await replaced(run, force_paused=True)
-        assert run.loading[-1].mode == "paused"
-        await check_switch(run, v[5], v[6], recompute=False)
-
-        run.client = await replaced(run, staging_buffers=1)
-        assert run.loading[-1].mode == "shadow"
-        await check_switch(run, v[6], v[7], recompute=False)
-        assert [one.mode for one in run.loading[-2:]] == ["paused", "shadow"]
-
-
-async def replaced(run: Running, **options: Any) -> WeightUpdateClient:
+async def replaced(run: Running, **options: Any) -> None:
+    """Another client in place of the present one."""
     await run.client.close()
     run.client = run.new_client(**options)
     await run.connect()
-    return run.client
-
-
-async def check_switch_after(run: Running, served: PolicyVersion, new: PolicyVersion) -> None:
-    """The trainer's weights moved on since `served`; bring both to one version, then switch with recomputation."""
-    level = PolicyVersion(new.incarnation, new.number - 1)
-    await run.update(level)
-    await check_switch(run, level, new, recompute=True)

@@ -1,4 +1,4 @@
-"""Light actors as processes around a real nats-server, and a verifier that can be away; see `light_actor`."""
+"""Light actors as processes around a real nats-server, and a verifier that can be away; see `counting_actor`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ActorStage:
         }  # fmt: skip
         environment = {f"PIPELINERL_{key.upper()}": str(value) for key, value in settings.items()}
         chosen = json.dumps({"ack_wait_s": self.limits.ack_wait_s, **options})
-        command = guarded([sys.executable, "-m", "tests.integration.light_actor", chosen])
+        command = guarded([sys.executable, "-m", "tests.support.counting_actor", chosen])
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True

@@ -1,6 +1,6 @@
 """An actor as a process, without a trainer: the service's own parts, serving one version from the start.
 
-Run as `python -m tests.integration.light_actor OPTIONS`, settings in the environment; OPTIONS is JSON, see `Options`. Its
+Run as `python -m tests.support.counting_actor OPTIONS`, settings in the environment; OPTIONS is JSON, see `Options`. Its
 engine is vLLM, or a light one whose token at position p of prompt and completion is p, with log-probability -version.
 """
 

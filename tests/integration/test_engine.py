@@ -1,0 +1,170 @@
+"""Real vLLM engines: how one starts and ends, and that what it serves is the trainer's policy, however its weights travel.
+
+One engine for each model shape: every property is checked on each. Engines with CUDA graphs are in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.errors import ManifestMismatch
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
+from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
+from pipelinerl.service.lifecycle import StartStopped
+from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.manifest import build_manifest
+from services.actor.engine import GenerationRequest, WeightLoading
+from services.actor.vllm_engine import start_engine
+from services.trainer.learn.model import load_policy
+from services.trainer.learn.step import Learner
+from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
+from tests.support import parity
+from tests.support.parity import TOLERANCE, Running, replaced
+from tests.unit.test_learner import LENGTHS, group_of, sequences_of
+
+TOKENS = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+CHUNK_BYTES = 2**14
+V = [PolicyVersion(1, number) for number in range(20)]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+async def no_process_is_left() -> None:
+    async with asyncio.timeout(10):
+        while multiprocessing.active_children():
+            await asyncio.sleep(0.05)
+
+
+async def record_gaps(gaps: list[float]) -> None:
+    """For how long the event loop did nothing else, s. Runs until cancelled."""
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(0.02)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)], ids=["llama-tied", "qwen2-untied"])
+async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    gaps: list[float] = []
+    steps: list[tuple[float | None, float]] = []
+    beside, started = asyncio.create_task(record_gaps(gaps)), time.monotonic()
+    async with parity.running(kind, tied, tmp_path, on_step=lambda *step: steps.append(step)) as run:
+        start_s = time.monotonic() - started
+        beside.cancel()
+        assert max(gaps) < max(1.0, start_s / 3), f"the loop stood still; {start_s:.1f} s to start"
+        await check_generation(run, steps)
+        await check_adapters(run, tmp_path)
+        await check_weights(run, tied)
+    await no_process_is_left()
+
+
+async def check_generation(run: Running, steps: list[tuple[float | None, float]]) -> None:
+    assert run.engine.vocab_size == 256
+    assert run.llm.output_handler is not None
+    request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
+    generation = await run.engine.generate(request)
+    assert 1 <= len(generation.token_ids) <= 4
+    await run.engine.check_health()
+    assert steps[0][0] is None  # nothing came before it
+    assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.token_ids)])
+    assert all(0 <= kv_cache <= 1 for _, kv_cache in steps)
+
+
+async def check_adapters(run: Running, checkpoint: Path) -> None:
+    """An engine serves the adapted policy: its factors sent and merged, in the background or paused, and whole weights."""
+    config = ModelConfig(source="path", name=str(checkpoint), max_context=1024)
+    policy = load_policy(str(checkpoint), config, lora=LoraConfig(rank=4))
+    learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
+    model = learner.policy.model
+    await run.label(V[0])
+    await check_refused_adapters(run, learner)
+    before = await run.score(TOKENS)
+    np.testing.assert_allclose(before, learner.score(np.array(TOKENS)), atol=TOLERANCE)
+
+    run.sender = WeightSender(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
+    run.sent = learner.adapter
+    await run.connect()
+    assert run.loading[-1].mode == "shadow"
+    before = await check_step(run, learner, V[1], before)
+    before = await check_step(run, learner, V[2], before)
+    await replaced(run, force_paused=True)
+    before = await check_step(run, learner, V[3], before)
+
+    run.sender = WeightSender(whole_weights(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
+    run.sent = learner.weights
+    await replaced(run)
+    await check_step(run, learner, V[4], before)
+
+
+async def check_refused_adapters(run: Running, learner: Learner) -> None:
+    """An adapter for another model is refused before a byte moves."""
+    manifest = adapter_factors(learner.policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES)
+    parameters = [(spec.name, spec.shape, spec.dtype) for spec in manifest.parameters[-2:]]
+    last = manifest.low_rank[-1]
+    for change in ({"name": "model.layers.9.mlp.down_proj.weight"}, {"name": "model.embed_tokens.weight"}):
+        with pytest.raises(ManifestMismatch, match=change["name"]):
+            await run.client.prepare(build_manifest(parameters, low_rank=[type(last)(**(vars(last) | change))]))
+
+
+async def check_step(run: Running, learner: Learner, version: PolicyVersion, before: list[float]) -> list[float]:
+    """One optimizer step, sent: another policy, and the trainer's."""
+    group = group_of(sequences_of(LENGTHS, seed=version.number), seed=version.number)
+    assert learner.train_step([group], version.number).applied
+    await run.update(version)
+    served = await run.score(TOKENS)
+    np.testing.assert_allclose(served, learner.score(np.array(TOKENS)), atol=TOLERANCE)
+    assert np.abs(np.array(served) - np.array(before)).max() > 0.05
+    return served
+
+
+async def check_weights(run: Running, tied: bool) -> None:
+    run.sender = WeightSender(describe(run.model.named_parameters(), chunk_bytes=2**18))
+    run.sent = run.model.named_parameters
+    await parity.check_refusals(run, tied)
+    await replaced(run)
+    assert run.loading[-1] == WeightLoading("shadow")
+    await run.update(V[5])
+    await run.assert_serves(run.model)
+    await parity.check_switch(run, V[5], V[6], recompute=False)
+    await parity.check_uncommitted(run, V[6], V[7])
+    await parity.check_abandoned_transfer(run, V[8])
+
+    await replaced(run, recompute_kv=True)
+    await run.update(V[9])  # the trainer's weights have moved on
+    await parity.check_switch(run, V[9], V[10], recompute=True)
+
+    await replaced(run, force_paused=True)
+    assert run.loading[-1].mode == "paused"
+    await parity.check_switch(run, V[10], V[11], recompute=False)
+
+    await replaced(run, staging_buffers=1)
+    assert run.loading[-1].mode == "shadow"
+    await parity.check_switch(run, V[11], V[12], recompute=False)
+
+
+async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:
+    parity.saved_model("llama", True, tmp_path)
+    stop = asyncio.Event()
+    await no_process_is_left()
+
+    async def stop_when_begun() -> None:
+        while not multiprocessing.active_children():
+            await asyncio.sleep(0.05)
+        stop.set()
+
+    stopping = asyncio.create_task(stop_when_begun())
+    with pytest.raises(StartStopped):
+        async with start_engine(parity.engine_recipe(tmp_path), str(tmp_path), stop):
+            pass
+    await stopping
+    await no_process_is_left()
