@@ -17,9 +17,7 @@ from pipelinerl.messages.sequences import (
     FinishReason,
     PartialSequence,
     PromptGroup,
-    SamplingParams,
     Sequence,
-    VersionSpan,
 )
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, child
@@ -92,15 +90,10 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
     )
 
 
-def nothing_yet(sample_index: int) -> PartialSequence:
-    """Where a sample starts that nobody has begun."""
-    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
-
-
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     """What there is of this sample: what an actor that left has handed over, or nothing yet."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
-    return next(given, None) or nothing_yet(sample_index)
+    return next(given, PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ()))
 
 
 def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
@@ -113,42 +106,37 @@ def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> F
 
 def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
     """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
-    carried = len(start.completion_token_ids)
+    carried, sampling = len(start.completion_token_ids), group.sampling
+    seed = group.seed + start.sample_index if group.seed else None
+    if carried:
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
+        # Another seed for each continuation: the same would draw the sample's first random numbers again.
+        seed = (seed + carried * _SEED_STEP) % (1 << 63) if seed is not None else None
     return GenerationRequest(
         request_id=group.sequence_id(start.sample_index),
         prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
-        sampling=_shortened(group.sampling, carried),
-        seed=_seed(group.seed + start.sample_index, carried) if group.seed else None,
+        sampling=sampling,
+        seed=seed,
     )
-
-
-def _shortened(sampling: SamplingParams, carried: int) -> SamplingParams:
-    return replace(sampling, max_tokens=sampling.max_tokens - carried) if carried else sampling
-
-
-def _seed(seed: int, carried: int) -> int:
-    """Another one for each continuation: the same would draw the sample's first random numbers again."""
-    return (seed + carried * _SEED_STEP) % (1 << 63) if carried else seed
 
 
 def continued(start: PartialSequence, generation: Generation) -> Generation:
     """The whole completion: `start`, and what was generated after it. Each token keeps its log-probability and version."""
-    carried = len(start.completion_token_ids)
+    carried, spans = len(start.completion_token_ids), list(start.spans)
     if not carried:
         return generation
+    for span in generation.spans:
+        moved = replace(span, start=span.start + carried, end=span.end + carried)
+        if spans and (spans[-1].incarnation, spans[-1].version) == (span.incarnation, span.version):
+            spans[-1] = replace(spans[-1], end=moved.end)
+        else:
+            spans.append(moved)
     return Generation(
         token_ids=np.concatenate([start.completion_token_ids, generation.token_ids]),
         behaviour_logprobs=np.concatenate([start.behaviour_logprobs, generation.behaviour_logprobs]),
-        spans=_joined(start.spans, generation.spans, carried),
+        spans=tuple(spans),
         finish_reason=generation.finish_reason,
     )
-
-
-def _joined(first: tuple[VersionSpan, ...], then: tuple[VersionSpan, ...], offset: int) -> tuple[VersionSpan, ...]:
-    moved = tuple(replace(span, start=span.start + offset, end=span.end + offset) for span in then)
-    if first and moved and (first[-1].incarnation, first[-1].version) == (moved[0].incarnation, moved[0].version):
-        return (*first[:-1], replace(first[-1], end=moved[0].end), *moved[1:])
-    return first + moved
 
 
 def partial_of(sample_index: int, generation: Generation, generation_s: float) -> PartialSequence:

@@ -191,7 +191,14 @@ class Finisher:
         except PayloadTooLarge as error:
             log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
             failure = f"too_large: {error}"
-            record = encode_sequence(without_text(without_arrays(sequence, failure)))
+            bare = replace(
+                without_arrays(sequence, failure),
+                prompt_token_ids=np.empty(0, dtype=np.int32),
+                completion_text="",
+                prompt_text="",
+                reference_json="",
+            )
+            record = encode_sequence(bare)
             await self._publish_until_stored(record, sequence.sequence_id, headers)
         return failure
 
@@ -233,9 +240,3 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
         log.error("sequence %s is not one that a trainer could read: %s", sequence.sequence_id, error)
         failure = f"invalid: {error}"[:500]
         return encode_sequence(without_arrays(sequence, failure)), failure
-
-
-def without_text(sequence: Sequence) -> Sequence:
-    """A record small enough for any stream."""
-    nothing = np.empty(0, dtype=np.int32)
-    return replace(sequence, prompt_token_ids=nothing, completion_text="", prompt_text="", reference_json="")

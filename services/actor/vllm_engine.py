@@ -326,7 +326,9 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
 def generation_of(output: CompletionOutput) -> Generation:
     """Raises `EngineError` when vLLM's arrays do not fit each other."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    logprobs = np.asarray(sampled_logprobs(output), dtype=np.float32)
+    flat: Any = output.logprobs  # vLLM lists the sampled token first at every position
+    sampled = [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []
+    logprobs = np.asarray(sampled, dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
     if output.finish_reason not in ("stop", "length", _ABORTED):
@@ -338,11 +340,3 @@ def generation_of(output: CompletionOutput) -> Generation:
     )
     finish_reason = None if output.finish_reason == _ABORTED else FinishReason(output.finish_reason)
     return Generation(token_ids, logprobs, spans, finish_reason)
-
-
-def sampled_logprobs(output: CompletionOutput) -> list[float]:
-    """Log-probability of each sampled token. vLLM lists the sampled token first at every position."""
-    flat: Any = output.logprobs
-    if flat is None:
-        return []
-    return [flat.logprobs[start] for start in flat.start_indices]

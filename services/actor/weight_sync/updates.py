@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import NoReturn
 
-from opentelemetry.trace import Span
-
 from pipelinerl.bus.protocol import NO_HEADERS, Bus, ControlMessage, Headers
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
 from pipelinerl.messages.control import (
@@ -35,35 +33,9 @@ from pipelinerl.telemetry.spans import (
     trace_of,
 )
 from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted
-from services.actor.engine import CommitFailed, StagedWeights, WeightReceiver
+from services.actor.engine import CommitFailed, WeightReceiver
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
-
-
-def receiving(trace: Trace, announce: Announce) -> Span:
-    """Around all that is done until the version is staged. `trace`: of the announcement."""
-    return child(trace, "weight_update.receive", attributes={a.VERSION: announce.version, a.EPOCH: announce.epoch})
-
-
-def show_received(span: Span, staged: StagedWeights) -> None:
-    """Right after it: a span of its own for bringing the weights into the engine's layout, which goes on beside receiving. Its
-    length is what that took in all, and it ends now."""
-    if span.is_recording():
-        span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
-        child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
-
-
-def committing(trace: Trace, commit: Commit) -> Span:
-    """Around the swap, with the wait for whoever needs the version that is served until then. `trace`: of the order."""
-    return child(trace, "weight_update.commit", attributes={a.VERSION: commit.version, a.EPOCH: commit.epoch})
-
-
-def show_stall(span: Span, stall_s: float) -> None:
-    """Right after it: a span of its own for the time in which nothing was generated."""
-    if span.is_recording():
-        span.set_attribute(a.STALL_S, stall_s)
-        child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
-
 
 log = logging.getLogger(__name__)
 
@@ -221,9 +193,11 @@ class UpdateListener:
     async def _receive(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
-            with receiving(trace, announce) as span:
+            with child(trace, "weight_update.receive", attributes=about(announce)) as span:
                 staged = await self._receiver.receive(version, announce.deadline_s)
-                show_received(span, staged)
+                # Preparing has a span of its own: it goes on beside receiving, took so long in all, and ends now.
+                span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
+                child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except TransferError as error:
             await self._fail(announce, announce.version, error)
             return
@@ -251,11 +225,12 @@ class UpdateListener:
             return
         self._staged, self._committing = None, True
         try:
-            with committing(trace, commit) as span:
+            with child(trace, "weight_update.commit", attributes=about(commit)) as span:
                 async with self.serving:
                     stall_s = await self._receiver.commit(version)
                     self._gate.serve(version)
-                show_stall(span, stall_s)
+                span.set_attribute(a.STALL_S, stall_s)
+                child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
         except CommitFailed:
             raise  # which weights are served is unknown: the process ends and comes back as a new member
         except TransferError as error:
@@ -328,6 +303,10 @@ class UpdateListener:
         await retry_forever(
             lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}"
         )
+
+
+def about(order: Announce | Commit) -> a.Attributes:
+    return {a.VERSION: order.version, a.EPOCH: order.epoch}
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
