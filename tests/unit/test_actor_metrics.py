@@ -6,7 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from services.actor import metrics as actor_metrics
 from services.actor.metrics import ActorMetrics, BusyClock
@@ -90,3 +90,14 @@ def test_failed_tries_of_the_verifier_have_series_from_the_start() -> None:
     assert {of(name, {"code": code}) for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")} == {0}
     metrics.verify_try_failed("UNAVAILABLE")
     assert of(name, {"code": "UNAVAILABLE"}) == 1
+
+
+def test_metric_says_which_way_of_loading_is_in_use_and_no_other() -> None:
+    registry = CollectorRegistry()
+    metrics = ActorMetrics(registry)
+    metrics.show_weight_loader("shadow")
+    metrics.show_weight_loader("in_place")
+
+    text = generate_latest(registry).decode()
+    assert 'pipelinerl_actor_weight_loader{mode="in_place"} 1.0' in text
+    assert 'mode="shadow"' not in text

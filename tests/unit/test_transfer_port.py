@@ -7,12 +7,13 @@ import threading
 import pytest
 import torch
 
-from pipelinerl.errors import TransferError
+from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
 from services.actor.weight_sync.worker import Receiver
+from services.trainer.policy_trainer import transfer_backend
 from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}
@@ -152,3 +153,18 @@ def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_well() -> None:
         [sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "the last words\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_gpu", "backend"),
+    [("auto", False, "gloo"), ("auto", True, "nccl"), ("gloo", True, "gloo"), ("nccl", True, "nccl")],
+)
+def test_backend_follows_from_the_recipe_and_the_trainers_device(wanted, on_gpu, backend) -> None:
+    assert transfer_backend(wanted, on_gpu) == backend
+
+
+def test_nccl_without_a_gpu_names_the_field_and_the_fix() -> None:
+    with pytest.raises(FieldError) as caught:
+        transfer_backend("nccl", on_gpu=False)
+    assert caught.value.field == "weights.backend"
+    assert "gloo" in caught.value.fix
