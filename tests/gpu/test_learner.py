@@ -17,8 +17,8 @@ from services.trainer.learn.loss import BatchTotals
 from services.trainer.loading import load_learner, rank_device, sharded_learner
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
+from tests.unit.test_optimizer import assert_near, step_on
 from tests.unit.test_ranks import Job, Result, same, train
-from tests.unit.test_sixteen_bit import assert_near, step_on
 
 pytestmark = pytest.mark.gpu
 LONG = 2_000_000_000

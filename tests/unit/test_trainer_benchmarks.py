@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import bare_loop, trainer_gpu
+from benchmarks import bare_loop, observing, trainer_cases, trainer_gpu
 from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu_cases import PLANS, Plan
 from benchmarks.gpu_loops import Measured, measure
 from benchmarks.loops_in_turn import Timing, Timings, compared, in_turn, of_all_ranks
+from benchmarks.observed_actor import Measured as MeasuredActor
+from benchmarks.observed_actor import result as actor_result
+from benchmarks.observed_trainer import Unmeasured
+from benchmarks.observed_trainer import result as trainer_result
 from benchmarks.random_models import qwen2_1b5_config
 from benchmarks.trainer_cases import Case
 from benchmarks.trainer_gpu import cases_of, figures, prepared_step
@@ -151,3 +156,34 @@ def test_an_overhead_result_keeps_the_cases_that_were_not_measured_this_time(tmp
     assert kept_cases(path, ["tiny"]) == {}
     path.write_text(json.dumps({"cases": {"tiny": {"ratio": 1}, "smollm2": {"ratio": 2}, "gone": {}}}))
     assert kept_cases(path, ["tiny"]) == {"smollm2": {"ratio": 2}}
+
+
+def test_trainer_and_page_in_turn_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "observing.json"
+    output.write_text(json.dumps({"cases": {"actor": {"ratio": 1}, "trainer": {"ratio": 9}}}))
+    monkeypatch.setitem(trainer_cases.CASES, "tiny", replace(SMALL, name="tiny", batch_size=8))
+    arguments = ["observing", "--only", "trainer", "--pairs", "1", "--steps", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    observing.main()
+    cases = json.loads(output.read_text())["cases"]
+    assert list(cases) == ["trainer", "actor"]
+    assert cases["actor"] == {"ratio": 1}
+    assert cases["trainer"]["pairs"] == 1
+    assert cases["trainer"]["step_ms"] > 0
+
+
+def test_ratios_are_of_pairs_and_costs_of_processor_time() -> None:
+    timings = Timings([Timing(2.0, 4.0), Timing(4.0, 2.0)], [Timing(1.0, 2.0), Timing(3.0, 2.0)])
+    found = trainer_result(timings, 2, 1.0, 0.5, 0.005)
+    assert (found["ratio"], found["ratio_cpu_time"], found["ratio_by_cost"]) == (0.625, 0.75, 0.99)
+    assert found["ratio_quartiles"] == "0.562 to 0.688"
+    actor = actor_result(
+        {"observed": [MeasuredActor(90, 10.0), MeasuredActor(80, 8.0)], "plain": [MeasuredActor(100, 9.0)] * 2}
+    )
+    assert (actor["ratio"], actor["ratio_cpu_time"], actor["observed_tokens_per_s"]) == (0.85, 1.0125, 90)
+
+
+def test_what_is_not_measured_takes_every_call() -> None:
+    metrics = Unmeasured()
+    metrics.finished.labels("length").inc()  # type: ignore[attr-defined]
+    metrics.observe({})

@@ -1,7 +1,8 @@
-"""Training in 16 bit: gradients are summed in float32, and a step is that of float32 within the rounding of 16 bit."""
+"""The optimizer: sums of 16-bit gradients in float32, steps near those of float32, and which AdamW a recipe gets."""
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw
 from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
@@ -68,3 +70,18 @@ def test_gradients_of_sixteen_bit_are_summed_in_float32() -> None:
         (weight * torch.tensor([gradient], dtype=torch.bfloat16)).sum().backward()
         assert weight.grad is None
     assert optimizer.step(0.0).grad_norm == 1 + 2**-7
+
+
+def test_without_torchao_the_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("torchao") or name == "services.trainer.learn.adamw_8bit":
+            raise ImportError("No module named 'torchao'")
+        return whole(name, *args, **kwargs)
+
+    groups = [{"params": [nn.Linear(2, 2).weight], "weight_decay": 0.0}]
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(FieldError, match=r"needs torchao, which does not import here \(No module named 'torchao'\)"):
+        build_adamw(groups, TrainerConfig(optimizer="adamw_8bit"))
+    build_adamw(groups, TrainerConfig(optimizer="adamw"))
