@@ -321,10 +321,6 @@ async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifi
     assert "'arithmetic'" in scored[1].message
 
 
-async def test_no_items_no_answer(hostile: Verifier) -> None:
-    assert await outcomes(hostile, []) == []
-
-
 async def test_outcomes_are_counted(hostile: Verifier) -> None:
     names = {
         "ok": f'requests_total{{status="ok",task="{TASK}"}}',
@@ -576,14 +572,6 @@ async def test_verifier_up_then_down_then_up() -> None:
             assert len(await asyncio.wait_for(waiting, 10)) == 2
     finally:
         await client.__aexit__(None, None, None)
-
-
-async def test_waiting_ends_when_told_to() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    async with client_of(port) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.verify(items(["a"])), 0.2)
 
 
 @pytest.mark.parametrize(
