@@ -132,7 +132,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Around a step that is computed and entered into the books. After the last checkpoint nothing gets in any more."""
+        """Around a step that is computed and entered into the tracker. After the last checkpoint nothing gets in any more."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # for the end of the process

@@ -49,22 +49,20 @@ def is_right(outcome: VerifyOutcome, correct_reward: float) -> bool:
 async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyOutcome]:
     """Outcomes by sequence id, as far as the verifier gives them before `deadline` (seconds of the loop's clock)."""
     verdicts: dict[str, VerifyOutcome] = {}
+
+    async def verify(batch: list[VerifyItem]) -> None:
+        try:
+            verdicts.update((outcome.sequence_id, outcome) for outcome in await verifier.verify(batch))
+        except (ServiceError, MessageError) as error:
+            log.warning("held-out evaluation goes on without %d verdicts: %s", len(batch), error)
+
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
             for first in range(0, len(items), JUDGE_BATCH):
-                tasks.create_task(_judge_batch(verifier, items[first : first + JUDGE_BATCH], verdicts))
+                tasks.create_task(verify(items[first : first + JUDGE_BATCH]))
     except TimeoutError:
         log.warning("held-out evaluation: %d of %d completions judged in time", len(verdicts), len(items))
     return verdicts
-
-
-async def _judge_batch(verifier: VerifierClient, items: list[VerifyItem], verdicts: dict[str, VerifyOutcome]) -> None:
-    try:
-        outcomes = await verifier.verify(items)
-    except (ServiceError, MessageError) as error:
-        log.warning("held-out evaluation goes on without %d verdicts: %s", len(items), error)
-        return
-    verdicts.update((outcome.sequence_id, outcome) for outcome in outcomes)
 
 
 GENERATION_SHARE = 0.9
@@ -134,55 +132,35 @@ class HeldoutEvaluator:
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, EvaluatedCompletion]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, EvaluatedCompletion] = {}
+
+        async def ask(name: str, address: str, share: list[str]) -> None:
+            prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
+            about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
+            calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
+            try:
+                with calling as span:
+                    async with self._client(name, address) as client:
+                        answers = client.generate(prompts, self._sampling, self._seed, self._timeout_s, trace_of(span))
+                        async for completion in answers:
+                            if completion.problem_id in prompts and self._is_of(version, completion):
+                                done[completion.problem_id] = completion
+            except (ServiceError, MessageError) as error:
+                log.warning("held-out evaluation goes on without %s: %s", name, error)
+
         try:
             async with asyncio.timeout_at(deadline):
                 while missing := [p for p in self._problems if p not in done]:
-                    members = dict(self._members())
-                    before = len(done)
-                    await self._ask(members, missing, version, done, trace)
+                    members, before = sorted(self._members().items()), len(done)
+                    async with asyncio.TaskGroup() as tasks:
+                        for position, (name, address) in enumerate(members):
+                            if share := missing[position :: len(members)]:
+                                tasks.create_task(ask(name, address, share))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
         except TimeoutError:
             log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
         return done
-
-    async def _ask(
-        self,
-        members: dict[str, str],
-        missing: list[str],
-        version: int,
-        done: dict[str, EvaluatedCompletion],
-        trace: Trace,
-    ) -> None:
-        names = sorted(members)
-        shares = {name: missing[position :: len(names)] for position, name in enumerate(names)}
-        async with asyncio.TaskGroup() as tasks:
-            for name, share in shares.items():
-                if share:
-                    tasks.create_task(self._ask_one(name, members[name], share, version, done, trace))
-
-    async def _ask_one(
-        self,
-        name: str,
-        address: str,
-        share: list[str],
-        version: int,
-        done: dict[str, EvaluatedCompletion],
-        trace: Trace,
-    ) -> None:
-        prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
-        about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
-        calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
-        try:
-            with calling as span:
-                async with self._client(name, address) as client:
-                    answers = client.generate(prompts, self._sampling, self._seed, self._timeout_s, trace_of(span))
-                    async for completion in answers:
-                        if completion.problem_id in prompts and self._is_of(version, completion):
-                            done[completion.problem_id] = completion
-        except (ServiceError, MessageError) as error:
-            log.warning("held-out evaluation goes on without %s: %s", name, error)
 
     def _is_of(self, version: int, completion: EvaluatedCompletion) -> bool:
         if completion.failure:

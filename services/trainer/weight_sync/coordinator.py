@@ -283,7 +283,7 @@ class Coordinator:
         """Came after the first version was offered: not in an epoch with others before `MemberReady`."""
         self._benched: dict[str, int] = {}
         """Failed in an epoch, the when-th failure of the run: the same, and when there is nobody else, they are tried one
-        at a time as their hearts beat, the one whose failure is the longest ago first."""
+        at a time as they send heartbeats, the one whose failure is the longest ago first."""
         self._failures = itertools.count()
         self._group_stands = False
         self._round = _Round()

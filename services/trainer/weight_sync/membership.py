@@ -140,7 +140,7 @@ class Joining:
         return frozenset(self._on_side)
 
     def up(self, member: Member) -> list[Action]:
-        """Registered, or its heart beats. A new process of a known actor serves nothing yet."""
+        """Registered, or sent a heartbeat. A new process of a known actor serves nothing yet."""
         ended: list[Action] = []
         if self._present.get(member.actor, member).process != member.process:
             in_epoch = self._in_epoch.get(member.actor)

@@ -22,6 +22,7 @@ from pipelinerl.messages.control import (
     Abort,
     Announce,
     Commit,
+    EpochJoined,
     EpochMember,
     EpochStart,
     Serving,
@@ -78,13 +79,9 @@ class UpdateTrace:
         self._commit = self.order("commit", epoch)
         return headers_of(trace_of(self._commit))
 
-    def answered(self, answer: Staged | Serving) -> None:
-        """What a member measured."""
-        match answer:
-            case Staged():
-                self._span.add_event("staged", {a.ACTOR: answer.actor, a.BYTES: answer.bytes})
-            case Serving():
-                self._span.add_event("serving", {a.ACTOR: answer.actor, a.STALL_S: answer.stall_s})
+    def measured(self, what: str, actor: str, attribute: str, value: float) -> None:
+        """What a member measured when it had staged the version, or served it."""
+        self._span.add_event(what, {a.ACTOR: actor, attribute: value})
 
     def aborted(self, reason: str) -> None:
         """It begins again with another group."""
@@ -120,6 +117,8 @@ PATIENCE_S = 3.0
 this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
 Order = EpochStart | Announce | Commit | Abort
 """What the trainer says to actors about a transfer."""
+Answer = EpochJoined | Staged | Serving | Abort
+"""What actors say of one."""
 Outcome = c.FormGroup | c.SendAbort | c.Evicted | c.VersionServed | c.WaitingForMembers
 """Actions that concern more than the session."""
 
@@ -144,15 +143,6 @@ class UpdateRecord:
     receive_s: dict[str, float] = field(default_factory=dict)
     prepare_s: dict[str, float] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
-
-    def note(self, answer: Staged | Serving) -> None:
-        """What an actor measured."""
-        match answer:
-            case Staged():
-                self.receive_s[answer.actor] = answer.receive_s
-                self.prepare_s[answer.actor] = answer.prepare_s
-            case Serving():
-                self.stall_s[answer.actor] = answer.stall_s
 
 
 @dataclass(frozen=True)
@@ -194,6 +184,27 @@ class TransferSession:
             if isinstance(action, Outcome):
                 outcomes.append(action)
         return outcomes
+
+    def event_of(self, answer: Answer) -> c.Event:
+        """What an actor's answer is to the coordinator. Keeps the times that it says of the version under way."""
+        epoch, actor = answer.epoch, answer.actor
+        match answer:
+            case EpochJoined():
+                return c.MemberJoined(actor, epoch)
+            case Abort():
+                return c.MemberFailed(actor, epoch, answer.reason, answer.group_broke)
+        current = (epoch, answer.version) == (self.coordinator.epoch, self.record.version)
+        match answer:
+            case Staged():
+                if current:
+                    self.record.receive_s[actor], self.record.prepare_s[actor] = answer.receive_s, answer.prepare_s
+                    self.trace.measured("staged", actor, a.BYTES, answer.bytes)
+                return c.MemberStaged(actor, epoch, answer.version, answer.checksum)
+            case Serving():
+                if current:
+                    self.record.stall_s[actor] = answer.stall_s
+                    self.trace.measured("serving", actor, a.STALL_S, answer.stall_s)
+                return c.MemberServing(actor, epoch, answer.version)
 
     async def close(self) -> None:
         """Ends what is under way, in bounded time."""

@@ -41,6 +41,7 @@ from services.trainer.weight_sync.membership import (
 )
 from services.trainer.weight_sync.membership import Action as JoiningAction
 from services.trainer.weight_sync.session import (
+    Answer,
     Order,
     Outcome,
     TransferContext,
@@ -226,65 +227,47 @@ class WeightUpdater:
                     self._post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
-                    registration = decode_control(event.payload, Registration)
+                    said = decode_control(event.payload, Registration)
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("registration of %s is set aside: %s", event.actor, error)
                     continue
-                self._register(registration)
-
-    def _register(self, registration: Registration) -> None:
-        said = registration
-        member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
-        draining = registration.phase == "draining"
-        if draining:
-            self._draining.add(member.actor)
-        else:
-            self._draining.discard(member.actor)
-        self._post(None, c.MembersLeaving((member,), "it was told to end") if draining else c.MemberUp(member))
+                member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
+                if said.phase == "draining":
+                    self._draining.add(said.actor)
+                    self._post(None, c.MembersLeaving((member,), "it was told to end"))
+                else:
+                    self._draining.discard(said.actor)
+                    self._post(None, c.MemberUp(member))
 
     async def _watch_answers(self) -> None:
         async with self._bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    decoded: object = decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    answer: Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue
                 trace_answer(message)
-                self._hear(decoded)
+                self._hear(answer)
 
-    def _hear(self, answer: object) -> None:
-        """Posts the event of an answer to this incarnation, to the session that it is about; nobody else's."""
-        if isinstance(answer, Abort) and answer.incarnation in (0, self._incarnation):
+    def _hear(self, answer: Answer) -> None:
+        """Posts the event of an answer to this incarnation, to the session that it is about; nobody else's.
+
+        That of an epoch that is over goes to the main session, which ignores it.
+        """
+        ours = answer.incarnation == self._incarnation
+        if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
-        if getattr(answer, "incarnation", None) != self._incarnation:
+        if not ours:
             return
-        match answer:
-            case EpochJoined():
-                self._reasons.pop(answer.actor, None)
-                self._post(self._session(answer.epoch), c.MemberJoined(answer.actor, answer.epoch))
-            case Staged():
-                staged = c.MemberStaged(answer.actor, answer.epoch, answer.version, answer.checksum)
-                self._post(self._session(answer.epoch, answer), staged)
-            case Serving():
-                serving = c.MemberServing(answer.actor, answer.epoch, answer.version)
-                self._post(self._session(answer.epoch, answer), serving)
-            case Abort():
-                self._post(
-                    self._session(answer.epoch),
-                    c.MemberFailed(answer.actor, answer.epoch, answer.reason, answer.group_broke),
-                )
-
-    def _session(self, epoch: int, times: Staged | Serving | None = None) -> TransferSession:
-        """That of `epoch`, whose record takes the times; the main one, which ignores it, for an epoch that is over."""
-        session = next((session for session in self._sides.values() if session.coordinator.epoch == epoch), self._main)
-        if times is not None and session.coordinator.epoch == epoch and session.record.version == times.version:
-            session.record.note(times)
-            session.trace.answered(times)
-        return session
+        if isinstance(answer, EpochJoined):
+            self._reasons.pop(answer.actor, None)
+        sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
+        session = next(sides, self._main)
+        self._post(session, session.event_of(answer))
 
     def _note_reason(self, actor: str, reason: str) -> None:
         """What an actor said itself is not replaced by what was seen of it from here."""
@@ -319,7 +302,7 @@ class WeightUpdater:
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
-                self._forget([m for m in self._known(member.actor) if m.process != member.process])
+                self._forget(member.actor, but=member.process)
                 await self._side(self._joining.up(member))
             case c.MembersDown(actors):
                 for actor in actors:
@@ -332,7 +315,7 @@ class WeightUpdater:
             self._members_changed.notify_all()
 
     async def _gone(self, actor: str, reason: str, *, left: bool) -> None:
-        self._forget(self._known(actor))
+        self._forget(actor)
         self._tell(self._membership_log.gone(actor, self.epoch, self.served_version, reason, left=left))
         await self._side(self._joining.down(actor))
 
@@ -340,15 +323,13 @@ class WeightUpdater:
         for change in changes:
             self._on_member(change)
 
-    def _known(self, actor: str) -> list[c.Member]:
-        """Processes of this name that have met or serve."""
-        return [member for member in {*self._context.met, *self._serving.values()} if member.actor == actor]
-
-    def _forget(self, gone: list[c.Member]) -> None:
-        for member in gone:
-            self._context.met.discard(member)
-            if self._serving.get(member.actor) == member:
-                del self._serving[member.actor]
+    def _forget(self, actor: str, but: str = "") -> None:
+        """Processes of this name, except `but`, no longer count as having met, or as serving."""
+        for member in {*self._context.met, *self._serving.values()}:
+            if member.actor == actor and member.process != but:
+                self._context.met.discard(member)
+                if self._serving.get(actor) == member:
+                    del self._serving[actor]
 
     async def _step_main(self, event: c.Event) -> None:
         for outcome in await self._main.step(event):
