@@ -1,4 +1,4 @@
-"""Several ranks of a learner, each in a process of its own, and what a test wants to know of them."""
+"""Several ranks of a learner, each in a process of its own; what they do, and what a test wants to know of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from pipelinerl.recipe.fields import Recipe
+from tests.unit.builders import make_recipe
 
 PROCESSES = multiprocessing.get_context("forkserver")
 """Imports torch and what a learner needs once for all of them."""
@@ -28,6 +32,30 @@ PROCESSES.set_forkserver_preload(
 )
 WAIT_S = 500.0
 """A rank that dies is noticed at once; one that hangs, after this long. Four of them share two busy cores with other tests."""
+
+
+UNEVEN = [(2, 9), (5, 3), (1, 1), (4, 47), (3, 2), (6, 8), (2, 20), (1, 5)]
+"""(prompt, completion) tokens of each sequence of a step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two optimizer steps of a model in `folder`."""
+
+    folder: str
+    trainer: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[tuple[int, int], ...] = tuple(UNEVEN)
+    model: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+    """The first step has a sequence whose advantage is not a number."""
+
+    def recipe(self) -> Recipe:
+        # AdamW divides by the size of the gradient: with its usual epsilon it makes steps of rounding errors of tiny ones.
+        usual = {"learning_rate": 1e-2, "tokens_per_microbatch": 64, "max_grad_norm": 0.5, "epsilon": 1e-3}
+        trainer = usual | self.trainer
+        model = {"source": "path", "name": self.folder, "max_context": 64} | self.model
+        return make_recipe(model=model, trainer=trainer, algorithm=self.algorithm)
 
 
 def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float = WAIT_S) -> list[Any]:

@@ -147,7 +147,7 @@ async def test_one_stale_token_is_enough() -> None:
         fresh = make_sequence(group, 1, version=2, reward=0.0)
         one.version = 2
         for sequence in (mixed, fresh):
-            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+            await one.publish(sequence)
         one.feeder.look_again()
         for other in (await one.take_issued())[:1]:
             await one.answer(other, version=2)
@@ -163,9 +163,9 @@ async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train()
         group = (await one.take_issued())[0]
         for index in range(3):
             sequence = make_sequence(group, index, reward=float(index))
-            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+            await one.publish(sequence)
         failed = make_sequence(group, 3, completion=(), spans=(), failure="reward_timeout: 5 s")
-        await one.bus.publish_sequence(encode_sequence(failed), failed.sequence_id)
+        await one.publish(failed)
         batch = await one.intake.take_batch(version=0)
         assert [s.sample_index for s in batch[0].sequences] == [0, 1, 2]
         assert one.tracker.ledger.reasons(Outcome.FAILED) == {"reward_timeout": 1}
@@ -188,7 +188,7 @@ async def test_what_does_not_parse_is_set_aside_and_the_good_ones_train() -> Non
         await one.bus.publish_sequence(b"\xff\x00 not protobuf", "stranger")
         await one.bus.publish_sequence(b"\xff\x00 not protobuf", groups[0].sequence_id(0))
         sequence = make_sequence(groups[0], 1)
-        await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+        await one.publish(sequence)
         await one.answer(groups[1])
         await one.answer(groups[2])
         batch = await one.intake.take_batch(version=0)
@@ -215,7 +215,7 @@ async def test_tokens_outside_the_vocabulary_fail_with_their_reason() -> None:
         bad = make_sequence(group, 0, completion=(4, 100))
         good = make_sequence(group, 1)
         for sequence in (bad, good):
-            await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+            await one.publish(sequence)
         while one.tracker.lost_groups == 0:
             await asyncio.sleep(0)
         assert one.tracker.ledger.reasons(Outcome.FAILED) == {"token outside the vocabulary": 1, "group incomplete": 1}

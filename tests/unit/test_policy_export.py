@@ -21,9 +21,8 @@ from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
-from tests.unit.ranks import on_ranks
+from tests.unit.ranks import Job, on_ranks
 from tests.unit.test_lora import NoTokenizer
-from tests.unit.test_ranks import Job
 
 GROUP = group_of(sequences_of(LENGTHS))
 CASES: dict[str, dict[str, Any]] = {

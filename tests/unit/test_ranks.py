@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer.distributed.world import Message, RankLayout, join_ranks, leave_ranks
@@ -30,34 +29,12 @@ from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero, weight_sender
 from services.trainer.worker import worker_loop
 from tests.support.learner import VOCABULARY, build, group_of, model_of, sequences_of
-from tests.unit.builders import make_recipe
-from tests.unit.ranks import on_ranks
+from tests.unit.ranks import Job, on_ranks
 
 pytestmark = pytest.mark.timeout(1200)
 
-UNEVEN = [(2, 9), (5, 3), (1, 1), (4, 47), (3, 2), (6, 8), (2, 20), (1, 5)]
 SHORT = [(3, 12), (2, 5), (4, 3)]
 """Fewer sequences than four ranks."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Two optimizer steps of a model in `folder`."""
-
-    folder: str
-    trainer: dict[str, Any] = field(default_factory=dict)
-    algorithm: dict[str, Any] = field(default_factory=dict)
-    lengths: tuple[tuple[int, int], ...] = tuple(UNEVEN)
-    model: dict[str, Any] = field(default_factory=dict)
-    broken: bool = False
-    """The first step has a sequence whose advantage is not a number."""
-
-    def recipe(self) -> Recipe:
-        # AdamW divides by the size of the gradient: with its usual epsilon it makes steps of rounding errors of tiny ones.
-        usual = {"learning_rate": 1e-2, "tokens_per_microbatch": 64, "max_grad_norm": 0.5, "epsilon": 1e-3}
-        trainer = usual | self.trainer
-        model = {"source": "path", "name": self.folder, "max_context": 64} | self.model
-        return make_recipe(model=model, trainer=trainer, algorithm=self.algorithm)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import worker_loop
 from tests.support.learner import group_of, model_of, sequences_of
-from tests.unit.ranks import on_ranks, saved_beside
-from tests.unit.test_ranks import UNEVEN, Job
+from tests.unit.ranks import UNEVEN, Job, on_ranks, saved_beside
 
 SAVED_AT, STEPS = 2, 4
 CPU = torch.device("cpu")

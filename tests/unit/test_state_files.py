@@ -24,8 +24,7 @@ from services.trainer.loading import sharded_learner
 from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
-from tests.unit.ranks import PROCESSES, on_ranks, saved_beside
-from tests.unit.test_ranks import Job
+from tests.unit.ranks import PROCESSES, Job, on_ranks, saved_beside
 
 GROUP = group_of(sequences_of(LENGTHS))
 
