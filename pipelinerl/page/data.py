@@ -1,16 +1,19 @@
-"""What the pages show of a run, as one plain object. Pure: records in, data out.
+"""What the pages show of a run, as one plain object. Pure and bounded: records of a long run are thinned.
 
-`pipelinerl.local.ending` reads a finished run's files; of a run that goes on, the trainer keeps the same object up to date
+`pipelinerl.local.ending` makes it from a finished run's files; while a run goes on the trainer keeps it up to date
 (`services.trainer.reporting.board`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from pipelinerl.rl.lag import LAG_BUCKETS
+
+Item = TypeVar("Item")
 Record = Mapping[str, Any]
 
 MAX_RECORDS = 1500
@@ -27,6 +30,115 @@ _SHOWN = (
 )  # fmt: skip
 
 
+class ThinnedSeries(Generic[Item]):
+    """Of all that was added, evenly spaced ones and all of the last `newest`: at most 2 · `limit` + `newest`."""
+
+    def __init__(self, limit: int, newest: int) -> None:
+        self._limit, self._stride, self._count = limit, 1, 0
+        self._kept: list[Item] = []
+        """Numbers 0, stride, 2 · stride, …"""
+        self._newest: deque[Item] = deque(maxlen=newest)
+
+    def add(self, item: Item) -> None:
+        if self._count % self._stride == 0:
+            self._kept.append(item)
+        self._count += 1
+        self._newest.append(item)
+        if len(self._kept) >= 2 * self._limit:
+            self._kept = self._kept[::2]
+            self._stride *= 2
+
+    def items(self) -> list[Item]:
+        """In order of adding; a list of the caller's own."""
+        before = self._count - len(self._newest)
+        return self._kept[: -(-before // self._stride)] + list(self._newest)
+
+
+NEWEST_OF_A_KIND = SAMPLES_SHOWN // 2
+"""Held-out samples, and as many trained ones, that stay beside the first of the run."""
+_TIMES_KEPT = 256
+
+
+class RunHistory:
+    """The run so far, as the page's views draw it. `limit`: records and evaluations after which the older ones are thinned."""
+
+    def __init__(self, limit: int = MAX_RECORDS) -> None:
+        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
+        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
+        self._times_s: dict[int, float | None] = {0: 0.0}
+        self._lags: Counter[int] = Counter()
+        self._ess: dict[str, tuple[float, int]] = {}
+        """Sum and number of steps, by lag bucket."""
+        self._early: list[dict[str, Any]] = []
+        self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
+
+    def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
+        """One more step and the samples since the one before. Returns what a page that has the rest needs to hear."""
+        shown = shown_record(record)
+        self._records.add(shown)
+        self._remember_time(record)
+        self._add_up(record)
+        point = self._heldout_point(record)
+        if point is not None:
+            self._heldout.add(point)
+        fresh = [self._add_sample(sample) for sample in samples]
+        return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
+
+    def add_samples(self, samples: Iterable[Record]) -> None:
+        """Of before."""
+        for sample in samples:
+            self._add_sample(sample)
+
+    def data(self) -> dict[str, Any]:
+        """All of it; nothing in it changes any more."""
+        late = [sample for kind in (True, False) for sample in self._late[kind]]
+        return {
+            "records": self._records.items(),
+            "heldout": self._heldout.items(),
+            "samples": {"early": list(self._early), "late": [one for one in late if one not in self._early]},
+            **self._totals(),
+        }
+
+    def _totals(self) -> dict[str, Any]:
+        return {
+            "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
+            "ess_by_lag": {label: total / steps for label, (total, steps) in sorted(self._ess.items(), key=_by_lag)},
+        }
+
+    def _remember_time(self, record: Record) -> None:
+        self._times_s[record.get("step", 0)] = record.get("time_s")
+        while len(self._times_s) > _TIMES_KEPT:
+            self._times_s.pop(next(iter(self._times_s)))
+
+    def _add_up(self, record: Record) -> None:
+        for lag, tokens in (record.get("lag_histogram") or {}).items():
+            self._lags[int(lag)] += tokens
+        for label, ess in (record.get("ess_by_lag") or {}).items():
+            total, steps = self._ess.get(label, (0.0, 0))
+            if ess is not None:
+                self._ess[label] = (total + ess, steps + 1)
+
+    def _heldout_point(self, record: Record) -> dict[str, Any] | None:
+        """At the policy version that was measured, not at the step that it ended in."""
+        if record.get("heldout_accuracy") is None:
+            return None
+        version = record.get("heldout_version", record.get("step"))
+        time_s = self._times_s.get(version, record.get("time_s"))
+        return {"step": version, "time_s": time_s, "accuracy": record["heldout_accuracy"]}
+
+    def _add_sample(self, sample: Record) -> dict[str, Any]:
+        shown = shown_sample(sample)
+        if len(self._early) < SAMPLES_SHOWN and (not self._early or shown["step"] <= self._early[0]["step"] + 1):
+            self._early.append(shown)
+        self._late[bool(shown["heldout"])].append(shown)
+        return shown
+
+
+def _by_lag(item: tuple[str, Any]) -> int:
+    """Place of a bucket's label among all of them."""
+    return LAG_BUCKETS.index(item[0]) if item[0] in LAG_BUCKETS else len(LAG_BUCKETS)
+
+
 def report_data(
     run: str,
     description: str,
@@ -37,14 +149,15 @@ def report_data(
 ) -> dict[str, Any]:
     """The object that pipelinerl/page/views.js draws; its keys are described there."""
     early, late = early_and_late(samples)
+    history = RunHistory(MAX_RECORDS // 2)
+    for record in records:
+        history.add(record)
     return {
         "run": run,
         "description": description,
         "summary": dict(summary),
-        "records": [shown_record(record) for record in thinned(records)],
+        **history.data(),
         "heldout": heldout_points(summary.get("heldout") or [], records),
-        "lag_totals": {str(lag): tokens for lag, tokens in lag_totals(records).items()},
-        "ess_by_lag": mean_by_bucket([record.get("ess_by_lag") or {} for record in records]),
         "samples": {"early": [shown_sample(one) for one in early], "late": [shown_sample(one) for one in late]},
         "recipe": recipe_text,
     }
@@ -58,36 +171,6 @@ def heldout_points(evaluations: Sequence[Record], records: Sequence[Record]) -> 
         {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]}
         for one in evaluations
     ]
-
-
-def lag_totals(records: Sequence[Record]) -> dict[int, int]:
-    """Trained tokens of the whole run by their lag in optimizer steps, in rising order."""
-    totals: Counter[int] = Counter()
-    for record in records:
-        totals.update({int(lag): tokens for lag, tokens in (record.get("lag_histogram") or {}).items()})
-    return dict(sorted(totals.items()))
-
-
-def thinned(records: Sequence[Record], limit: int = MAX_RECORDS) -> list[Record]:
-    """At most about `limit` records, evenly spaced from the first on, and all of the newest `NEWEST`."""
-    stride = max(1, -(-len(records) // limit))
-    newest = len(records) - NEWEST
-    return [record for index, record in enumerate(records) if index % stride == 0 or index >= newest]
-
-
-def mean_by_bucket(buckets: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Mean of each bucket over the steps that have it, in rising order of the lag a bucket starts with."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for one in buckets:
-        for name, value in one.items():
-            if value is not None:
-                values[name].append(value)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values, key=_first_number)}
-
-
-def _first_number(bucket: str) -> tuple[int, str]:
-    digits = "".join(char if char.isdigit() else " " for char in bucket).split()
-    return (int(digits[0]) if digits else 0, bucket)
 
 
 def early_and_late(samples: Sequence[Record], count: int = SAMPLES_SHOWN) -> tuple[list[Record], list[Record]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.page.data import NEWEST
+from pipelinerl.page.data import NEWEST, RunHistory, ThinnedSeries
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.records import RunFiles
 from services.trainer.reporting import board as board_module
@@ -22,10 +22,7 @@ from services.trainer.reporting.board import (
     STEPS_KEPT,
     PageBoard,
     PageReader,
-    RunHistory,
-    ThinnedSeries,
     about,
-    ends_of,
     parsed,
 )
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -118,18 +115,6 @@ def test_history_of_a_long_run_is_bounded() -> None:
     ) * 3
     assert (data["records"][0]["step"], data["records"][-1]["step"]) == (1, 1999)
     assert data["lag_totals"]["0"] == 10 * 1999
-
-
-def test_the_ends_of_a_long_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    assert list(ends_of(path)) == []
-    lines = [json.dumps({"step": step, "completion": "x" * 3000}) for step in range(2000)]
-    path.write_text("\n".join(lines) + '\n{"step": 2000, "comp', encoding="utf-8")
-    steps = [one["step"] for one in ends_of(path)]
-    assert (steps[:16], steps[-1]) == (list(range(16)), 1999)
-    assert 100 < len(steps) < 400
-    path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
-    assert [one["step"] for one in ends_of(path)] == list(range(20))
 
 
 # State

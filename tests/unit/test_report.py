@@ -21,7 +21,7 @@ from pipelinerl.local.ending import (
     write_report,
 )
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
-from pipelinerl.page.data import NEWEST, early_and_late, heldout_points, mean_by_bucket, report_data, thinned
+from pipelinerl.page.data import MAX_RECORDS, NEWEST, early_and_late, heldout_points, report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
 
@@ -30,7 +30,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {
-        "step": step, "time_s": 2.0 * step, "reward_mean": 0.1 * step, "ess": 0.9, "ess_by_lag": {"0": 1.0, "2-3": 0.5},
+        "step": step, "time_s": 2.0 * step, "reward_mean": 0.1 * step, "ess": 0.9, "ess_by_lag": {"0": 1.0, "3-4": 0.5},
         "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "1": 30}, "loss": 1.0, **more,
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ class Tags(html.parser.HTMLParser):
 def test_data_holds_what_the_page_draws() -> None:
     shown = data([record(1), record(2)], [sample(0), sample(2)], steps=2)
     assert shown["lag_totals"] == {"0": 20, "1": 60}
-    assert shown["ess_by_lag"] == {"0": 1.0, "2-3": 0.5}
+    assert shown["ess_by_lag"] == {"0": 1.0, "3-4": 0.5}
     assert shown["records"][1]["reward_mean"] == 0.2
     assert "loss" not in shown["records"][0]
     assert [one["completion"] for one in shown["samples"]["early"]] == ["c0.0"]
@@ -83,19 +83,10 @@ def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> No
     ]
 
 
-def test_buckets_are_averaged_over_the_steps_that_have_them_and_sorted_by_lag() -> None:
-    buckets = [{"10+": 0.2, "0": 1.0}, {"0": 0.5, "2-3": None}, {"2-3": 0.3, "10+": 0.4}]
-    assert list(mean_by_bucket(buckets).items()) == [("0", 0.75), ("2-3", 0.3), ("10+", pytest.approx(0.3))]
-
-
-def test_long_runs_are_thinned_evenly_with_both_ends() -> None:
-    steps = [record(step) for step in range(1, 1001)]
-    kept = [one["step"] for one in thinned(steps, limit=100)]
-    assert (kept[0], kept[1], kept[-1]) == (1, 11, 1000)
-    assert kept[-NEWEST:] == list(range(1001 - NEWEST, 1001)), "the last steps are those that were taken last"
-    assert kept[:-NEWEST] == list(range(1, 981, 10))
-    assert thinned(steps[:100], limit=100) == steps[:100]
-    assert thinned([]) == []
+def test_a_long_run_is_thinned_with_both_ends() -> None:
+    steps = [one["step"] for one in data([record(step) for step in range(1, 5001)], [])["records"]]
+    assert (steps[0], steps[-NEWEST:]) == (1, list(range(5001 - NEWEST, 5001)))
+    assert len(steps) <= MAX_RECORDS + NEWEST
 
 
 def test_early_and_late_prefer_the_first_and_last_step_and_held_out() -> None:

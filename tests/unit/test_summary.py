@@ -12,7 +12,6 @@ import pytest
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish, read_run
 from pipelinerl.local.processes import ServiceDied
-from pipelinerl.page.data import lag_totals
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir
@@ -116,8 +115,6 @@ def test_no_steps_at_all() -> None:
 def test_lag_percentile_is_the_smallest_lag_that_95_percent_do_not_exceed() -> None:
     assert lag_summary({0: 95, 7: 5})["p95"] == 0
     assert lag_summary({0: 94, 7: 6})["p95"] == 7
-    histograms = [{"10": 1, "9": 1}, None, {"9": 2}]
-    assert lag_totals([{}, *({"lag_histogram": histogram} for histogram in histograms)]) == {9: 3, 10: 1}
 
 
 def test_a_line_cut_short_and_numbers_that_are_no_json(tmp_path: Path) -> None:
@@ -141,7 +138,7 @@ def test_steps_that_a_restart_undid_do_not_count() -> None:
     written = [step(1, {"0": 10}), step(2, {"0": 99}), step(3, {"0": 99}), step(2, {"1": 20}), step(3, {"1": 30})]
     kept = kept_records(written)
     assert [record["step"] for record in kept] == [1, 2, 3]
-    assert lag_totals(kept) == {0: 10, 1: 50}
+    assert summary_from_metrics(recipe(), kept)["tokens_trained"] == 60
     assert kept_records([]) == []
 
 

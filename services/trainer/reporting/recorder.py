@@ -22,7 +22,7 @@ from pipelinerl.kube.events import PodRef
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.grouping import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
-from pipelinerl.run_summary import RunSummary, RunTotals
+from pipelinerl.run_summary import RunSummary, RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
@@ -35,7 +35,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.loop import OptimizerLoop
 from services.trainer.records import RunFiles, StepRecord
-from services.trainer.reporting.board import PageBoard, about, ends_of
+from services.trainer.reporting.board import PageBoard, about
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import ReplicaAdvice, TrainerMetrics
 from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
+SAMPLES_READ = 256
+"""Of the first samples of a run that goes on, and as many of the last: the page has a choice of trained and held-out ones."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Recorder:
             lambda board: board.begin(
                 about(run, recipe, self._files.run_dir),
                 self._files.kept,
-                ends_of(self._files.run_dir / "samples.jsonl"),
+                jsonl_ends(self._files.run_dir / "samples.jsonl", SAMPLES_READ),
             )
         )
 
