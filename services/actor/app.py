@@ -224,25 +224,20 @@ class Actor:
                 readiness.set_not_ready("draining")
                 tasks.create_task(heartbeat.leave())
                 await self._generation.interrupt(INTERRUPT_S)
-                await self._drain()
+                try:
+                    async with asyncio.timeout(DRAIN_S):
+                        await self._finisher.drained()
+                except TimeoutError:
+                    log.warning(
+                        "finished sequences are not verified and stored within %g s, and are handed over", DRAIN_S
+                    )
                 await _cancelled(producers)
-                await self._hand_over()
+                started, num_groups = time.monotonic(), len(self._held)
+                await HandOver(self._bus, self._held, self._metrics, instance=self._settings.instance).run(HAND_OVER_S)
+                log.info("stopped; %d groups in hand went back in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:
             await heartbeat.leave()
-
-    async def _hand_over(self) -> None:
-        started, num_groups = time.monotonic(), len(self._held)
-        await HandOver(self._bus, self._held, self._metrics, instance=self._settings.instance).run(HAND_OVER_S)
-        log.info("stopped; %d groups in hand went back in %.1f s", num_groups, time.monotonic() - started)
-
-    async def _drain(self) -> None:
-        """Waits until what is finished is stored."""
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                await self._finisher.drained()
-        except TimeoutError:
-            log.warning("finished sequences are not verified and stored within %g s, and are handed over", DRAIN_S)
 
     async def _show_state(self, readiness: Readiness) -> None:
         """Keeps /readyz and the log lines' policy version true, and notices a dead engine."""

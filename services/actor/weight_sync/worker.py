@@ -26,8 +26,15 @@ from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.buffers import Prefetcher, ReusedMemory
-from pipelinerl.transfer.chunks import HEADER_SIZE, ChunkHeader, Unpacker, checksum, version_checksum
+from pipelinerl.transfer.chunks import (
+    HEADER_SIZE,
+    ChunkHeader,
+    Prefetcher,
+    ReusedMemory,
+    Unpacker,
+    checksum,
+    version_checksum,
+)
 from pipelinerl.transfer.group import HOST, Backend, GroupSpec, WeightGroup, beside_model
 from pipelinerl.transfer.manifest import (
     Chunk,

@@ -28,8 +28,16 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
-from pipelinerl.transfer.buffers import Prefetcher
-from pipelinerl.transfer.chunks import ChunkHeader, checksum, chunk_of, describe, dtype_name, pack, version_checksum
+from pipelinerl.transfer.chunks import (
+    ChunkHeader,
+    Prefetcher,
+    checksum,
+    chunk_of,
+    describe,
+    dtype_name,
+    pack,
+    version_checksum,
+)
 from pipelinerl.transfer.group import (
     HOST,
     Backend,

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from pipelinerl.transfer.buffers import Prefetcher, ReusedMemory
+from pipelinerl.transfer.chunks import Prefetcher, ReusedMemory
 
 
 def test_memory_that_nobody_holds_is_used_again() -> None:
