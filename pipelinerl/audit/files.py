@@ -16,9 +16,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
-from pipelinerl.audit.history import History, events, read_history
 from pipelinerl.audit.journal import JOURNAL, Event
-from pipelinerl.audit.replay import Check, Findings, Replay
+from pipelinerl.audit.replay import Check, Findings, History, Replay, events, read_history
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
 from pipelinerl.v1 import sequence_pb2
 

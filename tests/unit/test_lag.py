@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
-from pipelinerl.rl.ess import EssSums, ess_by_lag
 from pipelinerl.rl.lag import (
     LAG_BUCKETS,
+    EssSums,
     Lineage,
     StaleReason,
+    ess_by_lag,
     lag_bucket,
     largest_lag,
     stale_reason,

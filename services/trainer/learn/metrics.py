@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.ess import EssSums, ess_by_lag
-from pipelinerl.rl.lag import LAG_BUCKETS, lag_bucket
+from pipelinerl.rl.lag import LAG_BUCKETS, EssSums, ess_by_lag, lag_bucket
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
 from services.trainer.learn.loss import LossOutput
 
