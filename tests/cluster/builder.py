@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 from tests.cluster.api_server import ApiServer
 from tests.cluster.container import Process, identity
-from tests.cluster.environment import PodFacts, expanded, resolved_environment, service_links
+from tests.cluster.environment import PodFacts, expanded, resolved_environment
 from tests.cluster.images import Image, absent_files, image_environment, image_files, image_of, image_paths
 from tests.cluster.objects import ClusterError, Object, Objects, name_of
 from tests.cluster.pod import Container, Pod
@@ -84,7 +83,9 @@ class PodBuilder:
         self, entry: Object, facts: PodFacts, volumes: Mapping[str, Volume], place: Place
     ) -> dict[str, Any]:
         image = image_of(entry["image"], self.images)
-        environment = resolved_environment(entry, facts, self.objects, self._links(facts.pod), image_environment(image))
+        environment = resolved_environment(
+            entry, facts, self.objects, {**image_environment(image), **self._links(facts.pod)}
+        )
         command = image.command(entry.get("command"), entry.get("args"))
         if not command:
             raise ClusterError(f"container {entry['name']}: no command specified")
@@ -104,16 +105,15 @@ class PodBuilder:
         }
 
     def _links(self, pod: Object) -> dict[str, str]:
-        """The API server's address always, those of other Services unless the pod turns them off."""
+        """The API server's address, which every pod gets."""
+        if pod["spec"].get("enableServiceLinks", True):
+            raise ClusterError(f"pod {name_of(pod)}: links to Services are not modelled; set enableServiceLinks: false")
         host = self.cluster_ips["kubernetes"]
-        links = {
+        return {
             "KUBERNETES_SERVICE_HOST": host,
             "KUBERNETES_SERVICE_PORT": "443",
             "KUBERNETES_PORT": f"tcp://{host}:443",
         }
-        if pod["spec"].get("enableServiceLinks", True):
-            links |= service_links(self.objects, lambda service: self.cluster_ips[name_of(service)])
-        return links
 
     def _mounts(self, entry: Object, facts: PodFacts, volumes: Mapping[str, Volume]) -> list[dict[str, Any]]:
         wanted = list(entry.get("volumeMounts") or [])
@@ -124,20 +124,8 @@ class PodBuilder:
             if mount["name"] not in volumes:
                 raise ClusterError(f"container {entry['name']}: volumeMounts: not found: {mount['name']!r}")
             volume = volumes[mount["name"]]
-            source = _below(volume.folder, mount.get("subPath", ""))
+            if "subPath" in mount:
+                raise ClusterError(f"container {entry['name']}: subPath is not modelled")
             read_only = volume.read_only or mount.get("readOnly", False)
-            mounts.append({"source": str(source), "target": mount["mountPath"], "read_only": read_only})
+            mounts.append({"source": str(volume.folder), "target": mount["mountPath"], "read_only": read_only})
         return mounts
-
-
-def _below(folder: Path, sub_path: str) -> Path:
-    """A sub path of a volume; made where it is missing, as a folder of the volume's own mode."""
-    if not sub_path:
-        return folder
-    path = Path(os.path.realpath(folder / sub_path))
-    if not path.is_relative_to(os.path.realpath(folder)):
-        raise ClusterError(f"subPath {sub_path!r} leaves its volume")
-    if not path.exists():
-        path.mkdir(parents=True)
-        path.chmod(folder.stat().st_mode)
-    return path

@@ -30,11 +30,9 @@ def _why_no_container() -> str:
     from tests.cluster.images import Image
     from tests.cluster.objects import ClusterError
 
-    pod = {
-        "kind": "Pod",
-        "metadata": {"name": "probe"},
-        "spec": {"restartPolicy": "Never", "containers": [{"name": "probe", "image": "tool", "command": ["true"]}]},
-    }
+    container = {"name": "probe", "image": "tool", "command": ["true"]}
+    spec = {"restartPolicy": "Never", "enableServiceLinks": False, "containers": [container]}
+    pod = {"kind": "Pod", "metadata": {"name": "probe"}, "spec": spec}
 
     async def run_one() -> str:
         from tests.cluster.objects import Objects

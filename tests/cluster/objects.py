@@ -80,23 +80,9 @@ def label_selector_matches(selector: Mapping[str, Any] | None, labels: Mapping[s
     """A LabelSelector: an empty one matches all, none matches nothing."""
     if selector is None:
         return False
-    if not matches(selector.get("matchLabels") or {}, labels):
-        return False
-    return all(_expression_holds(expression, labels) for expression in selector.get("matchExpressions") or [])
-
-
-def _expression_holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    key, values = expression["key"], expression.get("values") or []
-    match expression["operator"]:
-        case "In":
-            return labels.get(key) in values
-        case "NotIn":
-            return labels.get(key) not in values
-        case "Exists":
-            return key in labels
-        case "DoesNotExist":
-            return key not in labels
-    raise ClusterError(f"label selector operator {expression['operator']!r} is unknown")
+    if selector.get("matchExpressions"):
+        raise ClusterError("matchExpressions of a label selector are not modelled")
+    return matches(selector.get("matchLabels") or {}, labels)
 
 
 def pod_manifest(template: Mapping[str, Any], name: str, extra_labels: Mapping[str, str] | None = None) -> Object:

@@ -1,6 +1,6 @@
 """Volumes of a pod as folders of this machine, with the owners and modes that the kubelet gives them.
 
-emptyDir, ConfigMap, Secret, projected, downward API and claims. A claim's folder outlives the pod; sizes, access modes,
+emptyDir, ConfigMap, Secret and claims. A claim's folder outlives the pod; sizes, access modes,
 memory as a medium and updates of mounted ConfigMaps are not modelled. Anything else is refused.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.environment import PodFacts, data_of, resource_value
+from tests.cluster.environment import PodFacts, data_of
 from tests.cluster.objects import ClusterError, Objects, name_of
 
 DEFAULT_MODE = 0o644
@@ -73,61 +73,23 @@ class VolumeMaker:
         return folder
 
     def _files(self, volume: Mapping[str, Any]) -> list[File]:
-        for kind in ("configMap", "secret", "downwardAPI"):
-            if kind in volume:
-                return list(self._source_files(kind, volume[kind], volume[kind].get("defaultMode", DEFAULT_MODE)))
-        if "projected" in volume:
-            mode = volume["projected"].get("defaultMode", DEFAULT_MODE)
-            sources = volume["projected"].get("sources") or []
-            return [file for one in sources for kind in one for file in self._source_files(kind, one[kind], mode)]
-        kinds = sorted(set(volume) - {"name"})
-        raise ClusterError(f"volume {volume['name']} of pod {name_of(self.facts.pod)}: {kinds} is not modelled")
-
-    def _source_files(self, kind: str, source: Mapping[str, Any], mode: int) -> Iterable[File]:
-        match kind:
-            case "configMap" | "secret":
-                yield from self._keyed_files(kind, source, mode)
-            case "downwardAPI":
-                for item in source.get("items") or []:
-                    yield File(item["path"], self._downward(item).encode(), item.get("mode", mode))
-            case "serviceAccountToken":
-                yield File(source["path"], self.token_files["token"], mode)
-            case _:
-                raise ClusterError(f"a projected {kind} is not modelled")
-
-    def _keyed_files(self, kind: str, source: Mapping[str, Any], mode: int) -> Iterable[File]:
-        name = source.get("secretName") or source.get("name")
-        if kind == "configMap" and name == "kube-root-ca.crt":
-            data = {"ca.crt": self.token_files["ca.crt"]}
+        if "configMap" in volume:
+            source = volume["configMap"]
+            found = self.objects.find("ConfigMap", source["name"])
+        elif "secret" in volume:
+            source = volume["secret"]
+            found = self.objects.find("Secret", source["secretName"])
         else:
-            found = self.objects.find("ConfigMap" if kind == "configMap" else "Secret", str(name))
-            if found is None and not source.get("optional"):
-                raise ClusterError(f'MountVolume.SetUp failed: {kind.lower()} "{name}" not found')
-            data = data_of(found) if found else {}
-        for item in source.get("items") or [{"key": key, "path": key} for key in data]:
-            if item["key"] in data:
-                yield File(item["path"], data[item["key"]], item.get("mode", mode))
-            elif not source.get("optional"):
-                raise ClusterError(
-                    f"MountVolume.SetUp failed: references non-existent {kind} key: {item['key']} of {name}"
-                )
-
-    def _downward(self, item: Mapping[str, Any]) -> str:
-        if "fieldRef" in item:
-            return _field_text(self.facts, item["fieldRef"]["fieldPath"])
-        reference = item["resourceFieldRef"]
-        containers = self.facts.pod["spec"]["containers"]
-        container = next(one for one in containers if one["name"] == reference["containerName"])
-        return resource_value(reference["resource"], str(reference.get("divisor", "1")), container)
-
-
-def _field_text(facts: PodFacts, path: str) -> str:
-    """In a file all labels or annotations can be shown at once."""
-    kind = path.removeprefix("metadata.")
-    if kind in ("labels", "annotations"):
-        entries = facts.pod["metadata"].get(kind) or {}
-        return "".join(f'{key}="{value}"\n' for key, value in sorted(entries.items()))
-    return facts.field(path)
+            kinds = sorted(set(volume) - {"name"})
+            raise ClusterError(f"volume {volume['name']} of pod {name_of(self.facts.pod)}: {kinds} is not modelled")
+        kind, name = ("configmap", source["name"]) if "configMap" in volume else ("secret", source["secretName"])
+        if found is None:
+            raise ClusterError(f'MountVolume.SetUp failed: {kind} "{name}" not found')
+        data, mode = data_of(found), source.get("defaultMode", DEFAULT_MODE)
+        items = source.get("items") or [{"key": key, "path": key} for key in data]
+        if missing := [item["key"] for item in items if item["key"] not in data]:
+            raise ClusterError(f"MountVolume.SetUp failed: references non-existent {kind} key: {missing[0]} of {name}")
+        return [File(item["path"], data[item["key"]], item.get("mode", mode)) for item in items]
 
 
 def _fs_group(facts: PodFacts) -> int | None:
