@@ -1,11 +1,8 @@
-"""The files of the initial policy that a run built, in chunks for actors that share no disk with the trainer.
+"""TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-Serves one folder under one name, and nothing that a caller could point elsewhere. Where the policy is a hub model or a
-folder of the user's, actors have that themselves, and are told so.
-
-TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
-
-Reads the run's state through `status`; changes nothing but through `request_checkpoint`.
+It reads the run's state through `status` and changes nothing but through `request_checkpoint`. The initial policy that a run
+built is sent in chunks, for actors that share no disk with the trainer: one folder under one name, and nothing that a caller
+could point elsewhere. Where the policy is a hub model or a folder of the user's, actors have that themselves, and are told so.
 """
 
 from __future__ import annotations
@@ -108,19 +105,15 @@ class StepFeed:
         """Records of steps >= `from_step`, those already taken first."""
         position = 0
         while True:
-            fresh = await self._after(position)
+            while position == len(self._records) and not self._ended:
+                await self._changed.wait()
+            fresh = self._records[position:]
             if not fresh:
                 return
             position += len(fresh)
             for record in fresh:
                 if record["step"] >= from_step:
                     yield record
-
-    async def _after(self, position: int) -> list[StepRecord]:
-        """Records from `position` on, waiting for one; empty at the run's end."""
-        while position == len(self._records) and not self._ended:
-            await self._changed.wait()
-        return self._records[position:]
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):

@@ -57,7 +57,9 @@ class StagedState:
         try:
             dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
-            raise ServiceError(f"the trainer's state is not written to {folder}: {_causes(error)}") from error
+            by_rank = sorted(error.failures.items())
+            causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in by_rank)
+            raise ServiceError(f"the trainer's state is not written to {folder}: {causes}") from error
         for changed in (folder, folder.parent):
             sync_folder(changed)
 
@@ -69,7 +71,10 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:  # torch's, of a stream that it could not write to
-            raise _first_cause(error) from None
+            first: BaseException = error
+            while (cause := first.__cause__ or first.__context__) is not None:
+                first = cause
+            raise first from None
 
 
 @torch.no_grad()
@@ -80,18 +85,13 @@ def stage(learner: Learner, reused: StagedState | None = None) -> StagedState:
     """
     world = learner.world
     there = reused.tensors if reused is not None else {}
-    tensors = {
-        name: _copied(tensor, there.get(name), world.host_mesh) for name, tensor in learner_state(learner).items()
-    }
+    tensors = {}
+    for name, tensor in learner_state(learner).items():
+        tensors[name] = there[name] if name in there else _host_memory(tensor, world.host_mesh)
+        local_part(tensors[name]).copy_(plain_part(tensor), non_blocking=True)
     if learner.policy.device.type == "cuda":
         torch.cuda.current_stream(learner.policy.device).synchronize()
     return StagedState(tensors, world.saving.group if world.saving is not None else None)
-
-
-def _copied(tensor: Tensor, there: Tensor | None, host_mesh: DeviceMesh | None) -> Tensor:
-    there = there if there is not None else _host_memory(tensor, host_mesh)
-    local_part(there).copy_(plain_part(tensor), non_blocking=True)
-    return there
 
 
 def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
@@ -151,17 +151,6 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
             raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model has not: is it another run's?")
-
-
-def _causes(error: CheckpointException) -> str:
-    """By rank."""
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
 
 
 def _alone_is_meant() -> None:

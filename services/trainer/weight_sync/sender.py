@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -47,7 +47,7 @@ from pipelinerl.transfer.group import (
     WeightGroup,
 )
 from pipelinerl.transfer.manifest import LowRank, Manifest, TransferAborted, build_manifest
-from services.trainer.learn.lora import LayerAdapter, factor_names, layer_adapters, served_parameters
+from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.session import TransferResult
 
 
@@ -58,21 +58,14 @@ def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
     """The same where the factors of its adapters are sent, and what receivers are to do with them."""
-    adapters = layer_adapters(model)
-    factors = (factor for name, adapter in adapters.items() for factor in _factors(name, adapter))
-    low_rank = (_low_rank(name, adapter) for name, adapter in adapters.items())
+    factors, low_rank = [], []
+    for name, adapter in layer_adapters(model).items():
+        weight, names = adapter.weight, factor_names(name)
+        for factor_name, factor in zip(names, (adapter.a, adapter.b), strict=True):
+            factors.append((factor_name, tuple(factor.shape), dtype_name(weight.dtype)))
+        shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
+        low_rank.append(LowRank(f"{name}.weight", shape, dtype, *names, adapter.scaling, adapter.transposed))
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
-
-
-def _factors(name: str, adapter: LayerAdapter) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
-        yield factor_name, tuple(factor.shape), dtype_name(adapter.weight.dtype)
-
-
-def _low_rank(name: str, adapter: LayerAdapter) -> LowRank:
-    a, b = factor_names(name)
-    shape, dtype = tuple(adapter.weight.shape), dtype_name(adapter.weight.dtype)
-    return LowRank(f"{name}.weight", shape, dtype, a, b, adapter.scaling, adapter.transposed)
 
 
 MOST_SPARE = 1
