@@ -266,23 +266,6 @@ async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path)
             assert (await bus.prompts_info()).messages == 3
 
 
-async def test_without_a_checkpoint_it_starts_from_version_0_and_loses_nothing(tmp_path: Path) -> None:
-    async with streams() as bus:
-        async with life(tmp_path, bus) as one:
-            await one.idle()
-            for _ in range(2):
-                await answer_next(one)
-            await one.idle()
-            assert await one.step()
-            await answer_next(one, version=0)
-        async with life(tmp_path, bus) as again:
-            assert again.start.lineage == Lineage((0, 0))
-            await again.idle()
-            assert await again.step()
-            assert again.published_again == 0
-            assert again.tracker.ledger.counts.trained == 4
-
-
 async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path) -> None:
     server = MemoryServer()
     async with streams(server) as bus:
@@ -326,22 +309,6 @@ async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path
             await delivery.ack()
         async with life(tmp_path, bus) as again:
             assert again.published_again == 0
-
-
-async def test_partly_taken_batches_survive(tmp_path: Path) -> None:
-    async with streams() as bus:
-        async with life(tmp_path, bus) as one:
-            await one.idle()
-            await answer_next(one)
-            await one.idle()
-            assert not await one.step()  # one group of the two that a batch needs is taken
-            state = one.resume.capture(0, 0)
-            assert (len(state.held.taken), len(state.held.ready)) == (1, 0)
-            await one.checkpoint()
-        async with life(tmp_path, bus) as again:
-            await answer_next(again)
-            await again.idle()
-            assert await again.step()
 
 
 def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
