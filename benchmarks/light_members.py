@@ -30,7 +30,6 @@ from torch import Tensor
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError
-from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import GroupSpec, WeightGroup
@@ -227,13 +226,9 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     receiver, gate, process = LightReceiver(spec, reports), ServingGate(max_lag=None), uuid.uuid4().hex[:12]
 
-    async def on_end(_: RunEnd) -> None:
-        stop.set()
-
     async with connect(spec.url, spec.run, limits=spec.limits, name=spec.name, request_timeout_s=2.0) as bus:
-        listener = UpdateListener(
-            bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=spec.name, process=process, on_end=on_end
-        )
+        metrics = ActorMetrics(CollectorRegistry())
+        listener = UpdateListener(bus, receiver, gate, metrics, instance=spec.name, process=process)
         heartbeat = Heartbeat(
             bus,
             gate,
@@ -256,7 +251,7 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
 
 
 def main(spec: MemberSpec, reports: Connection) -> None:
-    """A member's process. Ends with SIGTERM, with the run, or when its listener fails."""
+    """A member's process. Ends with SIGTERM, or when its listener fails."""
     if spec.namespace:
         _enter_network(spec.namespace)
     torch.set_num_threads(1)

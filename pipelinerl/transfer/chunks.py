@@ -157,18 +157,18 @@ def pack(
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
     for name, tensor in parameters.items() if isinstance(parameters, Mapping) else parameters:
         index = places.pop(name, None)
-        if index is not None:
-            _put(stream, manifest, index, tensor)
+        if index is None:
+            continue
+        spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
+        if tuple(tensor.shape) != spec.shape:
+            raise ManifestDiffers(name, "shape", tuple(tensor.shape), spec.shape)
+        if dtype_name(tensor.dtype) != spec.dtype:
+            raise ManifestDiffers(name, "dtype", dtype_name(tensor.dtype), spec.dtype)
+        _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
+        stream[offset + size : offset + aligned(size)].zero_()
     for index in places.values():
         raise ManifestDiffers(manifest.parameters[index].name, "presence", "missing", "present")
     return stream
-
-
-def _put(stream: Tensor, manifest: Manifest, index: int, tensor: Tensor) -> None:
-    spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
-    _check(spec, tensor)
-    _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
-    stream[offset + size : offset + aligned(size)].zero_()
 
 
 def chunk_of(stream: Tensor, chunk: Chunk) -> Tensor:
@@ -224,13 +224,6 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
     return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(spec.shape)
 
 
-def _check(spec: ParameterSpec, tensor: Tensor) -> None:
-    if tuple(tensor.shape) != spec.shape:
-        raise ManifestDiffers(spec.name, "shape", tuple(tensor.shape), spec.shape)
-    if dtype_name(tensor.dtype) != spec.dtype:
-        raise ManifestDiffers(spec.name, "dtype", dtype_name(tensor.dtype), spec.dtype)
-
-
 # --- Memory for chunks, and chunks ahead of their use ------------------------------------------------------------------
 
 _HELD_BY_NOBODY = 2
@@ -265,13 +258,6 @@ class ReusedMemory:
 _Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True)
-class _End:
-    """The last thing that the thread says. `error`: what ended the making, if it was not the end of the items."""
-
-    error: BaseException | None = None
-
-
 class Prefetcher(Generic[_Item]):
     """An iterator over `items`, advanced on a thread; close it, or use it as a context, whatever happens.
 
@@ -283,7 +269,7 @@ class Prefetcher(Generic[_Item]):
         assert buffers >= 2, "the one in hand and one that is being made"
         self._items = iter(items)
         self._free = threading.Semaphore(buffers)
-        self._ready: queue.SimpleQueue[_Item | _End] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Item | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._in_hand = False
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
@@ -294,11 +280,9 @@ class Prefetcher(Generic[_Item]):
 
     def __next__(self) -> _Item:
         item = self._ready.get()
-        if isinstance(item, _End):
+        if isinstance(item, BaseException):
             self._ready.put(item)  # for whoever asks again
-            if item.error is not None:
-                raise item.error
-            raise StopIteration
+            raise item
         if self._in_hand:
             self._free.release()  # only now: the caller may have kept the item before until it got this one
         self._in_hand = True
@@ -321,10 +305,7 @@ class Prefetcher(Generic[_Item]):
             while True:
                 self._free.acquire()
                 if self._closed.is_set():
-                    self._ready.put(_End())
-                    return
+                    raise StopIteration
                 self._ready.put(next(self._items))
-        except StopIteration:
-            self._ready.put(_End())
         except BaseException as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever iterates
-            self._ready.put(_End(error))
+            self._ready.put(error)

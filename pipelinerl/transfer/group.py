@@ -28,18 +28,17 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.transfer.manifest import (
-    DeadlineExceeded,
-    GroupFailed,
-    RanksMissing,
-    TransferAborted,
-)
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, RanksMissing, TransferAborted
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,6 @@ def beside_model(device: torch.device) -> Placement:
     """Where tensors for a model on `device` are prepared: on a stream of their own where it has streams."""
     return on_device(device) if device.type == "cuda" else HOST
 
-
-log = logging.getLogger(__name__)
 
 ABORT_WITHIN_S = 5.0
 """How long closing waits for NCCL to let go. What it holds after that is left to it."""
@@ -204,8 +201,6 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
                 os.environ[name] = before
 
 
-Backend = Literal["gloo", "nccl"]
-
 _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
 _TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
@@ -242,25 +237,11 @@ class GroupStore:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-        self.host, self.port = _reachable(host), int(listener.getsockname()[1])
+        self.host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+        self.port = int(listener.getsockname()[1])
         self._store = TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-
-
-def _reachable(host: str) -> str:
-    """The address under which this process reaches a server of its own that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-class Transport(Protocol):
-    """A connected collective. `close` may be called from any thread, also during a broadcast; idempotent."""
-
-    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """From rank 0. Raises RuntimeError, TimeoutError, TransferAborted."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class WeightGroup:
@@ -269,9 +250,11 @@ class WeightGroup:
     `placement`: where the tensors that are broadcast must live.
     """
 
-    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
+    def __init__(
+        self, spec: GroupSpec, transport: GlooTransport | NcclTransport, store: TCPStore, placement: Placement
+    ) -> None:
         self.spec, self.placement = spec, placement
-        self._transport: Transport | None = transport
+        self._transport: GlooTransport | NcclTransport | None = transport
         self._store: TCPStore | None = store
 
     @classmethod
@@ -331,12 +314,14 @@ class WeightGroup:
                 _check_in(spec, meeting, deadline, timeout_s, given_up)
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
-            transport = _transport(spec, meeting, left_s, placement, given_up)
+            if spec.backend == "gloo":
+                return cls(spec, GlooTransport(spec, meeting, left_s), store, placement)
+            nccl = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
+            return cls(spec, nccl, store, placement)
         except _TORCH_ERRORS as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
-        return cls(spec, transport, store, placement)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (others). Returns when it may be reused.
@@ -421,12 +406,3 @@ def _check_in(
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
         given_up.wait(_MEETING_LOOK_S)
-
-
-def _transport(
-    spec: GroupSpec, store: PrefixStore, timeout_s: float, placement: Placement, given_up: threading.Event
-) -> Transport:
-    if spec.backend == "gloo":
-        return GlooTransport(spec, store, timeout_s)
-
-    return NcclTransport(store, spec.rank, spec.world, timeout_s, placement, given_up)

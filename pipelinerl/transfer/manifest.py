@@ -24,10 +24,9 @@ from pipelinerl.v1 import control_pb2
 
 
 class ManifestDiffers(ManifestMismatch):
-    """One field of one parameter is not what this side has. `field`: name, shape, dtype or coverage."""
+    """One field of one parameter is not what this side has: its presence, shape, dtype or number of elements."""
 
     def __init__(self, parameter: str, field: str, ours: object, theirs: object) -> None:
-        self.parameter, self.field, self.ours, self.theirs = parameter, field, ours, theirs
         super().__init__(f"{parameter}: {field} is {theirs!r} in the manifest, {ours!r} here")
 
 
@@ -35,7 +34,6 @@ class GroupFailed(TransferError):
     """The collective group could not be built, or lost a member. It is unusable from here on."""
 
     def __init__(self, group: str, problem: str) -> None:
-        self.group, self.problem = group, problem
         super().__init__(f"weight group {group}: {problem}" if group else problem)
 
 
@@ -43,7 +41,6 @@ class DeadlineExceeded(GroupFailed):
     """The group made no progress within the time allowed."""
 
     def __init__(self, group: str, waiting_for: str, timeout_s: float) -> None:
-        self.waiting_for, self.timeout_s = waiting_for, timeout_s
         super().__init__(group, f"{waiting_for} took longer than {timeout_s:.1f} s")
 
 
@@ -58,16 +55,11 @@ class RanksMissing(DeadlineExceeded):
 class ChunkCorrupt(TransferError):
     """The bytes of one chunk are not those whose checksum the trainer sent."""
 
-    def __init__(self, version: PolicyVersion, chunk: int, expected: int, actual: int) -> None:
-        self.version, self.chunk, self.expected, self.actual = version, chunk, expected, actual
-        super().__init__(f"version {version}, chunk {chunk}: checksum {actual:08x}, expected {expected:08x}")
-
 
 class OutOfStep(TransferError):
     """The chunk that arrived is not the one expected next: another version, another index, another size."""
 
     def __init__(self, field: str, expected: object, actual: object) -> None:
-        self.field, self.expected, self.actual = field, expected, actual
         super().__init__(f"chunk header: {field} is {actual}, expected {expected}")
 
 
@@ -79,7 +71,6 @@ class NothingStaged(TransferError):
     """A commit named a version that is not the one prepared."""
 
     def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
-        self.wanted, self.staged = wanted, staged
         super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
 
 
@@ -156,7 +147,22 @@ class Manifest:
     low_rank: tuple[LowRank, ...] = ()
 
     def __post_init__(self) -> None:
-        _validate(self)
+        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
+            raise FieldError("chunk_bytes", self.chunk_bytes, f"a positive multiple of {ALIGNMENT}")
+        if self.wire_dtype and self.wire_dtype not in DTYPE_BYTES:
+            raise FieldError("wire_dtype", self.wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
+        if not self.parameters:
+            raise FieldError("parameters", (), "at least one parameter")
+        names: set[str] = set()
+        for spec in self.parameters:
+            if spec.name in names:
+                raise FieldError("parameters", spec.name, "each name once")
+            names.add(spec.name)
+            if spec.dtype not in DTYPE_BYTES:
+                raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
+            if not all(isinstance(size, int) and size > 0 for size in spec.shape):
+                raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
+        _validate_low_rank(self)
 
     @cached_property
     def manifest_id(self) -> str:
@@ -256,26 +262,6 @@ def build_manifest(
 def aligned(num_bytes: int) -> int:
     """`num_bytes` rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _validate(manifest: Manifest) -> None:
-    chunk_bytes, wire_dtype = manifest.chunk_bytes, manifest.wire_dtype
-    if not isinstance(chunk_bytes, int) or chunk_bytes < ALIGNMENT or chunk_bytes % ALIGNMENT:
-        raise FieldError("chunk_bytes", chunk_bytes, f"a positive multiple of {ALIGNMENT}")
-    if wire_dtype and wire_dtype not in DTYPE_BYTES:
-        raise FieldError("wire_dtype", wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
-    if not manifest.parameters:
-        raise FieldError("parameters", (), "at least one parameter")
-    names: set[str] = set()
-    for spec in manifest.parameters:
-        if spec.name in names:
-            raise FieldError("parameters", spec.name, "each name once")
-        names.add(spec.name)
-        if spec.dtype not in DTYPE_BYTES:
-            raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
-        if not all(isinstance(size, int) and size > 0 for size in spec.shape):
-            raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
-    _validate_low_rank(manifest)
 
 
 def _validate_low_rank(manifest: Manifest) -> None:

@@ -19,7 +19,6 @@ from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
-from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
@@ -60,16 +59,10 @@ async def serve(
     settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine
 ) -> None:
     """Runs the actor until `stop` is set. Raises what ended it otherwise."""
-    with suppress(StartStopped):
-        await _serve(settings, load_recipe(settings.recipe), stop, context, start)
-
-
-async def _serve(
-    settings: ActorSettings, recipe: Recipe, stop: asyncio.Event, context: LogContext, start: StartEngine
-) -> None:
-    registry, readiness = RunRegistry(settings.run), Readiness("vLLM is starting")
+    recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
+        stack.enter_context(suppress(StartStopped))
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(
@@ -169,7 +162,6 @@ class Actor:
             self._metrics,
             instance=settings.instance,
             process=self._process,
-            on_end=self._run_ended,
         )
         pod = settings.pod_name or settings.instance
         self._deletion_cost = DeletionCost(
@@ -251,9 +243,6 @@ class Actor:
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
-
-    async def _run_ended(self, end: RunEnd) -> None:
-        log.info("the trainer ended the run at version %d: %s", end.version, end.reason or "done")
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:

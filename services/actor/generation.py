@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 
 from pipelinerl.bus.protocol import Bus, PromptDelivery
 from pipelinerl.errors import BusError, MessageError
+from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (
     PartialSequence,
     PolicyVersion,
@@ -37,6 +38,13 @@ from services.actor.finishing import DeadLetters, FinishedSample, Finisher
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 5.0
+FETCH_RETRY_S = 1.0
+ABORT_AGAIN_S = 0.01
+"""A request on its way into the engine cannot be aborted yet."""
+
 
 class ServingGate:
     """Open, so that groups may be taken, while the served version is within `max_lag` of the trainer's last announced one.
@@ -51,6 +59,12 @@ class ServingGate:
         self.served: PolicyVersion | None = None
         self.announced: PolicyVersion | None = None
         self.draining = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.draining:
+            return "draining"
+        return "joining" if self.served is None else "serving"
 
     @property
     def is_open(self) -> bool:
@@ -102,14 +116,6 @@ def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
     return (one.incarnation, one.number) > (other.incarnation, other.number)
 
 
-log = logging.getLogger(__name__)
-
-FETCH_TIMEOUT_S = 5.0
-FETCH_RETRY_S = 1.0
-ABORT_AGAIN_S = 0.05
-"""A request on its way into the engine cannot be aborted yet."""
-
-
 class GenerationLoop:
     """Keeps H sequences in progress. `num_in_progress` is what /metrics and the gRPC state show.
 
@@ -139,8 +145,7 @@ class GenerationLoop:
         self._dead_letters = DeadLetters(bus, metrics, actor=instance)
         self._generating: set[str] = set()
         self._interrupted = False
-        self._quiet, self._idle = asyncio.Event(), asyncio.Event()
-        self._quiet.set()
+        self._idle = asyncio.Event()
         self._idle.set()
         self.num_in_progress = 0
 
@@ -177,17 +182,10 @@ class GenerationLoop:
             async with asyncio.timeout(timeout_s):
                 while self._generating:
                     await self._engine.abort(sorted(self._generating))
-                    await self._quiet_soon()
+                    await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
             left = len(self._generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-
-    async def _quiet_soon(self) -> None:
-        try:
-            async with asyncio.timeout(ABORT_AGAIN_S):
-                await self._quiet.wait()
-        except TimeoutError:
-            return
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
@@ -254,7 +252,8 @@ class GenerationLoop:
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
             return failed_sequence(group, sample_index, self._instance, failure)
-        self._count_continued(start)
+        if len(start.completion_token_ids):
+            self._metrics.count_continued(state_of(start), len(start.completion_token_ids))
         started = time.monotonic()
         try:
             generation = await self._generate(group, start)
@@ -278,19 +277,12 @@ class GenerationLoop:
             return Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, finish_reason)
         request = request_of(group, start)
         self._generating.add(request.request_id)
-        self._quiet.clear()
         try:
             generation = await self._engine.generate(request)
         finally:
             self._generating.discard(request.request_id)
-            if not self._generating:
-                self._quiet.set()
         self._metrics.count_generated(len(generation.token_ids))
         return continued(start, generation)
-
-    def _count_continued(self, start: PartialSequence) -> None:
-        if len(start.completion_token_ids):
-            self._metrics.count_continued(state_of(start), len(start.completion_token_ids))
 
     def _enter(self) -> None:
         self.num_in_progress += 1

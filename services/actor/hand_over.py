@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
-from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery
+from pipelinerl.bus.protocol import Bus, PromptDelivery
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import PartialSequence, PromptGroup, check_group, encode_group
 from pipelinerl.service.retry import retry_forever
@@ -100,7 +101,10 @@ class HeldGroups:
             except BusError as error:
                 log.warning("group %s is published but not acknowledged yet: %s", group_id, error)
             else:
-                self._drop(group_id, position)
+                messages = self._held.get(group_id, {})
+                messages.pop(position, None)
+                if not messages:
+                    self._held.pop(group_id, None)
 
     async def acknowledge_all(self) -> None:
         for group_id in list(self._held):
@@ -134,16 +138,16 @@ class HeldGroups:
         unfinished = [held for held in messages if held.missing]
         if not unfinished:
             return None
-        missing = sorted({index for held in unfinished for index in held.missing})
+        group, missing = unfinished[0].group, sorted({index for held in unfinished for index in held.missing})
         asked = sum(held.group.num_samples - len(held.group.done_samples) for held in unfinished)
         partials = [self._there_is(unfinished, index) for index in missing]
-        some = tuple(partial for partial in partials if len(partial.completion_token_ids))
+        added = any(group.sequence_id(index) in self._kept for index in missing)
         return Remainder(
-            group=unfinished[0].group,
+            group=group,
             missing=tuple(missing),
-            partials=some,
+            partials=tuple(partial for partial in partials if len(partial.completion_token_ids)),
             deliveries=tuple(held.delivery for held in unfinished),
-            untouched=len(unfinished) == 1 and asked == len(missing) and not self._has_kept(unfinished[0]),
+            untouched=len(unfinished) == 1 and asked == len(missing) and not added,
         )
 
     def _there_is(self, messages: list[HeldGroup], index: int) -> PartialSequence:
@@ -151,15 +155,6 @@ class HeldGroups:
         kept = self._kept.get(messages[0].group.sequence_id(index))
         brought = (start_of(held.group, index) for held in messages)
         return kept or max(brought, key=lambda partial: len(partial.completion_token_ids))
-
-    def _has_kept(self, held: HeldGroup) -> bool:
-        return any(held.group.sequence_id(index) in self._kept for index in held.missing)
-
-    def _drop(self, group_id: str, position: int) -> None:
-        messages = self._held.get(group_id, {})
-        messages.pop(position, None)
-        if not messages:
-            self._held.pop(group_id, None)
 
 
 HEADER_ROOM_BYTES = 1024
@@ -219,12 +214,10 @@ class HandOver:
         headers = headers_of(trace_in(remainder.deliveries[0].headers))  # who goes on follows the same trace
         for payload in payloads:
             msg_id = f"{group_id}/{self._instance}-{uuid.uuid4().hex[:8]}"
-            await self._store(payload, msg_id, headers)
-        for partial in sound:
-            self._metrics.handed_over.labels(state_of(partial)).inc()
-
-    async def _store(self, payload: bytes, msg_id: str, headers: Headers) -> None:
-        await retry_forever(lambda: self._bus.publish_prompt(payload, msg_id, headers), f"hand over {msg_id}")
+            publish = partial(self._bus.publish_prompt, payload, msg_id, headers)
+            await retry_forever(publish, f"hand over {msg_id}")
+        for kept in sound:
+            self._metrics.handed_over.labels(state_of(kept)).inc()
 
     async def _answer(self, remainder: Remainder, *, acknowledge: bool) -> None:
         """Where that is not possible the messages are redelivered when their deadline has passed: repeated work, no loss."""

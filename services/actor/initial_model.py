@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,19 +147,14 @@ async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         chunks = stub.GetInitialModel(trainer_pb2.GetInitialModelRequest(name=name))
-        async for chunk in _heard(chunks):
+        while True:
+            async with asyncio.timeout(SILENT_S):
+                chunk = await chunks.read()
+            if chunk is grpc.aio.EOF:
+                break
             receiver.take(chunk)
     receiver.finish()
     return receiver.size_bytes
-
-
-async def _heard(chunks: grpc.aio.UnaryStreamCall) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    while True:
-        async with asyncio.timeout(SILENT_S):
-            chunk = await chunks.read()
-        if chunk is grpc.aio.EOF:
-            return
-        yield chunk
 
 
 def _reason(error: Exception, tls_dir: Path | None) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pipelinerl.bus.protocol import Bus
 from pipelinerl.errors import BusError
 from pipelinerl.kube.client import KubeBackoff, KubeClient, KubeError
-from pipelinerl.messages.control import Phase, Registration
+from pipelinerl.messages.control import Registration
 from services.actor.engine import InferenceEngine
 from services.actor.generation import ServingGate
 from services.actor.hand_over import HeldGroups, Remainder
@@ -166,7 +166,6 @@ class Heartbeat:
 
     def registration(self) -> Registration:
         served = self._gate.served
-        phase: Phase = "draining" if self._gate.draining else "joining" if served is None else "serving"
         return Registration(
             actor=self._actor,
             process=self._process,
@@ -175,6 +174,6 @@ class Heartbeat:
             manifest_id=self._manifest_id(),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
-            phase=phase,
+            phase=self._gate.phase,
             pod_uid=self._pod_uid,
         )

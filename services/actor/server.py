@@ -58,7 +58,7 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
         served = self.gate.served
         return actor_pb2.ActorState(
             instance=self.instance,
-            phase=phase_of(self.gate),
+            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self.gate.phase.upper()}"),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
             epoch=self.updates.epoch.epoch if self.updates.epoch else 0,
@@ -161,9 +161,3 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
         first = outside[0]
         raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
     return tokens
-
-
-def phase_of(gate: ServingGate) -> actor_pb2.ActorPhase:
-    if gate.draining:
-        return actor_pb2.ACTOR_PHASE_DRAINING
-    return actor_pb2.ACTOR_PHASE_JOINING if gate.served is None else actor_pb2.ACTOR_PHASE_SERVING

@@ -19,10 +19,6 @@ from services.trainer.weight_sync.updater import WeightUpdater
 from tests.unit.test_update_protocol import ScriptedPort, ScriptedReceiver
 
 
-async def never_ends(end: object) -> None:
-    raise AssertionError("nobody ends this run")
-
-
 async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_request(tmp_path: Path) -> None:
     port, receiver, gate = ScriptedPort(), ScriptedReceiver(), ServingGate(max_lag=None)
     receiver.may_receive.clear()
@@ -32,7 +28,7 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
             connect(server.url, "run", request_timeout_s=0.1) as bus,
         ):
             metrics = ActorMetrics(CollectorRegistry())
-            listener = UpdateListener(actor_bus, receiver, gate, metrics, instance="a", process="p1", on_end=never_ends)
+            listener = UpdateListener(actor_bus, receiver, gate, metrics, instance="a", process="p1")
             heartbeat = Heartbeat(
                 actor_bus, gate, lambda: listener.manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=1
             )

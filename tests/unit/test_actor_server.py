@@ -20,7 +20,7 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.server import MAX_PROMPTS, ActorService, phase_of, read_prompts, read_tokens
+from services.actor.server import MAX_PROMPTS, ActorService, read_prompts, read_tokens
 from services.trainer.data.actor_client import ActorClient
 
 NAME = "pipelinerl.v1.ActorService"
@@ -125,9 +125,9 @@ async def test_drain_says_what_is_left_when_its_time_is_over() -> None:
 
 def test_phases() -> None:
     gate = ServingGate(1)
-    assert phase_of(gate) == actor_pb2.ACTOR_PHASE_JOINING
+    assert gate.phase == "joining"
     gate.serve(PolicyVersion(1, 0))
-    assert phase_of(gate) == actor_pb2.ACTOR_PHASE_SERVING
+    assert gate.phase == "serving"
 
 
 def test_a_request_that_is_too_long_is_refused_whole() -> None:

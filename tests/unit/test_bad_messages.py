@@ -225,13 +225,7 @@ async def listens_on(orders: list[tuple[str, bytes]]) -> None:
     registry, receiver, gate = CollectorRegistry(), ScriptedReceiver(), ServingGate(max_lag=None)
     async with MemoryBus(RUN, server=MemoryServer()) as bus:
         await bus.create_streams()
-
-        async def on_end(end: RunEnd) -> None:
-            return
-
-        listener = UpdateListener(
-            bus, receiver, gate, ActorMetrics(registry), instance="a", process="p1", on_end=on_end
-        )
+        listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance="a", process="p1")
         listening = asyncio.create_task(listener.run())
         await publish_all(bus, orders)
         assert receiver.served == []

@@ -181,9 +181,8 @@ def test_packing_other_parameters_than_described_is_refused(change, field) -> No
     manifest = describe(weights.items())
     change(weights)
 
-    with pytest.raises(ManifestDiffers) as caught:
+    with pytest.raises(ManifestDiffers, match=f"^p1: {field} is "):
         pack(manifest, weights)
-    assert (caught.value.parameter, caught.value.field) == ("p1", field)
 
 
 def test_snapshot_is_not_changed_by_the_next_optimizer_step() -> None:
@@ -213,9 +212,8 @@ def test_flipped_bit_is_noticed_before_the_tensors_are_handed_out() -> None:
     wire.sent[3][17] ^= 1  # header, chunk 0, header, chunk 1
     received = []
 
-    with pytest.raises(ChunkCorrupt) as caught:
+    with pytest.raises(ChunkCorrupt, match=r"version 1:8, chunk 1: checksum \w+, expected \w+"):
         received.extend(receiver(wire.receiving(), sender.manifest).tensors())
-    assert caught.value.chunk == 1
     assert received == []  # the first tensor ends in chunk 3
 
 
@@ -228,9 +226,8 @@ def test_chunks_of_another_place_are_refused(drop, version, field) -> None:
     group = wire.receiving()
     del group.sent[:drop]
 
-    with pytest.raises(OutOfStep) as caught:
+    with pytest.raises(OutOfStep, match=f"{field} is "):
         list(receiver(group, sender.manifest, version).tensors())
-    assert caught.value.field == field
 
 
 def test_header_needs_its_magic() -> None:

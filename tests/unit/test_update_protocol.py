@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.pods import PodEnd
-from pipelinerl.messages.control import Backend, Registration, RunEnd
+from pipelinerl.messages.control import Backend, Registration
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
@@ -221,13 +221,7 @@ async def start_actor(
 ) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
     receiver, gate = ScriptedReceiver(refuses=refuses), ServingGate(max_lag=None)
-
-    async def on_end(end: RunEnd) -> None:
-        raise AssertionError("nobody ends this run")
-
-    listener = UpdateListener(
-        bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=name, process="p1", on_end=on_end
-    )
+    listener = UpdateListener(bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=name, process="p1")
     return RunningActor(name, bus, receiver, gate, listener, asyncio.create_task(listener.run()))
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.transfer.chunks import add_low_rank
-from pipelinerl.transfer.manifest import LowRank, Manifest, ManifestDiffers
+from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -435,13 +435,11 @@ class MergingLoader:
 
     def _merged(self, factors: dict[str, Tensor]) -> Iterator[Named]:
         for name, tensor in self._base:
-            item = self._adapted.get(name)
-            yield name, tensor if item is None else self._sum(tensor, item, factors)
-
-    def _sum(self, base: Tensor, item: LowRank, factors: dict[str, Tensor]) -> Tensor:
-        weight = base.to(self._device, getattr(torch, item.dtype))
-        a, b = (factors[name].to(self._device) for name in (item.a, item.b))
-        return add_low_rank(weight, a, b, item.scaling, item.transposed)
+            if item := self._adapted.get(name):
+                weight = tensor.to(self._device, getattr(torch, item.dtype))
+                a, b = factors[item.a].to(self._device), factors[item.b].to(self._device)
+                tensor = add_low_rank(weight, a, b, item.scaling, item.transposed)
+            yield name, tensor
 
 
 def checkpoint_weights(model: nn.Module, vllm_config: VllmConfig) -> Iterator[Named]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import NoReturn
 
@@ -62,10 +61,9 @@ class UpdateListener:
         *,
         instance: str,
         process: str,
-        on_end: Callable[[RunEnd], Awaitable[None]],
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
-        self._instance, self._process, self._on_end = instance, process, on_end
+        self._instance, self._process = instance, process
         self._manifest: Manifest | None = None
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
@@ -123,7 +121,7 @@ class UpdateListener:
             case Abort():
                 await self._on_abort(decoded)
             case RunEnd():
-                await self._on_end(decoded)
+                log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
     async def _on_manifest(self, manifest: Manifest) -> None:
         if self._manifest is not None and self._manifest.manifest_id == manifest.manifest_id:

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -36,14 +35,7 @@ from pipelinerl.transfer.chunks import (
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, Backend, GroupSpec, WeightGroup, beside_model
-from pipelinerl.transfer.manifest import (
-    Chunk,
-    ChunkCorrupt,
-    GroupFailed,
-    Manifest,
-    NothingStaged,
-    TransferAborted,
-)
+from pipelinerl.transfer.manifest import Chunk, ChunkCorrupt, GroupFailed, Manifest, NothingStaged, TransferAborted
 from services.actor.engine import StagedWeights
 from services.actor.weight_sync.client import Discard, Failure, Hello, Join, Order, Receive, Reply, as_line
 from services.actor.weight_sync.loaders import Loader
@@ -59,15 +51,6 @@ class StagingMemory:
 
     def __init__(self, buffers: int) -> None:
         self.chunks, self.spanning = ReusedMemory(buffers + 1), ReusedMemory(2)
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """One chunk as it came, and what its checksum should be."""
-
-    chunk: Chunk
-    raw: Tensor
-    checksum: int
 
 
 class Receiver:
@@ -96,24 +79,24 @@ class Receiver:
         self._deadline, self._stall_timeout_s = self._began + timeout_s, stall_timeout_s
         self._aborted, self._buffers = aborted, buffers
         self._memory = memory if group.placement.stream is None else None
-        self._ahead: Prefetcher[_Taken] | None = None
+        self._ahead: Prefetcher[tuple[Tensor, int]] | None = None
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
-        chunks: Iterator[_Taken] = (self._take(chunk) for chunk in self._manifest.chunks)
+        chunks: Iterator[tuple[Tensor, int]] = (self._take(chunk) for chunk in self._manifest.chunks)
         if self._buffers > 1:
             chunks = self._ahead = Prefetcher(chunks, self._buffers, f"receive-{self._version}")
-        for _ in self._manifest.chunks:
+        for chunk in self._manifest.chunks:
             started = time.monotonic()
             self._time_left()
-            taken = next(chunks)
-            self._check(taken)
+            raw, expected = next(chunks)
+            self._check(chunk, raw, expected)
             self._waited_s += time.monotonic() - started
-            complete = unpacker.add(taken.raw)
-            del taken
+            complete = unpacker.add(raw)
+            del raw
             while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
                 yield complete.pop(0)
 
@@ -132,7 +115,8 @@ class Receiver:
             prepare_s=time.monotonic() - self._began - self._waited_s,
         )
 
-    def _take(self, chunk: Chunk) -> _Taken:
+    def _take(self, chunk: Chunk) -> tuple[Tensor, int]:
+        """One chunk as it came, and what its checksum should be."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
@@ -145,14 +129,15 @@ class Receiver:
                 raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
             self._group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
-        return _Taken(chunk, raw, header.checksum)
+        return raw, header.checksum
 
-    def _check(self, taken: _Taken) -> None:
+    def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()
         with self._group.placement.scope():
-            actual = checksum(taken.raw)
-        if actual != taken.checksum:
-            raise ChunkCorrupt(self._version, taken.chunk.index, taken.checksum, actual)
+            actual = checksum(raw)
+        if actual != expected:
+            problem = f"version {self._version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
+            raise ChunkCorrupt(problem)
         self._checksums.append(actual)
         self._checked_s += time.monotonic() - started
 
