@@ -27,20 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe
-    from pipelinerl.recipe.preflight import examine
+    from pipelinerl.recipe.preflight import Lacking, examine
 
     recipe = load_recipe(args.recipe, args.overrides)
     found = examine(recipe)
-    if found.mistakes:
-        raise RecipeError(recipe.name, found.mistakes)
+    if mistakes := [problem for problem in found if not isinstance(problem, Lacking)]:
+        raise RecipeError(recipe.name, mistakes)
     print(f"{recipe.name}: valid")
-    width = max(len(name) for name, _ in outline(recipe))
     for name, value in outline(recipe):
-        print(f"  {name:<{width}}  {value}")
-    if found.lacking:
+        print(f"  {name:<10}  {value}")
+    if found:
         print("not runnable on this machine:")
-        for problem in found.lacking:
-            print(f"  - {problem}")
+    for problem in found:
+        print(f"  - {problem}")
     return 0
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
@@ -26,6 +25,7 @@ Changeable = Annotated[T, _MAY_CHANGE]
 """A field that says how long, how often or with what means a run trains. All others say what is learned, from what, and how it
 is measured: with another value it would be another run."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -92,7 +92,13 @@ def allowed(field: FieldInfo) -> str:
 
 def takes(field: FieldInfo) -> str:
     """The same without the field's meaning."""
-    return _type_name(field.annotation) + _bounds(field.metadata)
+    bounds = [
+        f"{words} {getattr(one, name)}"
+        for name, words in _BOUNDS.items()
+        for one in field.metadata
+        if hasattr(one, name)
+    ]
+    return ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
 
 
 def _type_name(annotation: Any) -> str:
@@ -111,22 +117,6 @@ def _type_name(annotation: Any) -> str:
         choices = get_args(arguments[0]) if arguments and get_origin(arguments[0]) is Literal else ()
         return "a list of " + ", ".join(choices) if choices else "a list"
     return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
-
-
-def _bounds(constraints: Iterable[Any]) -> str:
-    low = high = ""
-    for constraint in constraints:
-        match constraint:
-            case annotated_types.Ge(ge=bound):
-                low = f"at least {bound}"
-            case annotated_types.Gt(gt=bound):
-                low = f"above {bound}"
-            case annotated_types.Le(le=bound):
-                high = f"at most {bound}"
-            case annotated_types.Lt(lt=bound):
-                high = f"below {bound}"
-    both = " and ".join(filter(None, (low, high)))
-    return f", {both}" if both else ""
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]

@@ -11,7 +11,6 @@ import copy
 import re
 import sys
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
 
 
-@dataclass(frozen=True)
-class Override:
-    """One `--set`: the field's path and its YAML-typed value (`null` is None)."""
-
-    path: tuple[str, ...]
-    value: Any
+Override = tuple[tuple[str, ...], Any]
+"""One `--set`: the field's path and its YAML-typed value (`null` is None)."""
 
 
 def parse_override(text: str) -> Override:
@@ -120,7 +115,7 @@ def parse_override(text: str) -> Override:
     if not equals or not all(names):
         raise FieldError("--set", text, "write it as section.field=value, for example trainer.steps=50")
     try:
-        return Override(names, parse_yaml(value, f"--set {path}"))
+        return names, parse_yaml(value, f"--set {path}")
     except YamlError as error:
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
 
@@ -128,13 +123,13 @@ def parse_override(text: str) -> Override:
 def apply_overrides(data: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
     """A copy of `data` with every override in place, later ones winning. Missing or null sections are made."""
     changed = copy.deepcopy(data)
-    for override in overrides:
+    for path, value in overrides:
         section = changed
-        for name in override.path[:-1]:
+        for name in path[:-1]:
             if not isinstance(section.get(name), dict):
                 section[name] = {}
             section = section[name]
-        section[override.path[-1]] = copy.deepcopy(override.value)
+        section[path[-1]] = copy.deepcopy(value)
     return changed
 
 
@@ -195,15 +190,12 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     problems: list[FieldError] = []
     for text in overrides:
         try:
-            override = parse_override(text)
+            path, value = parse_override(text)
+            if field_at(Recipe, path) is None:
+                raise FieldError(f"--set {'.'.join(path)}", value, unknown_field(path, Recipe))
+            known.append((path, value))
         except FieldError as error:
             problems.append(error)
-            continue
-        if field_at(Recipe, override.path) is not None:
-            known.append(override)
-        else:
-            field = f"--set {'.'.join(override.path)}"
-            problems.append(FieldError(field, override.value, unknown_field(override.path, Recipe)))
     try:
         recipe = Recipe.model_validate(apply_overrides(data, known))
     except ValidationError as error:

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
@@ -66,28 +65,18 @@ class Lacking(FieldError):
     """This machine cannot run the recipe, although the recipe may be right."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Of one recipe on this machine."""
-
-    mistakes: tuple[FieldError, ...]
-    lacking: tuple[FieldError, ...]
-
-
 def check_environment(recipe: Recipe) -> None:
     """Raises `RecipeError` with everything that keeps `recipe` from running here."""
-    found = examine(recipe)
-    problems = [*found.mistakes, *found.lacking]
-    if problems:
-        raise RecipeError(recipe.name, problems)
+    if found := examine(recipe):
+        raise RecipeError(recipe.name, found)
 
 
-def examine(recipe: Recipe) -> Findings:
-    """Makes the held-out problems and imports the reward function, which takes a second or more."""
+def examine(recipe: Recipe) -> list[FieldError]:
+    """The recipe's mistakes, then what is `Lacking` here. Makes the held-out problems and imports the reward function, which
+    takes a second or more."""
     rules = (_model, _gpu, _ranks, _compiler, _packages, _trackers, _task, _reward, _actors)
     found = [problem for rule in rules for problem in rule(recipe)]
-    mistakes = tuple(problem for problem in found if not isinstance(problem, Lacking))
-    return Findings(mistakes, tuple(problem for problem in found if isinstance(problem, Lacking)))
+    return sorted(found, key=lambda problem: isinstance(problem, Lacking))
 
 
 def has_gpu(devices: Path = _DEVICES) -> bool:
