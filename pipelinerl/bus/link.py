@@ -28,14 +28,7 @@ from nats.aio.msg import Msg
 
 from pipelinerl.bus.permissions import inbox_prefix
 from pipelinerl.errors import BusError, FieldError, NotPermitted
-from pipelinerl.service.tls import (
-    CA,
-    CERTIFICATE,
-    KEY,
-    check_ca,
-    check_pair,
-    read_file,
-)
+from pipelinerl.service.tls import CA, CERTIFICATE, KEY, check_ca, check_pair, read_file
 
 _log = logging.getLogger(__name__)
 
@@ -148,10 +141,6 @@ class NatsClient(Client):
         self.refused: set[Callable[[str], None]] = set()
 
     @property
-    def user(self) -> str:
-        return self._access.user
-
-    @property
     def ssl_context(self) -> ssl.SSLContext:
         """Asked for at each connection."""
         return self._access.tls_context()
@@ -177,7 +166,7 @@ class NatsClient(Client):
             await asyncio.wait((asking, refused), return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return asking.result()
-            raise NotPermitted(self.user, subject)
+            raise NotPermitted(self._access.user, subject)
         finally:
             self.refused.discard(on_refusal)
             asking.cancel()
@@ -317,12 +306,13 @@ def _reason(error: Exception) -> str:
 
 
 class NatsLink:
-    """An open connection. `disconnected` and `reconnected` hold functions to call when that happens, `refused` those to call
-    with a subject, in lower case, that the server does not let this user use."""
+    """A connection, within `opened`. `disconnected` and `reconnected` hold functions to call when that happens, `refused` those
+    to call with a subject, in lower case, that the server does not let this user use."""
 
     def __init__(self, url: str, access: NatsAccess, request_timeout_s: float) -> None:
+        """`url`: one server or several, separated by commas."""
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
-        self._servers, self._access = url.split(","), access
+        self._servers, self._access, self.user = url.split(","), access, access.user
         self.client = NatsClient(access)
         self.js = self.client.jetstream(timeout=request_timeout_s)
         self.disconnected: set[Callable[[], None]] = set()
@@ -332,17 +322,8 @@ class NatsLink:
         self._last_error = ""
 
     @property
-    def user(self) -> str:
-        """Who this connection is logged in as; empty for nobody, or where a .creds file says it."""
-        return self._access.user
-
-    @property
     def is_connected(self) -> bool:
         return self._connected.is_set()
-
-    @property
-    def max_payload_bytes(self) -> int:
-        return self.client.max_payload
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Raises `BusError` when there is no connection within `timeout_s`."""
@@ -359,6 +340,21 @@ class NatsLink:
         await self.wait_connected(self.request_timeout_s)
         with bus_errors(f"request on {subject}"):
             await self.client.request(subject, payload, timeout=self.request_timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
+        """Connects, and reconnects for as long as the context lasts.
+
+        Raises `BusError` naming the url when no server answers within `timeout_s`, the login or a certificate is refused.
+        """
+        with _no_notice_of_tls_ends():
+            try:
+                await self._open(name, timeout_s)
+                yield
+            finally:
+                if self.client.options:  # else it has refused the url itself, and there is nothing to close
+                    with contextlib.suppress(OSError):  # the server is gone already
+                        await self.client.close()
 
     async def _open(self, name: str, timeout_s: float) -> None:
         try:
@@ -410,32 +406,6 @@ class NatsLink:
         self._connected.set()
         for notify in list(self.reconnected):
             notify()
-
-
-@contextlib.asynccontextmanager
-async def open_link(
-    url: str,
-    *,
-    name: str,
-    credentials: Path | None,
-    tls_dir: Path | None = None,
-    connect_timeout_s: float,
-    request_timeout_s: float,
-) -> AsyncIterator[NatsLink]:
-    """Connects, and reconnects for as long as the context lasts. `url`: one server or several, separated by commas.
-
-    Raises `BusError` naming the url when no server answers within `connect_timeout_s`, the login or a certificate is
-    refused, `FieldError` when a file cannot be used.
-    """
-    link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
-    with _no_notice_of_tls_ends():
-        try:
-            await link._open(name, connect_timeout_s)
-            yield link
-        finally:
-            if link.client.options:  # else it has refused the url itself, and there is nothing to close
-                with contextlib.suppress(OSError):  # the server is gone already
-                    await link.client.close()
 
 
 @contextlib.contextmanager

@@ -24,14 +24,9 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg
 
-from pipelinerl.bus.link import (
-    AckSubject,
-    NatsLink,
-    bus_errors,
-    is_stream_missing,
-)
+from pipelinerl.bus.link import AckSubject, NatsLink, bus_errors, is_stream_missing
 from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.service.retry import Backoff, is_bus_outage, retry_forever
@@ -41,13 +36,6 @@ _log = logging.getLogger(__name__)
 _WALKS = 64
 """Gets in flight at once: bounded, since a payload comes with each."""
 _MESSAGE_NOT_FOUND = 10037
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
-    position: int
-    headers: dict[str, str]
-    payload: bytes
 
 
 async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
@@ -71,11 +59,12 @@ async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
     return StreamInfo(messages, state["bytes"], state["first_seq"], last, first_at_s)
 
 
-async def stored_messages(link: NatsLink, stream: str, subject: str, info: StreamInfo) -> list[StoredMessage]:
-    """Messages of `subject` at `info`'s positions that are still there, in order. Raises `BusError`.
+async def stored_messages(link: NatsLink, stream: str, subject: str) -> list[RawStreamMsg]:
+    """Messages of `subject` in order. Raises `BusError`.
 
     Costs one round trip per message, holes nothing; what is removed or added meanwhile may be in it or not.
     """
+    info = await stream_info(link, stream)
     ranges = _cut(info.first_position, info.last_position + 1, _WALKS)
     tasks = [asyncio.ensure_future(_walk(link, stream, subject, *positions)) for positions in ranges]
     try:
@@ -86,29 +75,23 @@ async def stored_messages(link: NatsLink, stream: str, subject: str, info: Strea
     return [message for messages in walked for message in messages]
 
 
-async def _walk(link: NatsLink, stream: str, subject: str, start: int, end: int) -> list[StoredMessage]:
+async def _walk(link: NatsLink, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
     """Those at positions in [start, end)."""
-    found, position = [], start
-    while position < end:
-        message = await _at_or_after(link, stream, subject, position)
-        if message is None or message.position >= end:
-            break
-        found.append(message)
-        position = message.position + 1
-    return found
-
-
-async def _at_or_after(link: NatsLink, stream: str, subject: str, position: int) -> StoredMessage | None:
+    found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {link.url}"):
-        try:
-            raw = await link.js.get_msg(stream, seq=position, subject=subject, next=True)
-        except nats.js.errors.NotFoundError as error:
-            if error.err_code == _MESSAGE_NOT_FOUND:
-                return None
-            raise
-    if raw.seq is None:
-        raise BusError(f"looking into {stream} at {link.url}: the answer names no position")
-    return StoredMessage(raw.seq, raw.headers or {}, raw.data or b"")
+        while start < end:
+            try:
+                message = await link.js.get_msg(stream, seq=start, subject=subject, next=True)
+            except nats.js.errors.NotFoundError as error:
+                if error.err_code == _MESSAGE_NOT_FOUND:
+                    break
+                raise
+            assert message.seq is not None
+            if message.seq >= end:
+                break
+            found.append(message)
+            start = message.seq + 1
+    return found
 
 
 def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
