@@ -28,7 +28,7 @@ from pipelinerl.run_summary import jsonl_ends, kept_records, read_jsonl, read_su
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
-"""Of the first samples, and as many of the last: the page shows eight of each, and has a choice."""
+"""Of the first samples, and as many of the last: the page chooses eight of each."""
 
 
 def write_report(run_dir: Path) -> Path:

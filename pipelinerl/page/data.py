@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from pipelinerl.rl.lag import LAG_BUCKETS
@@ -67,7 +67,8 @@ class RunHistory:
         self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
-        self._ess: dict[str, tuple[float, int]] = {}
+        self._ess: defaultdict[str, float] = defaultdict(float)
+        self._ess_steps: Counter[str] = Counter()
         """Sum and number of steps, by lag bucket."""
         self._early: list[dict[str, Any]] = []
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
@@ -76,7 +77,9 @@ class RunHistory:
         """One more step and the samples since the one before. Returns what a page that has the rest needs to hear."""
         shown = shown_record(record)
         self._records.add(shown)
-        self._remember_time(record)
+        self._times_s[record.get("step", 0)] = record.get("time_s")
+        if len(self._times_s) > _TIMES_KEPT:
+            self._times_s.pop(next(iter(self._times_s)))
         self._add_up(record)
         point = self._heldout_point(record)
         if point is not None:
@@ -102,21 +105,16 @@ class RunHistory:
     def _totals(self) -> dict[str, Any]:
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
-            "ess_by_lag": {label: total / steps for label, (total, steps) in sorted(self._ess.items(), key=_by_lag)},
+            "ess_by_lag": {one: self._ess[one] / self._ess_steps[one] for one in LAG_BUCKETS if self._ess_steps[one]},
         }
-
-    def _remember_time(self, record: Record) -> None:
-        self._times_s[record.get("step", 0)] = record.get("time_s")
-        while len(self._times_s) > _TIMES_KEPT:
-            self._times_s.pop(next(iter(self._times_s)))
 
     def _add_up(self, record: Record) -> None:
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self._lags[int(lag)] += tokens
         for label, ess in (record.get("ess_by_lag") or {}).items():
-            total, steps = self._ess.get(label, (0.0, 0))
             if ess is not None:
-                self._ess[label] = (total + ess, steps + 1)
+                self._ess[label] += ess
+                self._ess_steps[label] += 1
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:
         """At the policy version that was measured, not at the step that it ended in."""
@@ -128,15 +126,11 @@ class RunHistory:
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
-        if len(self._early) < SAMPLES_SHOWN and (not self._early or shown["step"] <= self._early[0]["step"] + 1):
+        first = self._early[0] if self._early else shown
+        if len(self._early) < SAMPLES_SHOWN and (shown["step"] or 0) <= (first["step"] or 0) + 1:
             self._early.append(shown)
         self._late[bool(shown["heldout"])].append(shown)
         return shown
-
-
-def _by_lag(item: tuple[str, Any]) -> int:
-    """Place of a bucket's label among all of them."""
-    return LAG_BUCKETS.index(item[0]) if item[0] in LAG_BUCKETS else len(LAG_BUCKETS)
 
 
 def report_data(
@@ -148,45 +142,17 @@ def report_data(
     recipe_text: str,
 ) -> dict[str, Any]:
     """The object that pipelinerl/page/views.js draws; its keys are described there."""
-    early, late = early_and_late(samples)
     history = RunHistory(MAX_RECORDS // 2)
+    history.add_samples(samples)
     for record in records:
         history.add(record)
-    return {
-        "run": run,
-        "description": description,
-        "summary": dict(summary),
-        **history.data(),
-        "heldout": heldout_points(summary.get("heldout") or [], records),
-        "samples": {"early": [shown_sample(one) for one in early], "late": [shown_sample(one) for one in late]},
-        "recipe": recipe_text,
-    }
-
-
-def heldout_points(evaluations: Sequence[Record], records: Sequence[Record]) -> list[dict[str, float | None]]:
-    """Each of the summary's evaluations as {step, time_s, accuracy}: at the policy version it measured, not at the step it
-    ended in."""
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
-    return [
+    heldout = [  # at the policy version that was measured; the last evaluation ends after the last record
         {"step": one["version"], "time_s": times_s.get(one["version"]), "accuracy": one["accuracy"]}
-        for one in evaluations
+        for one in summary.get("heldout") or []
     ]
-
-
-def early_and_late(samples: Sequence[Record], count: int = SAMPLES_SHOWN) -> tuple[list[Record], list[Record]]:
-    """The first and the last `count` samples by step, without overlap; of one step, held-out ones first."""
-    ordered = sorted(samples, key=lambda one: one.get("step") or 0)
-    each = min(count, len(ordered) // 2) if len(ordered) > 1 else len(ordered)
-    first_step = ordered[0].get("step") if ordered else None
-    last_step = ordered[-1].get("step") if ordered else None
-    early = _preferred([one for one in ordered if one.get("step") == first_step], ordered[:each], each)
-    late = _preferred([one for one in ordered if one.get("step") == last_step], ordered[len(ordered) - each :], each)
-    return (early, late) if first_step != last_step else (early, [])
-
-
-def _preferred(same_step: list[Record], fallback: list[Record], count: int) -> list[Record]:
-    chosen = same_step if len(same_step) >= count else fallback
-    return sorted(chosen, key=lambda one: not one.get("heldout"))[:count]
+    data = {**history.data(), "heldout": heldout}
+    return {"run": run, "description": description, "summary": dict(summary), **data, "recipe": recipe_text}
 
 
 def shown_record(record: Record) -> dict[str, Any]:
@@ -209,18 +175,13 @@ def shown_sample(sample: Record) -> dict[str, Any]:
     known = ("step", "version", "reward", "spans", "heldout")
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is not None:
-        tokens = tokens[: _num_in_text(tokens)]
+        whole = sum(end <= _MAX_TEXT for end in accumulate(map(len, tokens)))
+        tokens = tokens[:whole]
         weights = weights and weights[: len(tokens)]
     spans = sample.get("spans") or []
     num_tokens = max((span[2] for span in spans), default=len(tokens or ()))
     shown = {"tokens": tokens, "weights": weights, "num_tokens": num_tokens}
     return {**{key: sample.get(key) for key in known}, **shown, **text}
-
-
-def _num_in_text(tokens: Sequence[str]) -> int:
-    """How many of the first tokens a clipped text has as a whole."""
-    ends = accumulate(len(token) for token in tokens)
-    return sum(1 for _ in takewhile(lambda end: end <= _MAX_TEXT, ends))
 
 
 def _clipped(text: str) -> str:

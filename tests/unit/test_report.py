@@ -21,7 +21,7 @@ from pipelinerl.local.ending import (
     write_report,
 )
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
-from pipelinerl.page.data import MAX_RECORDS, NEWEST, early_and_late, heldout_points, report_data
+from pipelinerl.page.data import MAX_RECORDS, NEWEST, report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
 
@@ -76,7 +76,8 @@ def test_data_holds_what_the_page_draws() -> None:
 
 def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
     evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version} for version in (0, 2, 3)]
-    assert heldout_points(evaluations, [record(1), record(2), record(3)]) == [
+    shown = data([record(1), record(2), record(3)], [], heldout=evaluations)
+    assert shown["heldout"] == [
         {"step": 0, "time_s": 0.0, "accuracy": 0.4},
         {"step": 2, "time_s": 4.0, "accuracy": pytest.approx(0.6)},
         {"step": 3, "time_s": 6.0, "accuracy": pytest.approx(0.7)},
@@ -89,19 +90,10 @@ def test_a_long_run_is_thinned_with_both_ends() -> None:
     assert len(steps) <= MAX_RECORDS + NEWEST
 
 
-def test_early_and_late_prefer_the_first_and_last_step_and_held_out() -> None:
-    many = [sample(step, index, heldout=index > 5) for step in (0, 50, 100) for index in range(10)]
-    early, late = early_and_late(many, count=8)
-    assert {one["step"] for one in early} == {0}
-    assert {one["step"] for one in late} == {100}
-    assert [one["heldout"] for one in early] == [True] * 4 + [False] * 4
-
-
 def test_few_samples_are_shown_once() -> None:
-    assert early_and_late([]) == ([], [])
-    assert early_and_late([sample(1)]) == ([sample(1)], [])
-    early, late = early_and_late([sample(step) for step in (3, 1, 2, 4, 5)], count=8)
-    assert ([one["step"] for one in early], [one["step"] for one in late]) == ([1, 2], [4, 5])
+    assert data([], [])["samples"] == {"early": [], "late": []}
+    shown = data([], [sample(step) for step in (1, 2, 3, 4, 5)])["samples"]
+    assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == ([1, 2], [3, 4, 5])
 
 
 def test_very_long_completions_are_clipped_with_their_length() -> None:
@@ -205,8 +197,8 @@ def test_a_report_reads_no_more_samples_than_it_may_show(tmp_path: Path) -> None
     (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
     shown = read_run(tmp_path)["samples"]
     assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == (
-        list(range(1, 9)),
-        list(range(993, 1001)),
+        [1, 2],
+        [997, 998, 999, 1000],
     )
 
 
