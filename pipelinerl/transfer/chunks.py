@@ -204,8 +204,10 @@ class Unpacker:
             spec, size = self._manifest.parameters[piece.parameter], self._manifest.sizes[piece.parameter]
             raw = chunk[piece.chunk_offset : piece.chunk_offset + piece.num_bytes]
             if piece.num_bytes < size:
-                if piece.tensor_offset == 0:
-                    self._partial = self._new(size, chunk.device)
+                if piece.tensor_offset == 0 and self._memory is not None:
+                    self._partial = self._memory.take(size)
+                elif piece.tensor_offset == 0:
+                    self._partial = chunk.new_empty(size)
                 assert self._partial is not None
                 self._partial[piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = raw
                 if piece.tensor_offset + piece.num_bytes < size:
@@ -213,11 +215,6 @@ class Unpacker:
                 raw, self._partial = self._partial, None
             done.append((spec.name, _as_tensor(raw, spec, self._manifest)))
         return done
-
-    def _new(self, num_bytes: int, device: torch.device) -> Tensor:
-        if self._memory is not None:
-            return self._memory.take(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:

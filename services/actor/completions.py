@@ -13,12 +13,7 @@ import numpy as np
 from opentelemetry.trace import Span, SpanKind
 
 from pipelinerl.bus.protocol import Subjects
-from pipelinerl.messages.sequences import (
-    FinishReason,
-    PartialSequence,
-    PromptGroup,
-    Sequence,
-)
+from pipelinerl.messages.sequences import FinishReason, PartialSequence, PromptGroup, Sequence
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, child
 from services.actor.engine import Generation, GenerationRequest

@@ -16,12 +16,7 @@ from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, enc
 from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import BoundedLabels
-from pipelinerl.telemetry.spans import (
-    Trace,
-    headers_of,
-    trace_of,
-    traceparent_of,
-)
+from pipelinerl.telemetry.spans import Trace, headers_of, trace_of, traceparent_of
 from services.actor.completions import publishing, verifying, without_arrays
 from services.actor.metrics import ActorMetrics
 
@@ -30,42 +25,33 @@ log = logging.getLogger(__name__)
 REASON_CHARACTERS = 1000
 
 
-class DeadLetters:
-    """Keeps messages of PROMPTS that are given up for people (`pipelinerl dead-letters`). It gives nothing up itself.
+async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
+    """Keeps a message of PROMPTS that `actor` is about to give up, for people (`pipelinerl dead-letters`).
 
-    `actor`: name of the one that gives up.
+    One that is too large is kept without the message itself. False when the stream did not take it: then the message must not
+    be given up yet. It is delivered again.
     """
-
-    def __init__(self, bus: Bus, metrics: ActorMetrics, *, actor: str) -> None:
-        self._bus, self._metrics, self._actor = bus, metrics, actor
-
-    async def keep(self, delivery: PromptDelivery, reason: str) -> bool:
-        """False when the stream did not take it: then the message must not be given up yet. It is delivered again."""
-        letter = DeadLetter(
-            run=self._bus.run,
-            msg_id=delivery.msg_id,
-            prompt_group=delivery.payload,
-            reason=reason[:REASON_CHARACTERS],
-            deliveries=delivery.num_deliveries,
-            actor=self._actor,
-            at_s=time.time(),
-        )
+    letter = DeadLetter(
+        run=bus.run,
+        msg_id=delivery.msg_id,
+        prompt_group=delivery.payload,
+        reason=reason[:REASON_CHARACTERS],
+        deliveries=delivery.num_deliveries,
+        actor=actor,
+        at_s=time.time(),
+    )
+    msg_id = f"position-{delivery.position}"
+    try:
         try:
-            await self._store(letter, f"position-{delivery.position}")
-        except BusError as error:
-            log.warning("a prompt group to be given up comes again, its dead letter is not stored: %s", error)
-            return False
-        self._metrics.dead_letters.inc()
-        return True
-
-    async def _store(self, letter: DeadLetter, msg_id: str) -> None:
-        """One that is too large is stored without the message. Raises `BusError`."""
-        try:
-            await self._bus.publish_dead_letter(letter.SerializeToString(), msg_id)
+            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
         except PayloadTooLarge:
             letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be kept)"
             letter.ClearField("prompt_group")
-            await self._bus.publish_dead_letter(letter.SerializeToString(), msg_id)
+            await bus.publish_dead_letter(letter.SerializeToString(), msg_id)
+    except BusError as error:
+        log.warning("a prompt group to be given up comes again, its dead letter is not stored: %s", error)
+        return False
+    return True
 
 
 WORKERS = 4

@@ -34,7 +34,7 @@ from services.actor.completions import (
     state_of,
 )
 from services.actor.engine import EngineError, Generation, InferenceEngine
-from services.actor.finishing import DeadLetters, FinishedSample, Finisher
+from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 
@@ -142,7 +142,6 @@ class GenerationLoop:
         self._held, self._gate, self._metrics = held, gate, metrics
         self._instance, self._max_context = instance, max_context
         self._slots = asyncio.Semaphore(sequences_in_progress)
-        self._dead_letters = DeadLetters(bus, metrics, actor=instance)
         self._generating: set[str] = set()
         self._interrupted = False
         self._idle = asyncio.Event()
@@ -207,8 +206,7 @@ class GenerationLoop:
         if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
             # It took several actors down with it.
             log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
-            if await self._dead_letters.keep(delivery, "redelivered_too_often"):
-                await self._give_up(group, delivery, "redelivered_too_often")
+            await self._give_up(group, delivery, "redelivered_too_often")
             return None
         samples = self._held.take(group, delivery)
         await self._held.acknowledge(group.group_id)  # one that asks for nothing is done
@@ -218,18 +216,19 @@ class GenerationLoop:
         """A group that cannot be read ends as failed sequences where it says which, and is never delivered again."""
         log.error("a prompt group is set aside: %s", error)
         self._metrics.bad_messages.labels("prompt_group").inc()
-        if not await self._dead_letters.keep(delivery, f"unreadable_group: {error}"):
-            return
         group = remains_of_group(delivery.payload, run=self._bus.run)
-        if group is None:
-            await _as_far_as_possible(delivery.terminate(str(error)), "terminate a group")
-        else:
-            await self._give_up(group, delivery, f"unreadable_group: {error}"[:500])
+        await self._give_up(group, delivery, f"unreadable_group: {error}")
 
-    async def _give_up(self, group: PromptGroup, delivery: PromptDelivery, failure: str) -> None:
-        """Ends its samples as failed sequences; with the last one stored the group is acknowledged."""
+    async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
+        """Ends its samples as failed sequences; with the last one stored the group is acknowledged. None: no group to name."""
+        if not await keep_dead_letter(self._bus, delivery, failure, self._instance):
+            return
+        self._metrics.dead_letters.inc()
+        if group is None:
+            await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
+            return
         for sample_index in self._held.take(group, delivery):
-            failed = failed_sequence(group, sample_index, self._instance, failure)
+            failed = failed_sequence(group, sample_index, self._instance, failure[:500])
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.acknowledge(group.group_id)
 

@@ -17,15 +17,7 @@ from pathlib import Path
 import grpc
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
-from pipelinerl.initial_model import (
-    COMPLETE,
-    MOST_BYTES,
-    MOST_FILES,
-    built_folder,
-    filling,
-    is_built,
-    is_complete,
-)
+from pipelinerl.initial_model import COMPLETE, MOST_BYTES, MOST_FILES, built_folder, filling, is_built, is_complete
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.grpc import explained, open_channel

@@ -245,11 +245,7 @@ class VllmEngine:
     def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
         self.llm, self.weights = llm, weights
         self._tokenizer = llm.get_tokenizer()
-        self._vocab_size = int(llm.model_config.get_vocab_size())
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.vocab_size = int(llm.model_config.get_vocab_size())
 
     async def generate(self, request: GenerationRequest) -> Generation:
         output = await self._run(

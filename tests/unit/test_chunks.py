@@ -5,7 +5,10 @@ import queue
 import signal
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -279,18 +282,13 @@ def test_aborted_broadcast_fails_and_closes_the_group() -> None:
 # --- real Gloo groups -------------------------------------------------------------------------------------------------
 
 
+def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(do, ranks))
+
+
 def connected(store: GroupStore, name: str, world: int) -> list[WeightGroup]:
-    groups: dict[int, WeightGroup] = {}
-
-    def connect(rank: int) -> None:
-        groups[rank] = WeightGroup.connect(spec(store, name, rank, world), 10)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return [groups[rank] for rank in range(world)]
+    return at_once(lambda rank: WeightGroup.connect(spec(store, name, rank, world), 10), *range(world))
 
 
 def spec(store: GroupStore, name: str, rank: int, world: int) -> GroupSpec:
@@ -302,20 +300,10 @@ def test_weights_reach_two_receivers_over_gloo() -> None:
     sender = WeightSender(describe(weights.items(), chunk_bytes=256))
     groups = connected(store, "epoch-1", 3)
     broadcast = sender.broadcast(sender.snapshot(VERSION, weights), groups[0], 10)
-    received: dict[int, dict[str, torch.Tensor]] = {}
 
-    def receive(rank: int) -> None:
-        received[rank] = dict(receiver(groups[rank], sender.manifest).tensors())
-
-    threads = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-
+    for received in at_once(lambda rank: dict(receiver(groups[rank], sender.manifest).tensors()), 1, 2):
+        assert all(torch.equal(received[name], tensor) for name, tensor in weights.items())
     assert broadcast.done.result(timeout=10).num_bytes == sender.manifest.total_bytes
-    for rank in (1, 2):
-        assert all(torch.equal(received[rank][name], tensor) for name, tensor in weights.items())
     for group in groups:
         group.close()
 
@@ -330,35 +318,28 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works()
     trainer.close()
 
     trainer, actor = connected(store, "epoch-2", 2)
-    thread = threading.Thread(target=trainer.broadcast, args=(torch.arange(4.0), 10))
-    thread.start()
-    tensor = torch.zeros(4)
-    actor.broadcast(tensor, 10)
-    thread.join(10)
-    assert tensor.tolist() == [0, 1, 2, 3]
+    tensors = [torch.arange(4.0), torch.zeros(4)]
+    at_once(lambda rank: (trainer, actor)[rank].broadcast(tensors[rank], 10), 0, 1)
+    assert tensors[1].tolist() == [0, 1, 2, 3]
 
 
 def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_keeps_the_error() -> None:
     """Not every rank is connected to the one that is gone: the others learn of it when their own neighbours leave."""
     store = GroupStore("127.0.0.1")
     groups = connected(store, "epoch-1", 4)
-    kept: dict[int, Exception] = {}
 
-    def fail_and_leave(rank: int) -> None:
+    def fail_and_leave(rank: int) -> TransferError | None:
+        kept = None
         try:
-            for _ in range(4):
+            for _ in range(0 if rank == 3 else 4):
                 groups[rank].broadcast(torch.zeros(1 << 20), 8)
         except TransferError as error:
-            kept[rank] = error
+            kept = error
         groups[rank].close()
+        return kept
 
-    threads = [threading.Thread(target=fail_and_leave, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    groups[3].close()
-    for thread in threads:
-        thread.join(40)
-    assert [type(kept[rank]) for rank in range(3)] == [GroupFailed] * 3
+    *errors, _ = at_once(fail_and_leave, 0, 1, 2, 3)
+    assert [type(error) for error in errors] == [GroupFailed] * 3
 
 
 def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:

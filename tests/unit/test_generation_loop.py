@@ -200,11 +200,12 @@ async def test_a_completion_beyond_max_payload_is_accounted_for() -> None:
         assert by_index[1].failure == ""
 
 
-async def test_a_prompt_group_that_does_not_parse_is_set_aside() -> None:
+@pytest.mark.parametrize("payload", [b"\xff\xff", encode_group(make_group(0, run="other"))])
+async def test_a_group_that_does_not_parse_or_is_another_runs_is_set_aside_without_sequences(payload: bytes) -> None:
     async with stage() as one:
-        await one.bus.publish_prompt(b"\xff\xff", "nonsense")
-        await one.issue(0)
-        assert len(await one.published(2)) == 2
+        await one.bus.publish_prompt(payload, "g00000000")
+        await one.issue(1)
+        assert {s.group_id for s in await one.published(2)} == {"g00000001"}
         await one.until(lambda: len(one.held) == 0)
         assert (await one.bus.prompts_info()).messages == 0
 
@@ -216,15 +217,6 @@ async def test_a_group_that_is_refused_but_names_its_samples_ends_as_failed_sequ
         await one.bus.publish_prompt(message.SerializeToString(), "g00000000")
         failures = [(s.sequence_id, s.failure.partition(":")[0]) for s in await one.published(2)]
         assert sorted(failures) == [("g00000000.0", "unreadable_group"), ("g00000000.1", "unreadable_group")]
-        await one.until(lambda: len(one.held) == 0)
-        assert (await one.bus.prompts_info()).messages == 0
-
-
-async def test_another_runs_group_is_set_aside_without_sequences() -> None:
-    async with stage() as one:
-        await one.bus.publish_prompt(encode_group(make_group(0, run="other")), "g00000000")
-        await one.issue(1)
-        assert {s.group_id for s in await one.published(2)} == {"g00000001"}
         await one.until(lambda: len(one.held) == 0)
         assert (await one.bus.prompts_info()).messages == 0
 

@@ -431,11 +431,6 @@ class Delivery:
         self.said.append(reason)
 
 
-def partial(index: int, *tokens: int) -> PartialSequence:
-    spans = (VersionSpan(0, 0, len(tokens)),)
-    return PartialSequence(index, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), spans)
-
-
 async def test_a_message_is_acknowledged_with_its_last_sample() -> None:
     held, delivery, group = HeldGroups(), Delivery(1), make_group(num_samples=3, done_samples=(1,))
     assert held.take(group, delivery) == [0, 2]
@@ -463,20 +458,7 @@ async def test_a_message_delivered_again_starts_nothing_and_its_later_delivery_i
     assert (first.said, again.said) == ([], ["ack"])
 
 
-async def test_two_messages_with_other_samples_of_one_group_are_both_done() -> None:
-    held, one, two = HeldGroups(), Delivery(1), Delivery(2)
-    first, second = make_group(num_samples=4, done_samples=(2, 3)), make_group(num_samples=4, done_samples=(0, 1))
-    assert held.take(first, one) == [0, 1]
-    assert held.take(second, two) == [2, 3]
-    for index in (2, 3, 0):
-        await held.published(first, index)
-    assert (one.said, two.said) == ([], ["ack"])
-    await held.published(second, 1)
-    assert one.said == ["ack"]
-    assert len(held) == 0
-
-
-async def test_samples_that_two_messages_ask_for_are_generated_once_and_settle_both() -> None:
+async def test_samples_that_two_messages_ask_for_are_generated_once_and_acknowledge_both() -> None:
     """The first actor died after it had handed the group over, and before it could acknowledge it."""
     held, original, handed_over = HeldGroups(), Delivery(1), Delivery(2)
     rest, whole = make_group(num_samples=3, done_samples=(0,)), make_group(num_samples=3)
@@ -506,10 +488,10 @@ async def test_an_acknowledgement_that_fails_is_tried_again() -> None:
 
 async def test_what_remains_is_what_is_missing_with_the_most_that_there_is_of_it() -> None:
     held, one, two = HeldGroups(), Delivery(1), Delivery(2)
-    first = make_group(num_samples=4, done_samples=(3,), partials=(partial(0, 7), partial(1, 7, 8)))
+    first = make_group(num_samples=4, done_samples=(3,), partials=(a_partial(0, 7), a_partial(1, 7, 8)))
     held.take(first, one)
-    held.keep(first, partial(0, 7, 9))
-    held.keep(first, partial(2, 5))
+    held.keep(first, a_partial(0, 7, 9))
+    held.keep(first, a_partial(2, 5))
     await held.published(first, 2)
     (remainder,) = held.remainders()
     assert remainder.missing == (0, 1)
@@ -521,11 +503,11 @@ async def test_what_remains_is_what_is_missing_with_the_most_that_there_is_of_it
 
 
 async def test_a_group_to_which_nothing_was_added_is_untouched() -> None:
-    held, group = HeldGroups(), make_group(num_samples=3, partials=(partial(1, 7),))
+    held, group = HeldGroups(), make_group(num_samples=3, partials=(a_partial(1, 7),))
     held.take(group, Delivery(1))
     (remainder,) = held.remainders()
     assert remainder.untouched
-    held.keep(group, partial(1, 7, 8))
+    held.keep(group, a_partial(1, 7, 8))
     assert not next(held.remainders()).untouched
     held.forget(group.group_id)
     assert (len(held), list(held.remainders())) == (0, [])

@@ -23,14 +23,7 @@ from pipelinerl.messages.control import (
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.spans import (
-    Trace,
-    before_ns,
-    child,
-    headers_of,
-    trace_in,
-    trace_of,
-)
+from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted
 from services.actor.engine import CommitFailed, WeightReceiver
 from services.actor.generation import ServingGate, newer
@@ -119,7 +112,9 @@ class UpdateListener:
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
             case Abort():
-                await self._on_abort(decoded)
+                if self._in_epoch(decoded.incarnation, decoded.epoch):
+                    log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
+                    await self._stop_receiving()
             case RunEnd():
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
@@ -249,11 +244,6 @@ class UpdateListener:
             ),
             headers_of(trace_of(span)),
         )
-
-    async def _on_abort(self, abort: Abort) -> None:
-        if self._in_epoch(abort.incarnation, abort.epoch):
-            log.warning("version %d of epoch %d is aborted: %s", abort.version, abort.epoch, abort.reason)
-            await self._stop_receiving()
 
     async def _stop_receiving(self) -> None:
         """Ends a receive under way and forgets what was staged. Bounded: the receiver abandons a stuck transfer."""
