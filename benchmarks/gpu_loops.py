@@ -57,7 +57,7 @@ class OurLoop:
     def step(self) -> StepOutcome:
         prepared, self._next = self._next.result(), self._thread.submit(self._prepare)
         outcome = self._learner.outcome(prepared, [self._learner.compute(prepared.shares[0])])
-        assert outcome.applied, outcome.optimizer.skipped
+        assert outcome.applied, outcome.metrics["skipped"]
         return outcome
 
     def _prepare(self) -> PreparedStep:

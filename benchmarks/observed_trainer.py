@@ -160,8 +160,7 @@ def run_trainer(case: Case, pairs: int, steps: int) -> dict[str, Any]:
     learner = Learner(wrap_model(model), AlgorithmConfig(), case.trainer())
 
     def take_step() -> dict[str, Any]:
-        metrics = learner.train_step(groups, VERSION).metrics
-        return {**metrics, "tokens_trained": metrics["completion_tokens"]}
+        return learner.train_step(groups, VERSION).metrics
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         loop, stack = Observed(take_step, groups, Path(folder)), AsyncExitStack()

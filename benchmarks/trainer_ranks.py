@@ -56,7 +56,7 @@ def run_ranks(case: Case, pairs: int) -> dict[str, Any]:
     timings = of_all_ranks([timings for timings, _ in of_rank.values()])
     fastest_s = min(step.wall_s for step in timings.ours)
     by_one_rank = fastest_step_of_one_rank_s(case, max(3, pairs // 4)) / fastest_s
-    return {**compared(timings, metrics["completion_tokens"]), "by_one_rank": by_one_rank, "metrics": metrics}
+    return {**compared(timings, metrics["tokens_trained"]), "by_one_rank": by_one_rank, "metrics": metrics}
 
 
 def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:

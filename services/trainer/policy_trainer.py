@@ -149,8 +149,8 @@ class PolicyTrainer(RankZero):
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
         peak_flops = self.learner.meter.peak_flops
-        figures = step_figures(outcome, self._recipe, seconds, num_devices=self.num_ranks, peak_flops=peak_flops)
-        return {**figures, SAMPLED_WEIGHTS: outcome.sampled_weights}
+        work = throughput(outcome, prepared.flops, seconds, num_devices=self.num_ranks, peak_flops=peak_flops)
+        return {**outcome.metrics, **work, SAMPLED_WEIGHTS: outcome.sampled_weights}
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """A copy of what actors get of the weights as they are, which are `version`."""
@@ -249,45 +249,18 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
 
 
-def step_figures(
-    outcome: StepOutcome, recipe: Recipe, seconds: float, *, num_devices: int, peak_flops: float | None
+def throughput(
+    outcome: StepOutcome, flops: float, seconds: float, *, num_devices: int, peak_flops: float | None
 ) -> dict[str, Any]:
-    """One step under the names of metrics.jsonl (docs/run-directory.md); a skipped one trained on nothing. Pure.
+    """What a step's work took of time and devices, under the names of metrics.jsonl. Pure.
 
-    `seconds`: from the batch to the end of the step, on the host. `peak_flops`: of one device, FLOP/s; None = not known.
+    `flops`: of the step, over all ranks. `seconds`: from the batch to the end of the step, on the host. `peak_flops`: of one
+    device, FLOP/s; None = not known.
     """
-    tokens, applied = outcome.tokens, outcome.applied
-    trained = tokens.completion_tokens if applied else 0
+    tokens = {kind: outcome.metrics[f"tokens_{kind}"] for kind in ("trained", "computed")}
     return {
-        "loss": tokens.loss,
-        "skipped": outcome.optimizer.skipped,
-        "grad_norm": outcome.optimizer.grad_norm,
-        "learning_rate": outcome.optimizer.learning_rate,
-        "entropy": tokens.entropy,
-        "ess": tokens.ess,
-        "ess_by_lag": {label: bucket.ess for label, bucket in tokens.by_lag.items()},
-        "clip_fraction": tokens.clip_fraction,
-        "clip_fraction_by_lag": {label: bucket.clip_fraction for label, bucket in tokens.by_lag.items()},
-        "mask_fraction": tokens.mask_fraction,
-        "mismatch_kl": tokens.mismatch_kl,
-        "reference_kl": tokens.reference_kl if recipe.algorithm.kl_coefficient > 0 else None,
-        "value_loss": tokens.value_loss,
-        "explained_variance": tokens.explained_variance,
-        "log_weight_abs_max": tokens.log_weight_abs_max,
-        "lag": {"mean": tokens.lag_mean, "p95": tokens.lag_p95, "max": tokens.lag_max},
-        "lag_histogram": tokens.lag_histogram if applied else {},
-        "advantage_abs_mean": outcome.advantage_abs_mean,
-        "sequences_trained": tokens.sequences if applied else 0,
-        "tokens_trained": trained,
-        "tokens_computed": tokens.tokens,
-        "microbatches": tokens.microbatches,
-        "packing_fill": tokens.packing_fill,
-        "tokens_per_s": {
-            "trained": trained / seconds if seconds > 0 else None,
-            "computed": tokens.tokens / seconds if seconds > 0 else None,
-        },
-        "mfu": mfu(outcome.flops, seconds, num_devices, peak_flops),
+        "tokens_per_s": {kind: count / seconds if seconds > 0 else None for kind, count in tokens.items()},
+        "mfu": mfu(flops, seconds, num_devices, peak_flops),
         "memory_peak_gib": outcome.memory_peak_bytes / 1024**3,
-        "imbalance": outcome.imbalance,
         "compute_s": dict(outcome.phases_s),
     }

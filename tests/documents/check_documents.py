@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +132,21 @@ def undescribed(keys: Iterator[str] | set[str], section: str) -> list[str]:
 
 def figures_of_a_step() -> dict[str, Any]:
     """What the learner and the loop hand to the report, of two tokens of lag 0 and 1."""
-    from services.trainer.learn.metrics import LagBucketMetrics, TokenMetrics
-    from services.trainer.learn.optimizer import OptimizerReport
-    from services.trainer.learn.step import StepOutcome
-    from services.trainer.policy_trainer import step_figures
+    import numpy as np
 
-    numbers: dict[str, Any] = {field.name: 1 for field in fields(TokenMetrics)}
-    buckets = {"0": LagBucketMetrics(1, 1.0, 0.0), "1": LagBucketMetrics(1, 1.0, 0.0)}
-    tokens = TokenMetrics(**numbers | {"lag_histogram": {0: 1, 1: 1}, "by_lag": buckets})
-    outcome = StepOutcome(1, OptimizerReport(1e-4, 1.0, ""), tokens, 0.5, {"plan": 1.0})
+    from services.trainer.learn.batch import host_microbatch
+    from services.trainer.learn.loss import BatchTotals
+    from services.trainer.learn.metrics import token_figures
+    from services.trainer.learn.step import StepOutcome
+    from services.trainer.policy_trainer import throughput
+
+    batch = host_microbatch([make_sequence(make_group(), 0)], np.ones(1), 1, "batch", BatchTotals(1, 2))
+    values = np.zeros((5, len(batch.targets)), dtype=np.float32)
+    told = {"learning_rate": 1e-4, "grad_norm": 1.0, "skipped": "", "advantage_abs_mean": 0.5, "imbalance": 0.0}
+    outcome = StepOutcome(token_figures(values, np.zeros(3), [batch], 8) | told, {"plan": 1.0}, 1, {})
     return {
-        **step_figures(outcome, make_recipe(), 1.0, num_devices=1, peak_flops=None),
+        **outcome.metrics,
+        **throughput(outcome, 1.0, 1.0, num_devices=1, peak_flops=None),
         "idle_s": 0.2,
         "step": 1,
         "policy_version": 1,

@@ -19,7 +19,7 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
-from services.trainer.learn.optimizer import PolicyOptimizer
+from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
 
@@ -127,8 +127,8 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 class GradientsKept(PolicyOptimizer):
     """Steps nothing, so that a test can read what a step would have used."""
 
-    def step(self, loss: float) -> Any:
-        return None
+    def step(self, loss: float) -> OptimizerReport:
+        return OptimizerReport(0.0, 0.0, "")
 
 
 def packed_gradients(

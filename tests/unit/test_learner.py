@@ -250,19 +250,19 @@ def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
     fresh = replace(fresh, spans=(VersionSpan(5, 0, 6),))
     behaviour = old.behaviour_logprobs - np.log(np.array([1, 9, 1, 9], dtype=np.float32))
     old = replace(old, behaviour_logprobs=behaviour, spans=(VersionSpan(2, 0, 4),))
-    metrics = Learner(policy, AlgorithmConfig(clamp=5.0), TrainerConfig()).train_step([group_of([fresh, old])], 5)
-    by_lag = metrics.metrics["by_lag"]
-    assert list(by_lag) == ["0", "3-4"]
-    assert by_lag["0"]["ess"] == pytest.approx(1.0, abs=1e-5)
-    assert by_lag["3-4"]["ess"] == pytest.approx(20**2 / (4 * 164), abs=1e-4)
-    assert (by_lag["0"]["clip_fraction"], by_lag["3-4"]["clip_fraction"]) == (0.0, 0.5)
-    tokens = metrics.tokens
-    assert tokens.ess == pytest.approx(26**2 / (10 * (6 + 164)), abs=1e-4)
-    assert tokens.clip_fraction == pytest.approx(0.2)
-    assert tokens.mismatch_kl == pytest.approx(0.0, abs=1e-6)
-    assert tokens.log_weight_abs_max == pytest.approx(math.log(9), abs=1e-3)
-    assert (tokens.lag_mean, tokens.lag_max, tokens.lag_histogram) == (pytest.approx(1.2), 3, {0: 6, 3: 4})
-    assert (tokens.sequences, tokens.completion_tokens, tokens.tokens) == (2, 10, 15)
+    learner = Learner(policy, AlgorithmConfig(clamp=5.0), TrainerConfig())
+    metrics = learner.train_step([group_of([fresh, old])], 5).metrics
+    assert list(metrics["ess_by_lag"]) == ["0", "3-4"]
+    assert metrics["ess_by_lag"]["0"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ess_by_lag"]["3-4"] == pytest.approx(20**2 / (4 * 164), abs=1e-4)
+    assert metrics["clip_fraction_by_lag"] == {"0": 0.0, "3-4": 0.5}
+    assert metrics["ess"] == pytest.approx(26**2 / (10 * (6 + 164)), abs=1e-4)
+    assert metrics["clip_fraction"] == pytest.approx(0.2)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["log_weight_abs_max"] == pytest.approx(math.log(9), abs=1e-3)
+    assert metrics["lag"] == {"mean": pytest.approx(1.2), "p95": 3.0, "max": 3}
+    assert metrics["lag_histogram"] == {0: 6, 3: 4}
+    assert (metrics["sequences_trained"], metrics["tokens_trained"], metrics["tokens_computed"]) == (2, 10, 15)
 
 
 def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
@@ -274,9 +274,9 @@ def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
 
     def metrics(mask: str) -> tuple[float, float]:
         learner = Learner(policy, AlgorithmConfig(clamp=5.0, mask=mask), TrainerConfig(learning_rate=1e-9))
-        tokens = learner.train_step([group], 0).tokens
-        assert tokens.ess == pytest.approx(26**2 / (10 * (8 + 2 * 81)), abs=1e-4)
-        return tokens.mask_fraction, tokens.clip_fraction
+        tokens = learner.train_step([group], 0).metrics
+        assert tokens["ess"] == pytest.approx(26**2 / (10 * (8 + 2 * 81)), abs=1e-4)
+        return tokens["mask_fraction"], tokens["clip_fraction"]
 
     assert metrics("none") == pytest.approx((0.0, 0.2))
     assert metrics("icepop") == pytest.approx((0.2, 0.0))
@@ -288,8 +288,9 @@ def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fil
     learner = Learner(
         wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget)
     )
-    tokens = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3).tokens
-    assert (tokens.tokens, tokens.microbatches, tokens.packing_fill) == (30, microbatches, pytest.approx(fill))
+    metrics = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3).metrics
+    assert (metrics["tokens_computed"], metrics["microbatches"]) == (30, microbatches)
+    assert metrics["packing_fill"] == pytest.approx(fill)
 
 
 def test_lags_follow_the_spans_of_a_sequence() -> None:
@@ -337,6 +338,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(bad: float) -> None:
     outcome = learner.train_step([TrainingGroup(sequences, np.array([bad, 1, 1, 1, 1, 1]))], version=0)
     assert not outcome.applied
     assert outcome.metrics["skipped"] == "loss not finite"
+    trained = ("sequences_trained", "tokens_trained", "lag_histogram")
+    assert [outcome.metrics[name] for name in trained] == [0, 0, {}]
     assert all(torch.equal(before[name], value) for name, value in policy.model.state_dict().items())
     assert learner.optimizer.steps_taken == 0
     assert learner.train_step([group_of(list(sequences))], version=0).applied

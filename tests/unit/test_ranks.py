@@ -119,10 +119,17 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             np.testing.assert_allclose(right[name], values, rtol=1e-5, atol=atol, err_msg=name)
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "policy_loss", "value_loss"):
+        for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "value_loss"):
             assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5, nan_ok=True), key
         assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
-        for key in ("sequences", "completion_tokens", "tokens", "lag_histogram", "learning_rate", "skipped"):
+        for key in (
+            "sequences_trained",
+            "tokens_trained",
+            "tokens_computed",
+            "lag_histogram",
+            "learning_rate",
+            "skipped",
+        ):
             assert right[key] == left[key], key
         assert set(right["sampled"]) == set(left["sampled"]) == {"g.0", "g.1"}
         for key, weights in left["sampled"].items():

@@ -77,7 +77,7 @@ def test_two_ranks_of_both_loops_run_to_their_end() -> None:
     assert found["pairs"] == 2
     assert found["by_one_rank"] > 0
     assert found["ratio"] > 0
-    assert found["metrics"]["sequences"] == 16
+    assert found["metrics"]["sequences_trained"] == 16
     assert found["metrics"]["skipped"] == ""
 
 

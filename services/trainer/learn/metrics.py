@@ -9,7 +9,7 @@ them. Not here: rewards, throughput, names in Prometheus.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,55 +60,6 @@ LARGEST_LOG_WEIGHT = 80.0
 """Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""
 
 
-@dataclass(frozen=True)
-class LagBucketMetrics:
-    """Of the completion tokens of one lag bucket."""
-
-    tokens: int
-    ess: float
-    clip_fraction: float
-
-
-@dataclass(frozen=True)
-class TokenMetrics:
-    """Of all completion tokens of one optimizer step. Fields are None where no token could tell."""
-
-    loss: float
-    policy_loss: float
-    reference_kl: float
-    """Weighted like the loss; 0 without a reference."""
-    value_loss: float | None
-    """Weighted like the loss, before its coefficient; None without a value head."""
-    explained_variance: float | None
-    """1 − Var(R − v) / Var(R) over tokens: 1 for a perfect learned baseline, 0 for a constant one; None without a value head,
-    or where all returns are equal."""
-    ess: float | None
-    entropy: float | None
-    """Mean, nats."""
-    clip_fraction: float
-    mask_fraction: float
-    """Share of tokens that `algorithm.mask` left out of the policy loss."""
-    mismatch_kl: float | None
-    """Mean k3 estimate of KL(μ ‖ π) over sampled tokens of lag 0, nats: numerics and stale KV, no policy change."""
-    log_weight_abs_max: float | None
-    """max |log w|, nats."""
-    weight_mean: float | None
-    """Mean w; 1 in expectation when tokens were sampled by what μ says."""
-    lag_mean: float
-    lag_p95: float
-    lag_max: int
-    lag_histogram: dict[int, int]
-    """Tokens by lag."""
-    by_lag: dict[str, LagBucketMetrics]
-    sequences: int
-    completion_tokens: int
-    tokens: int
-    """Prompt and completion tokens that went through the model."""
-    microbatches: int
-    packing_fill: float
-    """`tokens` / (micro-batches × token budget); low for a batch smaller than the budget."""
-
-
 class StepCollector:
     """Collects the micro-batches of one rank's share of an optimizer step: `add` each, then read."""
 
@@ -122,11 +73,10 @@ class StepCollector:
         if values is not None:
             rows.append(values.detach())
         self._per_token.append(torch.stack(rows))
-        scalars = (output.loss.detach(), output.policy_loss, output.reference_kl, output.value_loss)
-        self._scalars.append(torch.stack(scalars))
+        self._scalars.append(torch.stack((output.loss.detach(), output.reference_kl, output.value_loss)))
 
     def totals(self) -> Tensor:
-        """float64[4] on the device: loss, policy loss, KL to the reference, value loss; sums over micro-batches."""
+        """float64[3] on the device: loss, KL to the reference, value loss; sums over micro-batches."""
         return torch.stack(self._scalars).double().sum(0)
 
     def values(self) -> NDArray[np.float32]:
@@ -135,43 +85,49 @@ class StepCollector:
         return torch.cat(self._per_token, dim=1).float().cpu().numpy()
 
 
-def token_metrics(
-    values: NDArray[np.float32], totals: NDArray[np.float64], batches: list[HostMicroBatch], budget: int
-) -> TokenMetrics:
-    """Of one optimizer step: `values` of all ranks, `totals` of the step, and its `batches` in the order of `values`.
+def token_figures(
+    values: NDArray[np.float32],
+    totals: NDArray[np.float64],
+    batches: list[HostMicroBatch],
+    budget: int,
+    *,
+    applied: bool = True,
+) -> dict[str, Any]:
+    """Of all completion tokens of one optimizer step, under the names of metrics.jsonl (docs/run-directory.md); None where no
+    token could tell. A step that was not `applied` trained on nothing.
 
-    `budget`: tokens of a micro-batch at most.
+    `values` of all ranks, `totals` of the step, its `batches` in the order of `values`; `budget`: tokens of a micro-batch at
+    most.
     """
     log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
-    loss, policy_loss, reference_kl, value_loss = totals.tolist()
+    loss, reference_kl, value_loss = totals.tolist()
     returns = np.concatenate([batch.advantages for batch in batches])
     lags = np.concatenate([batch.lags for batch in batches])
     loads = [batch.num_tokens for batch in batches if batch.num_sequences]
     usable = bool(np.isfinite(log_weights).all())
-    return TokenMetrics(
-        loss=loss,
-        policy_loss=policy_loss,
-        reference_kl=reference_kl,
-        value_loss=value_loss if baseline else None,
-        explained_variance=explained_variance(baseline[0], returns) if baseline else None,
-        ess=EssSums.of(log_weights).ratio if usable else None,
-        entropy=_mean(entropy),
-        clip_fraction=float(clipped.mean()),
-        mask_fraction=float(masked.mean()),
-        mismatch_kl=_mean(_k3(log_weights[lags == 0])) if usable else None,
-        log_weight_abs_max=float(np.abs(log_weights).max()) if usable else None,
-        weight_mean=_mean(np.exp(np.minimum(log_weights, LARGEST_LOG_WEIGHT))) if usable else None,
-        lag_mean=float(lags.mean()),
-        lag_p95=float(np.percentile(lags, 95)),
-        lag_max=int(lags.max()),
-        lag_histogram=_histogram(lags),
-        by_lag=_by_lag(log_weights, clipped, lags) if usable else {},
-        sequences=sum(batch.num_sequences for batch in batches),
-        completion_tokens=len(lags),
-        tokens=sum(loads),
-        microbatches=len(loads),
-        packing_fill=sum(loads) / (len(loads) * budget),
-    )
+    by_lag = ess_by_lag(log_weights, lags) if usable else {}
+    buckets = lag_bucket(lags)
+    return {
+        "loss": loss,
+        "entropy": _mean(entropy),
+        "ess": EssSums.of(log_weights).ratio if usable else None,
+        "ess_by_lag": {label: sums.ratio or 0.0 for label, sums in by_lag.items()},
+        "clip_fraction": float(clipped.mean()),
+        "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
+        "mask_fraction": float(masked.mean()),
+        "mismatch_kl": _mean(_k3(log_weights[lags == 0])) if usable else None,
+        "reference_kl": reference_kl,
+        "value_loss": value_loss if baseline else None,
+        "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
+        "log_weight_abs_max": float(np.abs(log_weights).max()) if usable else None,
+        "lag": {"mean": float(lags.mean()), "p95": float(np.percentile(lags, 95)), "max": int(lags.max())},
+        "lag_histogram": _histogram(lags) if applied else {},
+        "sequences_trained": sum(batch.num_sequences for batch in batches) if applied else 0,
+        "tokens_trained": len(lags) if applied else 0,
+        "tokens_computed": sum(loads),
+        "microbatches": len(loads),
+        "packing_fill": sum(loads) / (len(loads) * budget),
+    }
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
@@ -192,13 +148,3 @@ def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 def _histogram(lags: NDArray[np.int64]) -> dict[int, int]:
     values, counts = np.unique(lags, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
-def _by_lag(
-    log_weights: NDArray[np.float64], clipped: NDArray[np.float64], lags: NDArray[np.int64]
-) -> dict[str, LagBucketMetrics]:
-    buckets, result = lag_bucket(lags), {}
-    for label, sums in ess_by_lag(log_weights, lags).items():
-        inside = buckets == LAG_BUCKETS.index(label)
-        result[label] = LagBucketMetrics(sums.count, sums.ratio or 0.0, float(clipped[inside].mean()))
-    return result

@@ -25,7 +25,7 @@ from services.trainer.learn.batch import HostMicroBatch, MicroBatch, TrainingGro
 from services.trainer.learn.lora import adapter_weights, served_weights, whole_parameters
 from services.trainer.learn.loss import BatchTotals, LossInputs, Normalization, compute_loss
 from services.trainer.learn.meter import PhaseTimer, StepMeter, mark_for, training_flops
-from services.trainer.learn.metrics import StepCollector, TokenMetrics, sampled_places, sampled_weights, token_metrics
+from services.trainer.learn.metrics import StepCollector, sampled_places, sampled_weights, token_figures
 from services.trainer.learn.model import initial_policy
 from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
@@ -148,43 +148,23 @@ class ShareResult:
     """Seconds by phase, of this rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepOutcome:
     """What one optimizer step did."""
 
-    version: int
-    """Policy version that the gradient was taken at."""
-    optimizer: OptimizerReport
-    tokens: TokenMetrics
-    advantage_abs_mean: float
-    """Over sequences; 0 means that no group told anything."""
-    phases_s: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any]
+    """Of the step's data and weights, under the names of metrics.jsonl; alike on any machine."""
+    phases_s: Mapping[str, float]
     """Seconds in `plan`, `build` (both beside the step before), `to_device`, `forward_backward`, `totals`, `optimizer`."""
-    imbalance: float = 0.0
-    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
-    flops: float = 0.0
-    """Model FLOPs of the step, over all ranks."""
-    memory_peak_bytes: int = 0
+    memory_peak_bytes: int
     """Of the rank that needed most."""
-    sampled_weights: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    sampled_weights: Mapping[str, NDArray[np.float64]]
     """Importance weights of the completion tokens of sequences that people get to see, by id; unclamped."""
 
     @property
     def applied(self) -> bool:
         """Whether weights changed, so that there is a version + 1."""
-        return not self.optimizer.skipped
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Everything, JSON-able."""
-        return {
-            **asdict(self.tokens),
-            "learning_rate": self.optimizer.learning_rate,
-            "grad_norm": self.optimizer.grad_norm,
-            "skipped": self.optimizer.skipped,
-            "advantage_abs_mean": self.advantage_abs_mean,
-            "imbalance": self.imbalance,
-        }
+        return not self.metrics["skipped"]
 
 
 class Learner:
@@ -262,15 +242,14 @@ class Learner:
     def outcome(self, prepared: PreparedStep, results: list[ShareResult]) -> StepOutcome:
         """What the step did, from `results` of each share of `prepared`, in their order."""
         values = np.concatenate([result.values for result in results], axis=1)
-        budget = self.trainer.tokens_per_microbatch
+        report, budget = results[0].report, self.trainer.tokens_per_microbatch
+        tokens = token_figures(values, results[0].totals, prepared.batches, budget, applied=not report.skipped)
+        if self.reference is None:
+            tokens["reference_kl"] = None
+        of_batch = {"advantage_abs_mean": prepared.advantage_abs_mean, "imbalance": prepared.imbalance}
         return StepOutcome(
-            version=prepared.version,
-            optimizer=results[0].report,
-            tokens=token_metrics(values, results[0].totals, prepared.batches, budget),
-            advantage_abs_mean=prepared.advantage_abs_mean,
+            metrics={**tokens, **asdict(report), **of_batch},
             phases_s={**prepared.phases_s, **results[0].phases_s},
-            imbalance=prepared.imbalance,
-            flops=prepared.flops,
             memory_peak_bytes=max(result.memory_peak_bytes for result in results),
             sampled_weights=sampled_weights(prepared.sampled, values[0]),
         )
