@@ -112,13 +112,6 @@ class Pod:
 
 
 @dataclass(frozen=True)
-class PodList:
-    pods: tuple[Pod, ...]
-    resource_version: str
-    """Where a watch goes on from."""
-
-
-@dataclass(frozen=True)
 class PodChange:
     """One event of a watch. `pod` None: a bookmark, which only says how far the watch has come."""
 
@@ -173,11 +166,10 @@ class KubeClient:
             if error.status != 409:
                 raise
 
-    async def list_pods(self, selector: str) -> PodList:
-        """Raises `KubeError`."""
+    async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
+        """The pods, and the resource version where a watch goes on from. Raises `KubeError`."""
         raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
-        pods = tuple(Pod.from_json(item) for item in raw.get("items") or ())
-        return PodList(pods, _resource_version(raw))
+        return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:

@@ -98,10 +98,10 @@ class PodWatch:
         while True:
             try:
                 if not self._resource_version:
-                    listing = await self._client.list_pods(self._selector)
-                    for end in self._known.listed(listing.pods):
+                    pods, version = await self._client.list_pods(self._selector)
+                    for end in self._known.listed(pods):
                         self._on_end(end)
-                    self._resource_version = listing.resource_version
+                    self._resource_version = version
                 await self._watch()
             except KubeError as error:
                 self._failures += 1

@@ -75,9 +75,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
     Raises `FieldError` when `port` cannot be listened on; 0 is any free one.
     """
-    readiness = Readiness()
-    readiness.set_ready()
-    app = health_app(readiness, registry)
+    app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
     def targets() -> list[Target]:

@@ -23,13 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.service.address import host_port
-from pipelinerl.service.tls import (
-    CA,
-    CERTIFICATE,
-    Certificates,
-    RenewedCertificates,
-    read_certificates,
-)
+from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, RenewedCertificates, read_certificates
 
 log = logging.getLogger(__name__)
 
@@ -82,45 +76,35 @@ class ErrorBoundary(aio.ServerInterceptor):
 def _guarded(handler: Any, method: str) -> Any:
     name, make = _KINDS[handler.request_streaming, handler.response_streaming]
     behaviour = getattr(handler, name)
-    if inspect.isasyncgenfunction(behaviour):
-        behaviour = _guarded_stream(behaviour, method)
-    elif inspect.iscoroutinefunction(behaviour):
-        behaviour = _guarded_call(behaviour, method)
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
-
-def _guarded_call(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: aio.ServicerContext) -> Any:
-        try:
+        async with _errors_answered(context, method):
             return await behaviour(request, context)
-        except aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the RPC boundary
-            return await _abort(context, method, error)
 
-    return call
-
-
-def _guarded_stream(
-    behaviour: Callable[..., AsyncIterator[Any]], method: str
-) -> Callable[[Any, aio.ServicerContext], AsyncIterator[Any]]:
     async def stream(request: Any, context: aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
+        async with _errors_answered(context, method):
             async for response in behaviour(request, context):
                 yield response
-        except aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the RPC boundary
-            await _abort(context, method, error)
 
-    return stream
+    guarded = behaviour
+    if inspect.isasyncgenfunction(behaviour):
+        guarded = stream
+    elif inspect.iscoroutinefunction(behaviour):
+        guarded = call
+    return make(guarded, handler.request_deserializer, handler.response_serializer)
 
 
-async def _abort(context: aio.ServicerContext, method: str, error: Exception) -> None:
-    if isinstance(error, UserError):
+@asynccontextmanager
+async def _errors_answered(context: aio.ServicerContext, method: str) -> AsyncIterator[None]:
+    try:
+        yield
+    except aio.AbortError:
+        raise
+    except UserError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_DETAILS_CHARACTERS])
-    log.error("%s failed", method, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_DETAILS_CHARACTERS])
+    except Exception as error:
+        log.exception("%s failed", method)
+        await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_DETAILS_CHARACTERS])
 
 
 @dataclass(frozen=True)
@@ -205,13 +189,11 @@ class RenewedChannel:
         name_override: str = "",
         options: Options = (),
         *,
-        look_every_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look_every_s`: default LOOK_EVERY_S. Raises `FieldError` on `tls_dir` when its files cannot be used."""
+        """Raises `FieldError` on `tls_dir` when its files cannot be used."""
         self._target, self._name, self._options = target, name_override, options
         self._files = RenewedCertificates(tls_dir, "client") if tls_dir is not None else None
-        self._look_every_s = LOOK_EVERY_S if look_every_s is None else look_every_s
         self._clock = clock
         self._looked_at = clock()
         self._channel = self._opened()
@@ -219,7 +201,7 @@ class RenewedChannel:
 
     def current(self) -> aio.Channel:
         """The channel for the next call."""
-        if self._files is not None and self._clock() - self._looked_at >= self._look_every_s:
+        if self._files is not None and self._clock() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = self._clock()
             if self._files.renew():
                 ending = asyncio.ensure_future(self._channel.close(_ENDED_WITHIN_S))

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
@@ -31,24 +32,12 @@ MARK_EVERY_S = 0.25
 """How often a watched loop shows that it runs."""
 
 
+@dataclass
 class Readiness:
-    """Starts not ready. Read and written from any thread: one attribute, replaced whole."""
+    """Whether a process can do its work. Read and written from any thread: one attribute, replaced whole."""
 
-    def __init__(self, reason: str = "starting") -> None:
-        assert reason, "a process that is not ready says why"
-        self._reason = reason
-
-    @property
-    def reason(self) -> str:
-        """Why it is not ready; empty when it is."""
-        return self._reason
-
-    def set_ready(self) -> None:
-        self._reason = ""
-
-    def set_not_ready(self, reason: str) -> None:
-        assert reason, "a process that is not ready says why"
-        self._reason = reason
+    reason: str = "starting"
+    """Why it is not ready; empty when it is."""
 
 
 class LoopWatch:

@@ -87,6 +87,10 @@ class Reading(Collector):
         yield family
 
 
+Labels = Mapping[str, Sequence[str] | str]
+"""Of each label its values; where they are not known beforehand, what they are."""
+
+
 @dataclass(frozen=True)
 class Family:
     """What one exported metric is, for its reference."""
@@ -97,8 +101,7 @@ class Family:
     """`gauge`, `counter` or `histogram`."""
     text: str
     unit: str
-    labels: Mapping[str, Sequence[str] | str]
-    """Of each label its values; where they are not known beforehand, what they are."""
+    labels: Labels
     buckets: Sequence[float] = ()
     """Upper edges of a histogram's, inclusive, without the last one, which has none."""
 
@@ -126,9 +129,6 @@ class RunRegistry(CollectorRegistry):
             yield labelled
 
 
-Labels = Mapping[str, Sequence[str] | str]
-"""As in `Family.labels`."""
-
 UNITS = {
     "per_second": "per second",
     "timestamp_seconds": "seconds since 1970 (UTC)",
@@ -142,6 +142,7 @@ UNITS = {
 """What the end of a metric's name says of its unit."""
 
 _Made = TypeVar("_Made", Counter, Histogram)
+_Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
@@ -156,16 +157,11 @@ class MetricSet:
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
-        """A gauge without a series until it has a value, or one that is read when scraped; of one label at most."""
-        full = self._describe(name, "gauge", text, labels, unit)
-        reading = Reading(full, text, "".join(labels or ()))
-        self._registry.register(reading)
-        return reading
-
-    def count(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
-        """The same as a counter: something else counts. `name` ends with `_total`."""
-        full = self._describe(name, "counter", text, labels, unit)
-        reading = Reading(full, text, "".join(labels or ()), "counter")
+        """A gauge, or a counter if `name` ends with `_total`, that has no series until it has a value, or is read when
+        scraped; of one label at most."""
+        kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
+        full = self._describe(name, kind, text, labels, unit)
+        reading = Reading(full, text, "".join(labels or ()), kind)
         self._registry.register(reading)
         return reading
 
@@ -183,14 +179,12 @@ class MetricSet:
         return _with_series(made, labels)
 
     def histogram_of(
-        self, name: str, text: str, buckets: Sequence[float], collector: Collector, *, unit: str = ""
-    ) -> None:
-        """One that `collector` yields under the full name."""
-        self._describe(name, "histogram", text, None, unit, buckets)
+        self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector], *, unit: str = ""
+    ) -> _Collector:
+        """One that a collector yields under the full name, with which `make` makes it."""
+        collector = make(self._describe(name, "histogram", text, None, unit, buckets))
         self._registry.register(collector)
-
-    def full_name(self, name: str) -> str:
-        return f"{self._prefix}_{name}"
+        return collector
 
     def _describe(
         self, name: str, kind: str, text: str, labels: Labels | None, unit: str, buckets: Sequence[float] = ()
@@ -199,7 +193,7 @@ class MetricSet:
         stem = name.removesuffix("_total")
         unit = unit or next((words for end, words in UNITS.items() if stem == end or stem.endswith(f"_{end}")), "")
         assert unit, f"{name}: its unit is neither in the name nor given"
-        full = self.full_name(name)
+        full = f"{self._prefix}_{name}"
         if isinstance(self._registry, RunRegistry):
             self._registry.families.append(Family(full, kind, text, unit, dict(labels or {}), tuple(buckets)))
         return full

@@ -77,7 +77,7 @@ async def serve(
                 bind_host=settings.advertise_host,
             )
         )
-        readiness.set_not_ready("waiting for NATS")
+        readiness.reason = "waiting for NATS"
 
         def connected() -> Awaitable[Bus]:
             return stack.enter_async_context(
@@ -213,7 +213,7 @@ class Actor:
                 others = [tasks.create_task(part) for part in beside]
                 await self._stop.wait()
                 self._gate.drain()
-                readiness.set_not_ready("draining")
+                readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
                 await self._generation.interrupt(INTERRUPT_S)
                 try:
@@ -235,11 +235,7 @@ class Actor:
         """Keeps /readyz and the log lines' policy version true, and notices a dead engine."""
         while True:
             await self._engine.check_health()
-            reason = self._gate.reason
-            if reason:
-                readiness.set_not_ready(reason)
-            else:
-                readiness.set_ready()
+            readiness.reason = self._gate.reason
             served = self._gate.served
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)

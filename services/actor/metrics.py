@@ -83,7 +83,7 @@ class ActorMetrics:
         self.generated_tokens = metrics.counter(
             "generated_tokens_total", "Completion tokens sampled here, whether their sequence finished or not."
         )
-        self._busy_seconds = metrics.count("busy_seconds_total", "Time with at least one sequence in progress.")
+        self._busy_seconds = metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.")
         self._busy_seconds.read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",

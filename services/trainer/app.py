@@ -60,7 +60,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
-        readiness.set_not_ready("waiting for NATS")
+        readiness.reason = "waiting for NATS"
 
         nats = functools.partial(
             connect,
@@ -88,7 +88,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
             serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)
         )
         await server.set_serving(True)
-        readiness.set_ready()
+        readiness.reason = ""
         if settings.address_file:
             host = settings.advertise_host
             address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())

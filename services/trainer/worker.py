@@ -95,7 +95,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
             # Not printed as rank 0 prints its own: as a rule it is the same, but not for a node's own folder.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)
             sys.exit(EXIT_USER_ERROR)
-        readiness.set_ready()
+        readiness.reason = ""
         worker_loop(learner, count)
         leave_ranks()
 

@@ -131,7 +131,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     metrics.begin(recipe.task.name)
 
     def on_workers(num_up: int) -> None:
-        readiness.set_ready() if num_up else readiness.set_not_ready("no reward worker is up")
+        readiness.reason = "" if num_up else "no reward worker is up"
 
     def register(server: aio.Server) -> None:
         servicer = VerifierServicer(recipe.task.name, pool, metrics)
@@ -157,4 +157,4 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
             address = ServiceAddress(host_port(host, grpc_server.port), host_port(host, http_port), os.getpid())
             write_address(settings.address_file, address)
         await stop.wait()
-        readiness.set_not_ready("stopping")
+        readiness.reason = "stopping"

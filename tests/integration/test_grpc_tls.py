@@ -182,7 +182,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
     server_files, client_files = files("server", HOST), files("client", "caller")
     first, servicer, now = serial_of(client_files / "tls.crt"), Answering(), 0.0
     async with serving(server_files, servicer) as server:
-        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, look_every_s=5.0, clock=lambda: now)
+        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, clock=lambda: now)
 
         async def call() -> None:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel.current())

@@ -42,8 +42,8 @@ async def test_each_service_may_do_what_it_calls_and_nothing_else(
     """The rights of the two tokens are the exported permissions."""
     api.add_pod("a")
     await actor.annotate_pod("a", "", {"x": "1"})
-    listing = await trainer.list_pods(SELECTOR)
-    async with trainer.watch_pods(SELECTOR, listing.resource_version):
+    _, version = await trainer.list_pods(SELECTOR)
+    async with trainer.watch_pods(SELECTOR, version):
         await trainer.create_event({"metadata": {"name": "e"}, "involvedObject": {"namespace": NAMESPACE}})
     assert set(api.calls) == ACTOR | TRAINER
     assert frozenset() == ACTOR & TRAINER
@@ -88,8 +88,8 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(
         with pytest.raises(KubeError, match="does not accept the ServiceAccount's token"):
             await client.list_pods(SELECTOR)
         (folder / "token").write_text("second-token")
-        listing = await client.list_pods(SELECTOR)
-        async with client.watch_pods(SELECTOR, listing.resource_version):
+        _, version = await client.list_pods(SELECTOR)
+        async with client.watch_pods(SELECTOR, version):
             assert api.refused == [401, 401, 401]
 
 

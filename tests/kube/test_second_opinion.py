@@ -41,7 +41,7 @@ async def test_pods_are_listed_watched_and_annotated(
     pod = {"metadata": {"name": "a", "namespace": NAMESPACE, "uid": "u1"}, "status": {"phase": "Running"}}
     server.objects["v1/pods", NAMESPACE, "a"] = pod
     async with kube_client(account("any")) as client:
-        (listed,) = (await client.list_pods(SELECTOR)).pods
+        (listed,), _ = await client.list_pods(SELECTOR)
         async with client.watch_pods(SELECTOR, "1") as changes:
             assert (await anext(changes)).kind == "ADDED"
             await client.annotate_pod("a", "u1", {"cost": "7"})

@@ -124,9 +124,9 @@ async def test_health_readiness_and_metrics(own_thread: bool) -> None:
     async with serve_http(health_app(readiness, registry), HOST, 0, own_thread=own_thread) as port:
         assert await fetch(port, "/healthz") == (200, "ok\n")
         assert await fetch(port, "/readyz") == (503, "loading the model\n")
-        readiness.set_ready()
+        readiness.reason = ""
         assert await fetch(port, "/readyz") == (200, "ready\n")
-        readiness.set_not_ready("draining")
+        readiness.reason = "draining"
         assert await fetch(port, "/readyz") == (503, "draining\n")
         status, text = await fetch(port, "/metrics")
         assert status == 200

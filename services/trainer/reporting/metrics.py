@@ -202,12 +202,12 @@ class OutcomeMetrics:
         self._stale = metrics.reading(
             "dropped_stale_sequences", "Sequences too old when their turn came, by reason.", {"reason": STALE_REASONS}
         )
-        self._tokens = metrics.count(
+        self._tokens = metrics.reading(
             "tokens_total",
             "Completion tokens by what became of their sequence, since this start.",
             {"outcome": OUTCOMES},
         )
-        self._arrived = metrics.count(
+        self._arrived = metrics.reading(
             "tokens_arrived_total", "Completion tokens that reached the trainer, since this start.", unit="tokens"
         )
         self._bad = metrics.reading(
@@ -385,8 +385,7 @@ class TokenLagMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
-        self._histogram = TokenLagHistogram(metrics.full_name(name))
-        metrics.histogram_of(name, text, LAG_EDGES, self._histogram)
+        self._histogram = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
         self._max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         self.bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
 
