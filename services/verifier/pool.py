@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.metrics import VerifierMetrics
@@ -138,16 +139,16 @@ class JobQueue:
 async def run_pool(
     setup: WorkerSetup,
     metrics: VerifierMetrics,
+    readiness: Readiness,
     *,
     workers: int,
     max_queue: int,
-    on_workers: Callable[[int], None] = lambda num_workers: None,
 ) -> AsyncIterator[RewardPool]:
-    """Starts the workers, and ends them with all they started. `on_workers(n)` is told how many are up.
+    """Starts the workers, and ends them with all they started. `readiness` follows whether one is up.
 
     Raises `UserError` when the recipe's reward does not exist, `ServiceError` when a worker does not come up at first.
     """
-    pool = RewardPool(setup, metrics, num_workers=workers, max_queue=max_queue, on_workers=on_workers)
+    pool = RewardPool(setup, metrics, readiness, workers, max_queue)
     starts = await asyncio.gather(*(start_worker(setup) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
@@ -167,32 +168,19 @@ class RewardPool:
     """Made by `run_pool`."""
 
     def __init__(
-        self,
-        setup: WorkerSetup,
-        metrics: VerifierMetrics,
-        *,
-        num_workers: int,
-        max_queue: int,
-        on_workers: Callable[[int], None],
+        self, setup: WorkerSetup, metrics: VerifierMetrics, readiness: Readiness, num_workers: int, max_queue: int
     ) -> None:
-        self._setup, self._metrics, self._num_workers = setup, metrics, num_workers
+        self._setup, self._metrics, self._readiness, self._num_workers = setup, metrics, readiness, num_workers
         self._timeout_s = setup.reward.timeout_s
+        self.max_queue = max_queue
         self._queue = JobQueue(max_queue)
-        self._on_workers = on_workers
         self._up = 0
         self._item_s: float | None = None
         metrics.queue_items.set_function(lambda: len(self._queue))
         metrics.queue_capacity.set(max_queue)
 
-    @property
-    def capacity(self) -> int:
-        """Items that may wait."""
-        return self._queue.capacity
-
     async def score(
-        self,
-        items: Sequence[verifier_pb2.VerifyItem],
-        on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
+        self, items: Sequence[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
         """One result for each item, in order; `on_result` gets each as it comes. Raises `QueueFull`.
 
@@ -221,7 +209,7 @@ class RewardPool:
     def _count_up(self, change: int) -> None:
         self._up += change
         self._metrics.workers.set(self._up)
-        self._on_workers(self._up)
+        self._readiness.reason = "" if self._up else "no reward worker is up"
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Chunk after chunk until the worker is lost; what ended it."""
@@ -241,13 +229,9 @@ class RewardPool:
         take = asyncio.create_task(self._queue.take(self._num_workers, max(most, 1)))
         try:
             await asyncio.wait((take, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
+            return take.result() if take.done() else None
+        finally:
             take.cancel()
-            raise
-        if take.done():
-            return take.result()
-        take.cancel()
-        return None
 
     async def _score_chunk(self, worker: WorkerProcess, chunk: Sequence[Job]) -> Loss | None:
         """Resolves the chunk's jobs, or puts them back; None when the worker can go on."""

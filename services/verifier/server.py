@@ -101,8 +101,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def _answer(
         self, items: Sequence[verifier_pb2.VerifyItem], spans: CallSpans
     ) -> tuple[grpc.StatusCode, str, list[verifier_pb2.VerifyResult]]:
-        if len(items) > self._pool.capacity:
-            problem = f"items = {len(items)}: max_queue is {self._pool.capacity}; send fewer at once"
+        if len(items) > self._pool.max_queue:
+            problem = f"items = {len(items)}: max_queue is {self._pool.max_queue}; send fewer at once"
             return grpc.StatusCode.INVALID_ARGUMENT, problem, []
         try:
             ours = [item for item in items if item.task == self._task]
@@ -130,9 +130,6 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     metrics = VerifierMetrics(registry)
     metrics.begin(recipe.task.name)
 
-    def on_workers(num_up: int) -> None:
-        readiness.reason = "" if num_up else "no reward worker is up"
-
     def register(server: aio.Server) -> None:
         servicer = VerifierServicer(recipe.task.name, pool, metrics)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
@@ -140,7 +137,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     setup = WorkerSetup(reward=recipe.reward, task=recipe.task)
     async with (
         serve_http(health_app(readiness, registry), settings.http_host, settings.http_port) as http_port,
-        run_pool(setup, metrics, workers=settings.workers, max_queue=settings.max_queue, on_workers=on_workers) as pool,
+        run_pool(setup, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
         serve_grpc(
             register,
             [SERVICE_NAME],

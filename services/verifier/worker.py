@@ -26,15 +26,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
-from services.verifier.worker_process import (
-    RETIRED,
-    WorkerHello,
-    WorkerSetup,
-    children,
-    kill_tree,
-    read_frame,
-    write_frame,
-)
+from services.verifier.worker_process import RETIRED, WorkerSetup, children, kill_tree, read_frame, write_frame
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
@@ -107,9 +99,9 @@ def main() -> int:
     try:
         reward = make_reward(setup.reward, setup.task)
     except UserError as error:
-        write_frame(results, WorkerHello(problem=str(error), users_mistake=True).model_dump_json().encode())
+        write_frame(results, str(error).encode())
         return 1
-    write_frame(results, WorkerHello().model_dump_json().encode())
+    write_frame(results, b"")
     return _serve(reward, setup, requests, results)
 
 

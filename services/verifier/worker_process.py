@@ -3,9 +3,10 @@
 The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items:
 what a lost worker means for them is the pool's business.
 
-Frames are length-prefixed. The first each way is JSON (the worker's setup, and whether it is up); then every frame to the
-worker is a `VerifyRequest` and every frame back one `VerifyResult`, in order. A request without items means: finish the
-item under way and forget the rest; its answer is a result without status. Nothing is ever unpickled.
+Frames are length-prefixed. The first to the worker is its setup, as JSON; the first back is text: empty when the worker is up,
+otherwise the user's mistake. Then every frame to the worker is a `VerifyRequest` and every frame back one `VerifyResult`, in
+order. A request without items means: finish the item under way and forget the rest; its answer is a result without status.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,13 +44,6 @@ class WorkerSetup(BaseModel, frozen=True):
 
     reward: RewardConfig
     task: TaskConfig
-
-
-class WorkerHello(BaseModel, frozen=True):
-    """A worker's first frame. `problem` is empty when it is up; `users_mistake`: it will be the same next time."""
-
-    problem: str = ""
-    users_mistake: bool = False
 
 
 def read_frame(pipe: int) -> bytes | None:
@@ -249,9 +243,8 @@ async def start_worker(setup: WorkerSetup) -> WorkerProcess:
     )
     try:
         worker.write(setup.model_dump_json().encode())
-        hello = WorkerHello.model_validate_json(await worker.read(START_TIMEOUT_S))
-        if hello.problem:
-            raise UserError(hello.problem) if hello.users_mistake else ServiceError(hello.problem)
+        if mistake := await worker.read(START_TIMEOUT_S):
+            raise UserError(mistake.decode())
     except BaseException as error:
         await worker.kill()
         if isinstance(error, TimeoutError):

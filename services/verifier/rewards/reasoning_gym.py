@@ -30,14 +30,10 @@ REFUSED = Score(
     0.0, "not evaluated: this family's scorer would run it as code, and it is more than numbers and formulas"
 )
 
-
-Guard = Callable[[str], bool]
-
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
 _HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
 _FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
-_CONSTANTS = frozenset({"pi"})
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
 """No quote, bracket, comma, comment or line end: Python's parser and SymPy's tokenizer see the same in what is left."""
@@ -67,7 +63,7 @@ def is_formula(answer: str) -> bool:
     return _every_node(answer, _is_of_a_formula)
 
 
-GUARDS: dict[str, Guard] = {
+GUARDS: dict[str, Callable[[str], bool]] = {
     "binary_matrix": is_board,
     "countdown": is_arithmetic,
     "intermediate_integration": is_formula,
@@ -105,7 +101,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id=name), args=[_], keywords=[]):
             return name in _FUNCTIONS
         case ast.Name(id=name):
-            return (len(name) == 1 and name.isascii()) or name in _FUNCTIONS or name in _CONSTANTS
+            return (len(name) == 1 and name.isascii()) or name in _FUNCTIONS or name == "pi"
         case ast.Load():
             return True
     return _is_number_or_operator(node)
