@@ -128,8 +128,7 @@ async def serve_http(
     listener = _bind(host, port)
     bound_port = listener.getsockname()[1]
     with contextlib.closing(listener):
-        server = _EmbeddedServer(app)
-        async with server.on_thread(listener) if own_thread else server.in_loop(listener):
+        async with _EmbeddedServer(app).running(listener, own_thread):
             yield bound_port
 
 
@@ -189,27 +188,17 @@ class _EmbeddedServer(uvicorn.Server):
         self.should_exit = self.should_exit or not self.started
         self._callers_loop.call_soon_threadsafe(self._up.set_result, self.started)
 
-    async def wait_until_up(self) -> None:
-        if not await self._up:
-            raise ServiceError("the HTTP application did not start; its traceback is in the log")
-
     @asynccontextmanager
-    async def in_loop(self, listener: socket.socket) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.serve([listener]), name="http")
+    async def running(self, listener: socket.socket, own_thread: bool) -> AsyncIterator[None]:
+        if own_thread:
+            thread = threading.Thread(target=lambda: asyncio.run(self.serve([listener])), name="http", daemon=True)
+            thread.start()
+        else:
+            task = asyncio.create_task(self.serve([listener]), name="http")
         try:
-            await self.wait_until_up()
+            if not await self._up:
+                raise ServiceError("the HTTP application did not start; its traceback is in the log")
             yield
         finally:
             self.should_exit = True
-            await task
-
-    @asynccontextmanager
-    async def on_thread(self, listener: socket.socket) -> AsyncIterator[None]:
-        thread = threading.Thread(target=lambda: asyncio.run(self.serve([listener])), name="http", daemon=True)
-        thread.start()
-        try:
-            await self.wait_until_up()
-            yield
-        finally:
-            self.should_exit = True
-            await asyncio.to_thread(thread.join)
+            await (asyncio.to_thread(thread.join) if own_thread else task)

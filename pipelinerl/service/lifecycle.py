@@ -40,18 +40,15 @@ class Readiness:
     """Why it is not ready; empty when it is."""
 
 
+@dataclass
 class LoopWatch:
     """When an event loop last ran. Read from any thread."""
 
-    def __init__(self) -> None:
-        self._ran_at_s = time.monotonic()
-
-    def mark(self) -> None:
-        self._ran_at_s = time.monotonic()
+    ran_at_s: float = 0.0
 
     def silent_s(self) -> float:
         """Seconds since the loop last ran; up to `MARK_EVERY_S` in a healthy one."""
-        return time.monotonic() - self._ran_at_s
+        return time.monotonic() - self.ran_at_s
 
 
 @asynccontextmanager
@@ -62,7 +59,7 @@ async def watch_loop() -> AsyncIterator[LoopWatch]:
 
     def mark() -> None:
         nonlocal handle
-        watch.mark()
+        watch.ran_at_s = time.monotonic()
         handle = loop.call_later(MARK_EVERY_S, mark)
 
     mark()

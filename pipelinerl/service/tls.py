@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,7 +45,13 @@ def read_certificates(folder: Path, role: Role, field: str = "tls_dir") -> Certi
     """
     found = Certificates(*(read_file(folder / name, field) for name in (CERTIFICATE, KEY, CA)))
     check_pair(folder, field)
-    check_issued(folder, role, field)
+    check_ca(folder, field)
+    try:
+        _shake_hands(folder, role)
+    except ssl.SSLCertVerificationError as error:
+        raise FieldError(field, str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+    except OSError as error:
+        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used: {error}") from error
     return found
 
 
@@ -78,17 +83,6 @@ def check_pair(folder: Path, field: str) -> None:
         raise FieldError(
             field, str(folder / CERTIFICATE), f"and {KEY} are no pair of certificate and key: {reason}"
         ) from error
-
-
-def check_issued(folder: Path, role: Role, field: str) -> None:
-    """Raises `FieldError` unless tls.crt is valid today, for `role`, under ca.crt: what the other side will look at."""
-    check_ca(folder, field)
-    try:
-        _shake_hands(folder, role)
-    except ssl.SSLCertVerificationError as error:
-        raise FieldError(field, str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
-    except OSError as error:
-        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used: {error}") from error
 
 
 class RenewedCertificates:
@@ -142,17 +136,13 @@ def _shake_hands(folder: Path, role: Role) -> None:
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
     for _ in range(_MOST_HANDSHAKE_TURNS):
-        done = [_step(side.do_handshake) for side in sides]
-        if all(done):
+        done = 0
+        for side in sides:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                done += 1
+        if done == len(sides):
             return
-
-
-def _step(handshake: Callable[[], None]) -> bool:
-    try:
-        handshake()
-    except ssl.SSLWantReadError:
-        return False
-    return True
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:

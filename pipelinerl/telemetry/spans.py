@@ -84,7 +84,7 @@ def child(
     links: Iterable[Trace] = (),
     began_at: int | None = None,
 ) -> Span:
-    """Continues a trace; a span without effect where there is none. `began_at`: see `now_ns`; None = now."""
+    """Continues a trace; a span without effect where there is none. `began_at`: Unix time, ns; None = now."""
     if parent is None:
         return INVALID_SPAN
     return _TRACER.get().start_span(name, _context_of(parent), kind, attributes, _linked(links), began_at)
@@ -147,11 +147,6 @@ def traces_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[int, T
     return found
 
 
-def now_ns() -> int:
-    """Unix time, ns: the clock of spans."""
-    return time.time_ns()
-
-
 def before_ns(seconds: float) -> int:
-    """`now_ns` so many seconds ago."""
+    """Unix time, ns, the clock of spans, so many seconds ago."""
     return time.time_ns() - int(seconds * 1e9)

@@ -152,26 +152,22 @@ class OutageLogger:
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self._lost = 0
         self._lost_since_s = 0.0
-
-    @property
-    def is_losing(self) -> bool:
-        """Whether the last export failed."""
-        return self._lost > 0
+        self.lost = 0
+        """Spans since the last export that did not fail."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         if result.value == 0:
-            if self._lost:
+            if self.lost:
                 lost_s = time.monotonic() - self._lost_since_s
-                log.info("spans are sent again; %d were lost in %.0f s", self._lost, lost_s)
-            self._lost = 0
+                log.info("spans are sent again; %d were lost in %.0f s", self.lost, lost_s)
+            self.lost = 0
         else:
-            if not self._lost:
+            if not self.lost:
                 self._lost_since_s = time.monotonic()
                 log.warning("spans cannot be sent, and are lost until that changes; training goes on")
-            self._lost += len(spans)
+            self.lost += len(spans)
         return result
 
     def shutdown(self) -> None:
@@ -225,7 +221,7 @@ def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
     """Sends what waits, for `END_WITHIN_S` at most. An export that hangs is left to its daemon thread."""
     ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
     ending.start()
-    ending.join(0 if exporter.is_losing else END_WITHIN_S)
+    ending.join(0 if exporter.lost else END_WITHIN_S)
     if ending.is_alive():
         log.warning("the last spans are lost: the collector did not take them in time")
 

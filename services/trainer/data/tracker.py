@@ -11,6 +11,7 @@ end unless the sequence is received once more.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from pipelinerl.telemetry.spans import (
     Trace,
     child,
     is_on,
-    now_ns,
     root,
     trace_in,
     trace_of,
@@ -222,7 +222,7 @@ class SequenceTraces:
         """
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
-            self._step = trace_of(span), now_ns()
+            self._step = trace_of(span), time.time_ns()
             try:
                 yield span
             finally:
