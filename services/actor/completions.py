@@ -1,21 +1,15 @@
 """What becomes of a completion: a sequence without reward, a failed one with its reason, or a part that another continues.
 
-Pure, and without an engine, stream or clock. At the end: the trace spans of one sequence, generated, verified, published.
+Pure, and without an engine, stream or clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
-from opentelemetry.trace import Span, SpanKind
 
-from pipelinerl.bus.protocol import Subjects
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, PromptGroup, Sequence
-from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.spans import Trace, child
 from services.actor.engine import Generation, GenerationRequest
 
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -149,57 +143,3 @@ def partial_of(sample_index: int, generation: Generation, generation_s: float) -
 def state_of(partial: PartialSequence) -> str:
     """For metrics and logs."""
     return "unfinished" if partial.finish_reason is None else "finished"
-
-
-VERIFY = "pipelinerl.v1.VerifierService/Verify"
-
-
-def generating(trace: Trace, group: PromptGroup, sample_index: int) -> Span:
-    """Around the generation of one sample. `trace`: of its group, as its message says."""
-    if trace is None:
-        return child(None, "")
-    carried = len(start_of(group, sample_index).completion_token_ids)
-    attributes: a.Attributes = {
-        a.SEQUENCE_ID: group.sequence_id(sample_index),
-        a.GROUP_ID: group.group_id,
-        "gen_ai.operation.name": "text_completion",
-    }
-    if carried:
-        attributes[a.CARRIED_TOKENS] = carried
-    return child(trace, "sequence.generate", attributes=attributes)
-
-
-def show_generated(span: Span, sequence: Sequence | None) -> None:
-    """`sequence` None: interrupted, and handed over to another actor."""
-    if not span.is_recording():
-        return
-    if sequence is None:
-        span.add_event("interrupted")
-    else:
-        span.set_attributes(a.generated(sequence))
-
-
-@contextmanager
-def verifying(sequence_ids: Collection[str], traces: Collection[Trace]) -> Iterator[list[Span]]:
-    """Around one call for these sequences: a span for each, without effect where it has no trace."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                child(
-                    trace,
-                    "sequence.verify",
-                    kind=SpanKind.CLIENT,
-                    attributes={a.SEQUENCE_ID: sequence_id, **a.rpc(VERIFY)} if trace else None,
-                )
-            )
-            for sequence_id, trace in zip(sequence_ids, traces, strict=True)
-        ]
-
-
-def publishing(trace: Trace, sequence: Sequence) -> Span:
-    """Around storing it in the log."""
-    if trace is None:
-        return child(None, "")
-    sent = a.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
-    attributes: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward, **sent}
-    return child(trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=attributes)

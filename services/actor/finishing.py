@@ -6,23 +6,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
+from opentelemetry.trace import SpanKind
 
-from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery
+from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery, Subjects
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
 from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import BoundedLabels
-from pipelinerl.telemetry.spans import Trace, headers_of, trace_of, traceparent_of
-from services.actor.completions import publishing, verifying, without_arrays
+from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of, traceparent_of
+from services.actor.completions import without_arrays
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
 REASON_CHARACTERS = 1000
+VERIFY = "pipelinerl.v1.VerifierService/Verify"
 
 
 async def keep_dead_letter(bus: Bus, delivery: PromptDelivery, reason: str, actor: str) -> bool:
@@ -146,9 +150,12 @@ class Finisher:
         if not samples:
             return []
         started = time.monotonic()
-        ids = [sample.sequence.sequence_id for sample in samples]
-        with verifying(ids, [sample.trace for sample in samples]) as spans:
-            items = [verify_item(*pair) for pair in zip(samples, map(trace_of, spans), strict=True)]
+        with ExitStack() as spans:
+            items = []
+            for sample in samples:
+                attributes: a.Attributes = {a.SEQUENCE_ID: sample.sequence.sequence_id, **a.rpc(VERIFY)}
+                span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=attributes)
+                items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
         outcomes = {outcome.sequence_id: outcome for outcome in results}
@@ -158,13 +165,15 @@ class Finisher:
         ]
 
     async def _publish(self, sample: FinishedSample) -> None:
-        started = time.monotonic()
-        with publishing(sample.trace, sample.sequence) as span:
-            failure = await self._store(sample.sequence, headers_of(trace_of(span) or sample.trace))
+        started, sequence = time.monotonic(), sample.sequence
+        sent = a.messaging("send", Subjects(sequence.run).sequences, sequence.sequence_id)
+        attributes: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward, **sent}
+        with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=attributes) as span:
+            failure = await self._store(sequence, headers_of(trace_of(span) or sample.trace))
         self._metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:
             self._metrics.failed.labels(self._reasons.of(failure)).inc()
-        await self._on_published(sample.group, sample.sequence.sample_index)
+        await self._on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publishes until the stream has it, and returns the failure that was stored; empty for a good sequence.

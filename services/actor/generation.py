@@ -19,17 +19,16 @@ from pipelinerl.messages.sequences import (
     remains_of_group,
 )
 from pipelinerl.service.retry import Backoff, retry_forever
-from pipelinerl.telemetry.spans import Trace, trace_in, trace_of
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.completions import (
     continued,
     defect_of,
     failed_sequence,
     finish_of,
-    generating,
     partial_of,
     request_of,
     sequence_of,
-    show_generated,
     start_of,
     state_of,
 )
@@ -233,10 +232,20 @@ class GenerationLoop:
         await self._held.acknowledge(group.group_id)
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
+        attributes: a.Attributes = {
+            a.SEQUENCE_ID: group.sequence_id(sample_index),
+            a.GROUP_ID: group.group_id,
+            "gen_ai.operation.name": "text_completion",
+        }
+        if carried := len(start_of(group, sample_index).completion_token_ids):
+            attributes[a.CARRIED_TOKENS] = carried
         try:
-            with generating(trace, group, sample_index) as span:
+            with child(trace, "sequence.generate", attributes=attributes) as span:
                 sequence = await self._complete(group, sample_index)
-                show_generated(span, sequence)
+                if sequence is None:  # another actor goes on with it
+                    span.add_event("interrupted")
+                elif span.is_recording():
+                    span.set_attributes(a.generated(sequence))
             if sequence is not None:
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, trace_of(span) or trace))

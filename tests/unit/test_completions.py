@@ -56,12 +56,9 @@ def test_both_parts_keep_their_logprobs_and_versions() -> None:
     assert whole.finish_reason is FinishReason.STOP
 
 
-def test_spans_of_one_version_become_one() -> None:
+def test_spans_of_one_version_become_one_but_not_those_of_two_incarnations() -> None:
     whole = continued(partial(7, 8), generated(9, 2, spans=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))))
     assert whole.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
-
-
-def test_the_same_number_of_another_incarnation_is_another_version() -> None:
     whole = continued(partial(7), generated(9, spans=(VersionSpan(3, 0, 1, incarnation=2),)))
     assert whole.spans == (VersionSpan(3, 0, 1), VersionSpan(3, 1, 2, incarnation=2))
 

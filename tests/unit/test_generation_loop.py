@@ -9,13 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import (
-    FinishReason,
-    PolicyVersion,
-    PromptGroup,
-    VersionSpan,
-    encode_group,
-)
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, VersionSpan, encode_group
 from pipelinerl.messages.verification import VerifyOutcome, VerifyStatus
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2

@@ -5,11 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.transfer.manifest import (
-    LowRank,
-    Manifest,
-    build_manifest,
-)
+from pipelinerl.transfer.manifest import LowRank, Manifest, build_manifest
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
 FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]

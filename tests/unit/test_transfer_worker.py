@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -79,17 +80,9 @@ async def engine(
     workers = []
     try:
         for rank, loader in enumerate(loaders):
-            hello = Hello(rank, WeightLoading(loader.mode))
-            worker = await asyncio.to_thread(
-                TransferWorker,
-                hello,
-                loader,
-                MANIFEST,
-                link.path,
-                stall_timeout_s=stall_timeout_s,
-                staging_buffers=staging_buffers,
-            )
-            workers.append(worker)
+            start = partial(TransferWorker, Hello(rank, WeightLoading(loader.mode)), loader, MANIFEST, link.path)
+            given = {"stall_timeout_s": stall_timeout_s, "staging_buffers": staging_buffers}
+            workers.append(await asyncio.to_thread(start, **given))
         await link.hellos(SOON_S)
         async with asyncio.timeout(SOON_S):
             yield Engine(link, workers, list(loaders))
@@ -99,9 +92,13 @@ async def engine(
         await link.close()
 
 
-async def trainer(store: GroupStore, name: str, world: int) -> WeightGroup:
+async def meet(actor: Engine, store: GroupStore, name: str = "epoch-1", world: int = 2) -> WeightGroup:
+    """The trainer's side of a group that `actor` joins."""
     spec = GroupSpec("127.0.0.1", store.port, name, 0, world, "gloo", "127.0.0.1")
-    return await asyncio.to_thread(WeightGroup.connect, spec, SOON_S)
+    meeting = asyncio.to_thread(WeightGroup.connect, spec, SOON_S)
+    joined, group = await asyncio.gather(actor.join(store, name, world), meeting)
+    assert joined == []
+    return group
 
 
 async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> TransferResult:
@@ -109,15 +106,25 @@ async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> Transfer
     return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, WEIGHTS), group, SOON_S).done)
 
 
+async def until_checked_in(store: GroupStore, name: str) -> None:
+    """Rank 1 waits in the meeting."""
+    while not await asyncio.to_thread(store._store.check, [f"{name}/here/1"]):
+        await asyncio.sleep(0.01)
+
+
+async def until_no_thread(prefix: str) -> None:
+    while any(thread.name.startswith(prefix) for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("staging_buffers", [1, 2, 5])
 async def test_both_ranks_of_one_actor_stage_the_senders_bytes(staging_buffers: int) -> None:
     """Real Gloo between three ranks; what a rank keeps of a tensor is its model's own business."""
     store = GroupStore()
     async with engine(KeepingLoader(), KeepingLoader(), staging_buffers=staging_buffers) as actor:
-        joined, group = await asyncio.gather(actor.join(store, "epoch-1", 3), trainer(store, "epoch-1", 3))
+        group = await meet(actor, store, world=3)
         staged, sent = await asyncio.gather(actor.receive(), send(group))
 
-        assert joined == []
         assert [one.checksum for one in staged] == [sent.checksum] * 2
         for loader in actor.loaders:
             assert loader.loaded.keys() == WEIGHTS.keys()
@@ -136,8 +143,7 @@ async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
         with pytest.raises(GroupFailed, match="TransferAborted"):
             await joining
 
-        _, group = await asyncio.gather(actor.join(store, "epoch-2", 2), trainer(store, "epoch-2", 2))
-        group.close()
+        (await meet(actor, store, "epoch-2")).close()
 
 
 async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
@@ -166,7 +172,7 @@ async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging
 
     store = GroupStore()
     async with engine(KeepingLoader(on_tensor=fail), staging_buffers=staging_buffers) as actor:
-        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        group = await meet(actor, store)
         sending = asyncio.create_task(send(group))
         with pytest.raises(TransferError, match="ValueError: does not fit"):
             await actor.receive()
@@ -180,7 +186,7 @@ async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging
 async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: int) -> None:
     store = GroupStore()
     async with engine(KeepingLoader(), staging_buffers=staging_buffers, stall_timeout_s=0.5) as actor:
-        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        group = await meet(actor, store)
         receiving = asyncio.create_task(actor.receive())
         await actor.link.ask(Discard())
         with pytest.raises(TransferError):
@@ -195,21 +201,10 @@ async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
             await actor.link.ask(Join("127.0.0.1", 1, "epoch-1", 1, 2, "nccl", None, 1.0))
 
 
-async def until_checked_in(store: GroupStore, name: str) -> None:
-    """Rank 1 waits in the meeting."""
-    while not await asyncio.to_thread(store._store.check, [f"{name}/here/1"]):
-        await asyncio.sleep(0.01)
-
-
-async def until_no_thread(prefix: str) -> None:
-    while any(thread.name.startswith(prefix) for thread in threading.enumerate()):
-        await asyncio.sleep(0.01)
-
-
 async def test_what_was_discarded_after_the_check_is_not_swapped() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
-        _, group = await asyncio.gather(actor.join(store, "epoch-1", 2), trainer(store, "epoch-1", 2))
+        group = await meet(actor, store)
         await asyncio.gather(actor.receive(), send(group))
         worker = actor.workers[0]
         worker.check_staged(VERSION)
