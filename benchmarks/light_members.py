@@ -32,8 +32,8 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
-from pipelinerl.transfer.group import GroupSpec, WeightGroup
-from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.transfer.group import WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat

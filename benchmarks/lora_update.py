@@ -87,7 +87,8 @@ class Trainer:
 
 async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any) -> list[Update]:
     """The engine must be decoding. The first update warms up."""
-    from pipelinerl.transfer.group import GroupSpec, WeightGroup
+    from pipelinerl.transfer.group import WeightGroup
+    from pipelinerl.transfer.manifest import GroupSpec
     from services.actor.weight_sync.client import WeightUpdateClient
 
     sender, client = trainer.sender(way), WeightUpdateClient(llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S)

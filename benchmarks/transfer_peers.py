@@ -23,8 +23,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.worker import Receiver, StagingMemory
 from services.trainer.weight_sync.sender import WeightSender
 

@@ -28,17 +28,15 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, RanksMissing, TransferAborted
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
-
-Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -208,23 +206,6 @@ _TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
 _MEETING_LOOK_S = 0.01
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
-
-    `host`, `port`: the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by the
-    machine's name).
-    """
-
-    host: str
-    port: int
-    name: str
-    rank: int
-    world: int
-    backend: Backend = "gloo"
-    bind_host: str | None = None
 
 
 class GroupStore:

@@ -18,6 +18,7 @@ from functools import cached_property
 from math import prod
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.messages.validation import parse
 from pipelinerl.v1 import control_pb2
@@ -72,6 +73,23 @@ class NothingStaged(TransferError):
 
     def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
         super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Where and as whom to meet. `name` must be new for every group ever built on one store (`epoch-3`).
+
+    `host`, `port`: the trainer's store. `bind_host`: this side's address on which the others reach it (gloo; None: by the
+    machine's name).
+    """
+
+    host: str
+    port: int
+    name: str
+    rank: int
+    world: int
+    backend: Backend = "gloo"
+    bind_host: str | None = None
 
 
 ALIGNMENT = 64

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
-from pipelinerl.transfer.group import HOST, Backend, GroupStore, on_device
+from pipelinerl.transfer.group import HOST, GroupStore, on_device
 from pipelinerl.transfer.manifest import aligned
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start

@@ -15,7 +15,8 @@ from torch import Tensor
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup, on_device
+from pipelinerl.transfer.group import GroupStore, WeightGroup, on_device
+from pipelinerl.transfer.manifest import GroupSpec
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
 

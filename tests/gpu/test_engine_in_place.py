@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.group import HOST, Backend, on_device
+from pipelinerl.transfer.group import HOST, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 GPU_TOLERANCE = 2e-3

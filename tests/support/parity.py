@@ -14,18 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import (
-    HOST,
-    Backend,
-    GroupSpec,
-    GroupStore,
-    Placement,
-    WeightGroup,
-)
-from pipelinerl.transfer.manifest import build_manifest
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec, build_manifest
 from services.actor.engine import OnStep, StagedWeights, WeightLoading
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import WeightUpdateClient

@@ -30,11 +30,12 @@ from pipelinerl.transfer.chunks import (
     tensor_sums,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.group import HOST, GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import (
     ChunkCorrupt,
     DeadlineExceeded,
     GroupFailed,
+    GroupSpec,
     ManifestDiffers,
     OutOfStep,
     RanksMissing,

@@ -13,8 +13,8 @@ import torch.distributed
 from torch.distributed import PrefixStore
 
 from pipelinerl.errors import TransferError
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, TransferAborted
+from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, TransferAborted
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 

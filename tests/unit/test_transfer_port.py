@@ -11,7 +11,8 @@ from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.policy_trainer import transfer_backend
 from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, WeightSender
@@ -123,7 +124,8 @@ import asyncio, torch
 from pipelinerl.service.lifecycle import leave
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
+from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec
 from services.trainer.weight_sync.sender import CollectivePort
 from services.trainer.weight_sync.sender import WeightSender
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupSpec, GroupStore, WeightGroup
-from pipelinerl.transfer.manifest import GroupFailed, Manifest, NothingStaged
+from pipelinerl.transfer.group import GroupStore, WeightGroup
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, NothingStaged
 from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.weight_sync.client import Discard, Hello, Join, Receive, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
@@ -65,8 +65,8 @@ class Engine:
     loaders: list[KeepingLoader]
 
     async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[StagedWeights]:
-        order = Join("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1", timeout_s)
-        return await self.link.ask(order)
+        group = GroupSpec("127.0.0.1", store.port, name, 1, world, "gloo", "127.0.0.1")
+        return await self.link.ask(Join(group, timeout_s))
 
     async def receive(self, version: PolicyVersion = VERSION) -> list[StagedWeights]:
         return await self.link.ask(Receive(version, FOREVER_S))
@@ -149,7 +149,7 @@ async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
 async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
-        asks = (Discard(), Join("127.0.0.1", store.port, "e", 1, 2, "gloo", None, FOREVER_S), Discard())
+        asks = (Discard(), Join(GroupSpec("127.0.0.1", store.port, "e", 1, 2), FOREVER_S), Discard())
         answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks), return_exceptions=True)
         assert [type(answer) for answer in answers] == [list, GroupFailed, list]
 
@@ -198,7 +198,7 @@ async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: in
 async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
     async with engine(KeepingLoader()) as actor:
         with pytest.raises(TransferError, match="weights\\.backend"):
-            await actor.link.ask(Join("127.0.0.1", 1, "epoch-1", 1, 2, "nccl", None, 1.0))
+            await actor.link.ask(Join(GroupSpec("127.0.0.1", 1, "epoch-1", 1, 2, "nccl"), 1.0))
 
 
 async def test_what_was_discarded_after_the_check_is_not_swapped() -> None:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import split_host_port
-from pipelinerl.transfer.manifest import GroupFailed, Manifest
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest
 from services.actor.engine import CommitFailed, StagedWeights, WeightLoading
 
 if TYPE_CHECKING:
@@ -43,15 +44,9 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group; a worker's rank is `first_rank` plus its own."""
+    """Join a transfer group; a worker's rank is that of `group` plus its own."""
 
-    host: str
-    port: int
-    name: str
-    first_rank: int
-    world: int
-    backend: str
-    bind_host: str | None
+    group: GroupSpec
     timeout_s: float
 
 
@@ -237,9 +232,9 @@ class WeightUpdateClient:
         self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
     ) -> None:
         host, port = split_host_port(store_address)
-        await self._connected().ask(
-            Join(host, port, f"epoch-{epoch}", first_rank, world_size, backend, self._bind_host, deadline_s)
-        )
+        known: Backend = "nccl" if backend == "nccl" else "gloo"
+        group = GroupSpec(host, port, f"epoch-{epoch}", first_rank, world_size, known, self._bind_host)
+        await self._connected().ask(Join(group, deadline_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         staged = await self._connected().ask(Receive(version, deadline_s))

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -34,7 +35,7 @@ from pipelinerl.transfer.chunks import (
     checksum,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, Backend, GroupSpec, WeightGroup, beside_model
+from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
 from pipelinerl.transfer.manifest import Chunk, ChunkCorrupt, GroupFailed, Manifest, NothingStaged, TransferAborted
 from services.actor.engine import StagedWeights
 from services.actor.weight_sync.client import Discard, Failure, Hello, Join, Order, Receive, Reply, as_line
@@ -263,12 +264,10 @@ class TransferWorker:
 
     def _join(self, order: Join) -> None:
         self._leave()
-        rank = order.first_rank + self._rank
-        backend: Backend = "nccl" if order.backend == "nccl" else "gloo"
-        if backend == "nccl" and self._placement is HOST:
+        spec = replace(order.group, rank=order.group.rank + self._rank)
+        if spec.backend == "nccl" and self._placement is HOST:
             raise TransferError("weights.backend is nccl, but this engine is on CPU: set weights.backend: gloo")
-        spec = GroupSpec(order.host, order.port, order.name, rank, order.world, backend, order.bind_host)
-        placement = self._placement if backend == "nccl" else HOST
+        placement = self._placement if spec.backend == "nccl" else HOST
         self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
 
     def _receive(self, order: Receive) -> StagedWeights:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import TransferError
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
 from pipelinerl.transfer.chunks import (
@@ -38,15 +39,8 @@ from pipelinerl.transfer.chunks import (
     pack,
     version_checksum,
 )
-from pipelinerl.transfer.group import (
-    HOST,
-    Backend,
-    GroupSpec,
-    GroupStore,
-    Placement,
-    WeightGroup,
-)
-from pipelinerl.transfer.manifest import LowRank, Manifest, TransferAborted, build_manifest
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
+from pipelinerl.transfer.manifest import GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.session import TransferResult
 
