@@ -25,7 +25,6 @@ from pipelinerl.messages.sequences import FinishReason, finish_reason_to_proto
 from pipelinerl.messages.validation import building
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, RenewedChannel, explained
 from pipelinerl.service.retry import Backoff, retry_forever
-from pipelinerl.telemetry.spans import Metadata, metadata_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -143,20 +142,16 @@ class VerifierClient:
             request = verifier_pb2.VerifyRequest(items=map(_item_to_proto, items))
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
-        metadata = metadata_of([item.traceparent for item in items])
-        response = await self._call_until_answered(request, metadata)
-        return _outcomes(items, response)
+        return _outcomes(items, await self._call_until_answered(request))
 
-    async def _call_until_answered(
-        self, request: verifier_pb2.VerifyRequest, metadata: Metadata
-    ) -> verifier_pb2.VerifyResponse:
+    async def _call_until_answered(self, request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
         doubtful, deadline_s = 0, self._deadline_s
 
         async def call() -> verifier_pb2.VerifyResponse:
             nonlocal doubtful, deadline_s
             stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
             try:
-                return await stub.Verify(request, timeout=deadline_s, metadata=metadata)
+                return await stub.Verify(request, timeout=deadline_s)
             except aio.AioRpcError as error:
                 self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
@@ -179,7 +174,7 @@ class VerifierClient:
 
 
 def _item_to_proto(item: VerifyItem) -> verifier_pb2.VerifyItem:
-    same = {name: value for name, value in vars(item).items() if name not in ("finish_reason", "traceparent")}
+    same = {name: value for name, value in vars(item).items() if name != "finish_reason"}
     return verifier_pb2.VerifyItem(**same, finish_reason=finish_reason_to_proto(item.finish_reason))
 
 

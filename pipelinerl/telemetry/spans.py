@@ -1,4 +1,4 @@
-"""Begins and continues traces, and carries them from one process to the next in headers and gRPC metadata (docs/traces.md).
+"""Begins and continues traces, and carries them from one process to the next in headers and messages (docs/traces.md).
 
 Where a trace begins, the sampler decides; everything that follows asks whether there is a sampled trace to follow, and costs
 nothing where there is none. A trace is handed from task to task as data, with the sequence or message it is about, since what
@@ -10,7 +10,7 @@ It configures nothing, exports nothing and names no span.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -37,16 +37,6 @@ Trace = SpanContext | None
 
 MOST_LINKS = 128
 """Of one span; the SDK's own limit, so that none is dropped unseen."""
-KEY = "pipelinerl-traces"
-"""Metadata of one call that carries items of many traces: each trace by the item's position. `traceparent`, beside it, names
-the first of them, for software on the way that knows that header."""
-MOST_ITEMS = 64
-"""Of one call: about 60 bytes each, where gRPC takes 8 KiB of metadata. The others' traces end before the call."""
-LONGEST_POSITION = 9
-"""Digits: more items than any message holds. A number without bound is an error of `int`, not of the caller."""
-
-Metadata = tuple[tuple[str, str], ...]
-
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
@@ -123,28 +113,6 @@ def trace_in(headers: Mapping[str, str]) -> Trace:
 def traceparent_of(trace: Trace) -> str:
     """Empty where there is nothing to follow."""
     return headers_of(trace).get(_TRACEPARENT, "")
-
-
-def metadata_of(traceparents: Sequence[str]) -> Metadata:
-    """`traceparents`: of each item, empty where it has none. Nothing where no item has one."""
-    traced = [(position, value) for position, value in enumerate(traceparents) if value][:MOST_ITEMS]
-    if not traced:
-        return ()
-    return ((_TRACEPARENT, traced[0][1]), (KEY, ",".join(f"{position}={value}" for position, value in traced)))
-
-
-def traces_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[int, Trace]:
-    """Traces by position of the item, the sampled ones. What does not parse is left out."""
-    found: dict[int, Trace] = {}
-    for key, value in metadata or ():
-        if key != KEY or not isinstance(value, str):
-            continue
-        for part in value.split(",")[:MOST_ITEMS]:
-            position, _, traceparent = part.partition("=")
-            trace = trace_in({_TRACEPARENT: traceparent})
-            if trace is not None and len(position) <= LONGEST_POSITION and position.isdecimal():
-                found[int(position)] = trace
-    return found
 
 
 def before_ns(seconds: float) -> int:

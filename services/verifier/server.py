@@ -25,7 +25,7 @@ from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.telemetry.spans import before_ns, child, trace_of, traces_in
+from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics, status_name
 from services.verifier.pool import QueueFull, RewardPool, run_pool
@@ -37,18 +37,12 @@ SERVICE_NAME = "pipelinerl.v1.VerifierService"
 
 
 class CallSpans:
-    """The spans of one call, from its arrival to `end`: one for each item that has a trace, and in it one for its reward.
+    """The spans of one call, from its arrival to `end`: one for each item that has a trace, and in it one for its reward."""
 
-    `metadata`: the call's; `items`: its items, in order.
-    """
-
-    def __init__(
-        self, metadata: Iterable[tuple[str, str | bytes]] | None, items: Sequence[verifier_pb2.VerifyItem]
-    ) -> None:
+    def __init__(self, items: Iterable[verifier_pb2.VerifyItem]) -> None:
         self._spans: dict[str, Span] = {}
-        for position, trace in traces_in(metadata).items():
-            if position < len(items):
-                item = items[position]
+        for item in items:
+            if (trace := trace_in({"traceparent": item.traceparent})) is not None:
                 about = {a.SEQUENCE_ID: item.sequence_id, a.TASK: item.task, **a.rpc(f"{SERVICE_NAME}/Verify")}
                 span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
                 self._spans[item.sequence_id] = span
@@ -84,7 +78,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.VerifyResponse:
         """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
         started_s, code = time.perf_counter(), grpc.StatusCode.INTERNAL
-        spans = CallSpans(context.invocation_metadata(), request.items)
+        spans = CallSpans(request.items)
         try:
             code, problem, results = await self._answer(request.items, spans)
             if problem:

@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -583,6 +584,22 @@ async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers(code
         assert len(await client.verify(items(["a"]))) == 1
     assert servicer.calls == 7
     assert failed == [code.name] * 6
+
+
+async def test_the_trace_of_each_item_goes_with_it() -> None:
+    traceparent, asked = "00-" + "a" * 32 + "-" + "b" * 16 + "-01", []
+
+    class Recording(Scripted):
+        async def Verify(
+            self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
+        ) -> verifier_pb2.VerifyResponse:
+            asked.extend(request.items)
+            return good(request)
+
+    first, second = items(["a", "b"])
+    async with scripted(Recording()) as port, client_of(port) as client:
+        await client.verify([first, replace(second, traceparent=traceparent)])
+    assert [item.traceparent for item in asked] == ["", traceparent]
 
 
 async def test_each_missed_deadline_doubles_the_next() -> None:

@@ -1,4 +1,4 @@
-"""What is traced, and how a trace goes from one process to the next in headers and metadata."""
+"""What is traced, and how a trace goes from one process to the next in headers and messages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from pipelinerl.messages.sequences import PolicyVersion, decode_group, encode_gr
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import (
-    KEY,
-    MOST_ITEMS,
     child,
     headers_of,
-    metadata_of,
     root,
     trace_in,
     trace_of,
     traceparent_of,
-    traces_in,
 )
 from pipelinerl.v1 import verifier_pb2
 from services.trainer.data.tracker import SequenceTraces, SequenceTracker
@@ -78,28 +74,6 @@ def test_without_a_tracer_a_trace_passes_through_and_none_begins() -> None:
         assert headers_of(trace_of(span)) == {}
     with child(trace_in(TRACED), "never") as span:
         assert headers_of(trace_of(span)) == TRACED
-
-
-def test_traces_of_a_batch_go_through_metadata() -> None:
-    metadata = metadata_of(["", SAMPLED, "", SAMPLED.replace("b", "c")])
-    assert metadata[0] == ("traceparent", SAMPLED)
-    found = traces_in(metadata)
-    assert {position: traceparent_of(trace) for position, trace in found.items()} == {
-        1: SAMPLED,
-        3: SAMPLED.replace("b", "c"),
-    }
-    assert metadata_of(["", ""]) == ()
-    large = metadata_of([SAMPLED] * 4096)
-    assert list(traces_in(large)) == list(range(MOST_ITEMS))
-    assert sum(len(key) + len(value) for key, value in large) < 4096  # half of what gRPC takes
-
-
-@pytest.mark.parametrize(
-    "value", ["", "=", "1", "x=y", f"-1={SAMPLED}", f"0={SAMPLED}x,,", "0=" + "9" * 9000, "9" * 5000 + f"={SAMPLED}"]
-)
-def test_metadata_that_does_not_parse_is_left_out(value: str) -> None:
-    assert traces_in([(KEY, value), (KEY, b"\xff"), ("other", SAMPLED)]) == {}
-    assert traces_in(None) == {}
 
 
 def test_attributes_have_the_names_of_the_conventions() -> None:
@@ -252,10 +226,13 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
 
 
 def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
-    items = [verifier_pb2.VerifyItem(sequence_id=f"g0.{index}", task="t") for index in range(3)]
     other = SAMPLED.replace("a", "c")
+    items = [
+        verifier_pb2.VerifyItem(sequence_id=f"g0.{index}", task="t", traceparent=value)
+        for index, value in enumerate((SAMPLED, "", other, "garbage"))
+    ]
     with recorded() as spans:
-        call = CallSpans(metadata_of([SAMPLED, "", other]), items)
+        call = CallSpans(items)
         for index, status in enumerate((verifier_pb2.VERIFY_STATUS_OK, 0, verifier_pb2.VERIFY_STATUS_TIMEOUT)):
             call.scored(verifier_pb2.VerifyResult(sequence_id=f"g0.{index}", status=status, seconds=0.5))
         call.end("OK")
@@ -264,14 +241,6 @@ def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
     assert [span.parent for span in scored] == [span.context for span in served]
     assert [span.status.status_code for span in scored] == [StatusCode.UNSET, StatusCode.ERROR]
     assert all(span.end_time - span.start_time >= 500_000_000 for span in scored if span.end_time and span.start_time)
-
-
-def test_a_call_whose_metadata_names_items_that_are_not_there_is_answered() -> None:
-    with recorded() as spans:
-        call = CallSpans(((KEY, f"7={SAMPLED}"),), [verifier_pb2.VerifyItem(sequence_id="g0.0")])
-        call.scored(verifier_pb2.VerifyResult(sequence_id="g0.0"))
-        call.end("RESOURCE_EXHAUSTED")
-    assert spans.all == ()
 
 
 # --- weight updates
