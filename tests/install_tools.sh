@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prometheus with promtool into the folder $1, and Chromium onto the system: what the tests of metrics and pages run.
+# Prometheus with promtool into the folder $1, Chromium and Node.js onto the system: what the tests of metrics and pages run.
 # Prometheus is unpacked, not installed: the package would start a service. Nothing is done where a tool is there. For Debian:
 # Ubuntu's package chromium only leads to a snap, which is of no use in a container, and other systems have other packages. There
 # this says what is missing and ends well; tests without a tool are skipped.
@@ -8,7 +8,7 @@ bin=$(cd "$1" && pwd)
 
 release=${OS_RELEASE:-/etc/os-release}
 if ! command -v apt-get >/dev/null || ! grep -qx 'ID="\?debian"\?' "$release"; then
-    echo "not Debian: install Chromium, prometheus and promtool by hand; tests without them are skipped" >&2
+    echo "not Debian: install Chromium, Node.js, prometheus and promtool by hand; tests without them are skipped" >&2
     exit 0
 fi
 updated=
@@ -29,4 +29,9 @@ if ! command -v chromium >/dev/null; then
     echo "Installing Chromium"
     update
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
+fi
+if ! command -v node >/dev/null; then
+    echo "Installing Node.js"
+    update
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs >/dev/null
 fi

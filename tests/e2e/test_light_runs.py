@@ -45,9 +45,9 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     seed = request.config.getoption("--fault-seed")
     print(f"replay: .venv/bin/python -m pytest tests/e2e/test_light_runs.py --fault-seed {seed}")
     faults = [*some_faults(seed), Fault(RANK_1, "SIGKILL", "optimizer step")]
-    changes = {"algorithm": {"advantage": "value"}, "trainer": TWO_RANKS}
+    changes = {"algorithm": {"advantage": "value"}, "trainer": {**TWO_RANKS, "steps": 100_000}}
     recipe = write_recipe(tmp_path, tiny_model, len(faults), changes)
-    run_dir, survived = await run_under_fire(tmp_path, recipe, faults, LIGHT)
+    run_dir, survived = await run_under_fire(tmp_path, recipe, faults, LIGHT, interrupted=True)
     assert len(survived) == len(faults)
     summary, records = json.loads(run_dir.summary.read_text()), records_of(run_dir)
     assert [record["step"] for record in records] == list(range(1, summary["steps"] + 1))

@@ -113,16 +113,25 @@ async def local_run(
 
 
 async def run_under_fire(
-    folder: Path, recipe_file: Path, faults: Sequence[Fault], commands: ServiceCommands | None = None
+    folder: Path,
+    recipe_file: Path,
+    faults: Sequence[Fault],
+    commands: ServiceCommands | None = None,
+    *,
+    interrupted: bool = False,
 ) -> tuple[RunDir, list[Survived]]:
-    """A whole run with these faults. Raises `AssertionError` when it does not survive one, or does not end well."""
+    """A run with these faults to its last step or, with `interrupted`, to a Ctrl-C after the last fault.
+
+    Raises `AssertionError` when it does not survive a fault, or does not end well.
+    """
     async with local_run(folder, recipe_file, commands) as (run_dir, running, out):
         hitting = asyncio.create_task(_hit_all(run_dir, faults))
         await asyncio.wait((running, hitting), return_when=asyncio.FIRST_COMPLETED)
         assert hitting.done(), f"the run ended before all faults were done: {out.getvalue()}"
         survived = hitting.result()
-        ending = await asyncio.wait_for(running, SURVIVE_WITHIN_S)
-    assert ending.exit_code == 0, f"{ending.error}\n{out.getvalue()}"
+        ending = await (interrupt(running) if interrupted else asyncio.wait_for(running, SURVIVE_WITHIN_S))
+    assert ending is not None, out.getvalue()
+    assert ending.exit_code == (130 if interrupted else 0), f"{ending.error}\n{out.getvalue()}"
     return run_dir, survived
 
 

@@ -20,7 +20,7 @@ from tests.unit.ranks import on_ranks
 from tests.unit.test_optimizer import assert_near, step_on
 from tests.unit.test_ranks import Job, Result, same, train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LONG = 2_000_000_000
 """Cycles: about a second."""
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.trainer.learn.meter import PhaseTimer, StepMeter, mark_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LONG = 2_000_000_000
 """Cycles: about a second."""
 

@@ -10,7 +10,7 @@ from pipelinerl.transfer.chunks import checksum, describe
 from pipelinerl.transfer.group import HOST, beside_model, on_device
 from services.trainer.weight_sync.sender import WeightSender
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LONG = 2_000_000_000
 """Cycles: about a second."""
 

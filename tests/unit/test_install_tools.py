@@ -51,5 +51,5 @@ def test_nothing_is_done_where_the_tools_are_there(tmp_path: Path) -> None:
 
 def test_another_system_is_told_what_to_install_and_goes_on(tmp_path: Path) -> None:
     said, asked = installed(tmp_path, "ubuntu")
-    assert "not Debian: install Chromium, prometheus and promtool by hand" in said
+    assert "not Debian: install Chromium, Node.js, prometheus and promtool by hand" in said
     assert asked == []

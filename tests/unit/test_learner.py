@@ -467,7 +467,7 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
             "attention",
             "flash_attention_2",
             r"model\.attention = 'flash_attention_2': not available here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be there"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have flash attention"),
         ),
     ],
 )

@@ -25,6 +25,8 @@ def skipped(nodeid: str, reason: str) -> Any:
         ("tests/gpu/test_x.py::test_y", "no CUDA device", "skipped"),
         ("tests/optional/test_x.py", "no torchao", "skipped"),
         ("tests/unit/test_x.py::test_y", "this machine has a GPU", "skipped"),
+        ("tests/faults/test_x.py::test_y", "a private network: not root", "skipped"),
+        ("tests/unit/test_x.py::test_y", "no node here", "failed"),
     ],
 )
 def test_in_ci_a_skipped_test_fails_unless_it_needs_what_ci_has_not(
@@ -53,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Suite:
 def test_a_folder_that_takes_half_as_long_again_fails_the_session(
     measured: Suite, seconds: float, calibration_s: float, fails: bool
 ) -> None:
-    measured.calibration_s = calibration_s
+    measured.pace.samples = [calibration_s]
     measured.seconds.update({"tests/unit/test_a.py": 20.0, "tests/unit/test_b.py": seconds - 20.0})
     session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     measured.pytest_sessionfinish(session)

@@ -1,0 +1,119 @@
+"""An actor's registration: kept fresh, true, and gone once it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.messages.control import Registration, decode_control
+from pipelinerl.messages.sequences import PolicyVersion
+from services.actor.generation import ServingGate
+from services.actor.membership import Heartbeat
+from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.unit.builders import RUN
+
+
+def heartbeat(bus: MemoryBus, gate: ServingGate, manifest_id: Callable[[], str] = lambda: "") -> Heartbeat:
+    return Heartbeat(bus, gate, manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1")
+
+
+@asynccontextmanager
+async def streams(ttl_s: float = 0.06) -> AsyncIterator[MemoryBus]:
+    async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=ttl_s)) as bus:
+        await bus.create_streams()
+        yield bus
+
+
+async def next_registration(bus: MemoryBus) -> Registration | None:
+    async with asyncio.timeout(5), bus.watch_members() as events:
+        async for event in events:
+            return None if event.payload is None else decode_control(event.payload, Registration)
+    raise AssertionError("the events ended")
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_registration_says_what_is_served() -> None:
+    gate = ServingGate(max_lag=1)
+    beat = heartbeat(MemoryBus(RUN), gate, lambda: "m1")
+    assert (beat.registration().phase, beat.registration().incarnation) == ("joining", 0)
+    gate.serve(PolicyVersion(1, 3))
+    now = beat.registration()
+    assert (now.phase, now.policy_version, now.incarnation) == ("serving", 3, 1)
+    assert (now.manifest_id, now.ranks, now.process, now.pod_uid) == ("m1", 2, "p1", "u1")
+    gate.drain()
+    assert beat.registration().phase == "draining"
+
+
+async def test_it_outlives_its_time_to_live_while_it_beats_and_not_longer() -> None:
+    async with streams() as bus:
+        beating = asyncio.create_task(heartbeat(bus, ServingGate(1)).run())
+        await asyncio.sleep(0.2)
+        found = await next_registration(bus)
+        assert found is not None
+        assert found.actor == "a"
+        await stopped(beating)
+        async with asyncio.timeout(5), bus.watch_members() as events:
+            async for event in events:
+                if event.payload is None:
+                    break
+
+
+async def test_streams_that_are_not_there_yet_are_waited_for_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.03)) as bus:
+        beating = asyncio.create_task(heartbeat(bus, ServingGate(1)).run())
+        await asyncio.sleep(0.1)
+        assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+        await bus.create_streams()
+        assert await next_registration(bus) is not None
+        await stopped(beating)
+
+
+async def test_who_left_does_not_come_back() -> None:
+    async with streams(ttl_s=0.03) as bus:
+        beat = heartbeat(bus, ServingGate(1))
+        beating = asyncio.create_task(beat.run())
+        assert await next_registration(bus) is not None
+        await beat.leave()
+        await beat.leave()
+        await asyncio.sleep(0.05)
+        assert beating.done()
+        bus.server.runs[RUN].members.expire(asyncio.get_running_loop().time())
+        assert bus.server.runs[RUN].members.next_expiry_s() is None
+
+
+@pytest.mark.parametrize(("drains", "said"), [(True, ["draining", "gone"]), (False, ["gone"])])
+async def test_one_that_drains_says_so_before_it_is_gone_and_one_that_fails_does_not(
+    drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with streams(ttl_s=60) as bus:
+        gate, heard = ServingGate(1), list[str]()
+
+        async def put(actor: str, payload: bytes) -> None:
+            heard.append(decode_control(payload, Registration).phase)
+
+        async def remove(actor: str) -> None:
+            heard.append("gone")
+
+        monkeypatch.setattr(bus, "put_member", put)
+        monkeypatch.setattr(bus, "remove_member", remove)
+        if drains:
+            gate.drain()
+        await heartbeat(bus, gate).leave()
+        assert heard == said
+
+
+async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async with streams() as bus:
+        bus.server.set_reachable(False)
+        async with asyncio.timeout(5):
+            await heartbeat(bus, ServingGate(1)).leave()
+    assert "it will expire" in caplog.text
