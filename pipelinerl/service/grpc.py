@@ -176,7 +176,19 @@ def open_channel(target: str, tls_dir: Path | None, name_override: str = "", opt
 
 def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     """Status and details of a failed call, with what to look at where TLS is the reason or may be."""
-    return f"{error.code().name}: {error.details()}{_hint(error.details() or '', tls_dir)}"
+    details, hint = error.details() or "", ""
+    closed_at_once = "failed to connect" in details and "Socket closed" in details
+    if tls_dir is None:
+        hint = " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
+    elif "WRONG_VERSION_NUMBER" in details:
+        hint = " (it speaks no TLS, and tls_dir is set here: set it there too)"
+    elif "Hostname Verification" in details or "does not match SSL server name" in details:
+        hint = " (its certificate is for other names)"
+    elif "CERTIFICATE_VERIFY_FAILED" in details:
+        hint = f" (its certificate is not valid under {tls_dir / CA})"
+    elif closed_at_once:
+        hint = f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)"
+    return f"{error.code().name}: {details}{hint}"
 
 
 class RenewedChannel:
@@ -229,16 +241,3 @@ def _open(target: str, certificates: Certificates | None, name_override: str, op
         every.append(("grpc.ssl_target_name_override", name_override))
     credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.certificate)
     return aio.secure_channel(target, credentials, options=every)
-
-
-def _hint(details: str, tls_dir: Path | None) -> str:
-    closed_at_once = "failed to connect" in details and "Socket closed" in details
-    if tls_dir is None:
-        return " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
-    if "WRONG_VERSION_NUMBER" in details:
-        return " (it speaks no TLS, and tls_dir is set here: set it there too)"
-    if "Hostname Verification" in details or "does not match SSL server name" in details:
-        return " (its certificate is for other names)"
-    if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f" (its certificate is not valid under {tls_dir / CA})"
-    return f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)" if closed_at_once else ""

@@ -66,12 +66,14 @@ def take_over(*libraries: str) -> None:
             logger.propagate = True
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line. A context field wins over an extra of the same name."""
-
+class _ContextFormatter(logging.Formatter):
     def __init__(self, context: LogContext) -> None:
         super().__init__()
         self._context = context
+
+
+class JsonFormatter(_ContextFormatter):
+    """One JSON object a line. A context field wins over an extra of the same name."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {key: _json_value(value) for key, value in _extras(record).items()}
@@ -91,12 +93,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_ContextFormatter):
     """`10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`, a traceback on the lines below."""
-
-    def __init__(self, context: LogContext) -> None:
-        super().__init__()
-        self._context = context
 
     def format(self, record: logging.LogRecord) -> str:
         context = self._context

@@ -17,18 +17,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker_process import WorkerGone, WorkerProcess, WorkerSetup, start_worker
+from services.verifier.worker_process import Loss, WorkerGone, WorkerProcess, WorkerSetup, start_worker
 
 log = logging.getLogger(__name__)
-
-Loss = Literal["timeout", "death", "retirement"]
 
 MOST_DEATHS = 2
 CHUNK_S = 0.02
@@ -218,7 +215,7 @@ class RewardPool:
             if chunk is None:
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
-                return "retirement" if gone.retired else "death"
+                return gone.loss
             loss = await self._score_chunk(worker, chunk)
             if loss is not None:
                 return loss
@@ -250,7 +247,7 @@ class RewardPool:
             except WorkerGone as gone:
                 self._died(job, gone)
                 self._queue.put_back((job, *(() if worker.is_stopping else rest)))
-                return "retirement" if gone.retired else "death"
+                return gone.loss
             if result is None:
                 return None
             job.resolve(result)
@@ -274,7 +271,7 @@ class RewardPool:
             result = await worker.result(self._timeout_s)
         if result is not None:
             if result.sequence_id != job.item.sequence_id:
-                raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn", retired=False)
+                raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn")
             self._item_s = result.seconds if self._item_s is None else 0.9 * self._item_s + 0.1 * result.seconds
         return result
 
@@ -285,11 +282,11 @@ class RewardPool:
         except TimeoutError:
             return "death"
         except WorkerGone as gone:
-            return "retirement" if gone.retired else "death"
+            return gone.loss
         return None
 
     def _died(self, job: Job, gone: WorkerGone) -> None:
-        if gone.retired:
+        if gone.loss == "retirement":
             return
         job.deaths += 1
         log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)

@@ -21,6 +21,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel
@@ -110,11 +111,15 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-class WorkerGone(Exception):
-    """The process ended. `retired`: of its own accord and between two items, so that no item is to blame."""
+Loss = Literal["timeout", "death", "retirement"]
+"""What ends a worker. It retires of its own accord and between two items, so that no item is to blame."""
 
-    def __init__(self, how: str, *, retired: bool) -> None:
-        self.retired = retired
+
+class WorkerGone(Exception):
+    """The process ended."""
+
+    def __init__(self, how: str, loss: Loss = "death") -> None:
+        self.loss = loss
         super().__init__(how)
 
 
@@ -160,7 +165,7 @@ class WorkerProcess:
         try:
             result = verifier_pb2.VerifyResult.FromString(payload)
         except DecodeError as error:
-            raise WorkerGone("something else than results is in its pipe", retired=False) from error
+            raise WorkerGone("something else than results is in its pipe") from error
         if result.status == verifier_pb2.VERIFY_STATUS_UNSPECIFIED:
             self.is_stopping = False
             return None
@@ -192,12 +197,12 @@ class WorkerProcess:
                 await asyncio.shield(self.ended)
         code = self._process.returncode
         if code is None:
-            return WorkerGone("it closed its pipe", retired=False)
+            return WorkerGone("it closed its pipe")
         how = f"exit code {code}"
         if code < 0:
             how = f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
         said = f"; last output: {self._last_output[-200:]}" if self._last_output else ""
-        return WorkerGone(how + said, retired=code == RETIRED)
+        return WorkerGone(how + said, "retirement" if code == RETIRED else "death")
 
     async def kill(self) -> None:
         """Ends the process and everything it started, and waits until it is reaped."""

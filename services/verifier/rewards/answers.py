@@ -103,10 +103,9 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
             if not isinstance(parsed, dict):
                 raise BadReference("answer", "not a JSON Schema: an object is needed")
             return validator(parsed)
-        except SchemaError as error:
-            raise BadReference("answer", f"not a JSON Schema: {error.message}") from error
-        except ValueError as error:
-            raise BadReference("answer", f"not a JSON Schema: {error}") from error
+        except (SchemaError, ValueError) as error:
+            problem = error.message if isinstance(error, SchemaError) else error
+            raise BadReference("answer", f"not a JSON Schema: {problem}") from error
 
     try:
         of_recipe = validator(schema) if schema else None
