@@ -50,13 +50,12 @@ async def retry_forever(
     *,
     retried: Callable[[Exception], bool] = is_bus_outage,
     backoff: Backoff = Backoff(),
-    on_retry: Callable[[Exception], None] | None = None,
     explain: Callable[[Exception], str] = str,
 ) -> _Result:
     """The result of the first `attempt()` that succeeds; raises the first error for which `retried` is false.
 
     `action` is for the log ("publish g1.0"), which gets a warning for each new reason, in `explain`'s words, for an old one
-    every minute, and a line when the waiting is over. `on_retry` is called with each error before the wait.
+    every minute, and a line when the waiting is over.
     """
     failures, waiting_since_s, logged, logged_at_s = 0, time.monotonic(), "", 0.0
     while True:
@@ -70,8 +69,6 @@ async def retry_forever(
             if reason != logged or now_s - logged_at_s >= LOG_EVERY_S:
                 logged, logged_at_s = reason, now_s
                 log.warning("cannot %s, trying again until it works: %s", action, reason)
-            if on_retry is not None:
-                on_retry(error)
             await asyncio.sleep(backoff.delay_s(failures))
         else:
             if failures:
