@@ -129,21 +129,27 @@ def derived_seed(run_seed: int, split: Split, block: int) -> int:
     return int.from_bytes(digest, "little") % 2**31
 
 
+def _families() -> Mapping[str, tuple[Any, Any]]:
+    """Data set and configuration of each family. Raises `FieldError` without reasoning-gym."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise FieldError("task.source", "reasoning_gym", f"{error}; pip install 'pipelinerl[local]'") from error
+    return dict(DATASETS)
+
+
 def check_family(family: str) -> None:
     """Raises `FieldError` naming near matches when reasoning-gym has no such family."""
-    from reasoning_gym.factory import DATASETS
-
-    if family not in DATASETS:
-        near = difflib.get_close_matches(family, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"list its {len(DATASETS)} families: {_LIST_FAMILIES}"
+    families = _families()
+    if family not in families:
+        near = difflib.get_close_matches(family, families, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"list its {len(families)} families: {_LIST_FAMILIES}"
         raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
     """Raises `FieldError` naming the first key of `config` that `family` does not take, near matches and what it takes."""
-    from reasoning_gym.factory import DATASETS
-
-    known = [field.name for field in fields(DATASETS[family][1]) if field.name not in _OURS]
+    known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:
             raise FieldError(f"task.config.{key}", value, "leave it out: seed and size follow from the recipe's seed")

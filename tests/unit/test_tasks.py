@@ -86,6 +86,12 @@ def test_an_unknown_family_is_named_with_its_neighbours() -> None:
     assert info.value.field == "task.name"
 
 
+def test_without_reasoning_gym_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
+    with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
+        sums()
+
+
 def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
     with pytest.raises(FieldError, match=r"list its \d+ families: python -c") as info:
         ReasoningGymSource("foo", {}, seed=0, num_heldout=1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +18,7 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as trackers_module
-from services.trainer.reporting.tracker_clients import RunId, TrackedRun
+from services.trainer.reporting.tracker_clients import RunId, TrackedRun, open_tracker
 from services.trainer.reporting.trackers import (
     RunTrackers,
     TrackerThread,
@@ -124,6 +127,10 @@ def thread_of(tracker: FakeTracker, **options: float) -> Iterator[tuple[TrackerT
         thread.close(60)
 
 
+def settings_in(run_dir: Path) -> TrainerSettings:
+    return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", verifier="nowhere:1", run_dir=run_dir)
+
+
 def evaluation(version: int) -> HeldoutResult:
     return HeldoutResult(version, 0.75, num_problems=4, num_unanswered=1, samples=())
 
@@ -212,14 +219,38 @@ async def test_a_tracker_that_is_away_at_the_start_is_tried_again_after_a_while(
         assert tracker.took == took
 
 
+async def test_what_libraries_log_on_a_trackers_thread_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = FakeTracker(error=OSError("away"))
+
+    def opened(name: str) -> FakeTracker:
+        logging.getLogger("urllib3.connectionpool").warning("Retrying https://me:secret@host")
+        return tracker
+
+    monkeypatch.setattr(trackers_module, "open_tracker", opened)
+    async with run_trackers(make_recipe(trackers=["wandb"]), settings_in(tmp_path), Start()) as trackers:
+        trackers.step({"step": 1})
+        trackers.end({}, finished=True)
+    logging.getLogger("urllib3.connectionpool").warning("of another thread")
+    assert "secret" not in caplog.text
+    assert "of another thread" in caplog.text
+    assert "tracker wandb failed: OSError: away" in caplog.text
+
+
+def test_stop_run_on_wandbs_page_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Mock(Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    open_tracker("wandb").start(dataclasses.replace(RUN, run_dir=tmp_path))
+    stop = wandb.init.call_args.kwargs["settings"]["stop_fn"]  # None: W&B sends SIGINT to the main thread
+    assert stop() is None
+
+
 async def test_a_tracker_without_its_package_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it fails
-    settings = TrainerSettings(
-        run="tiny", recipe=tmp_path / "r", instance="trainer", verifier="nowhere:1", run_dir=tmp_path
-    )
-    async with run_trackers(make_recipe(trackers=["wandb"]), settings, Start()) as trackers:
+    async with run_trackers(make_recipe(trackers=["wandb"]), settings_in(tmp_path), Start()) as trackers:
         trackers.step({"step": 1, "ess": 1.0})
         trackers.end({}, finished=True)
     first, last = warnings(caplog)

@@ -221,6 +221,8 @@ class WandbTracker:
     def start(self, run: TrackedRun) -> None:
         self._incarnation = run.incarnation
         quiet = {"console": "off", "silent": True}
+        # Unless told otherwise, "Stop run" on W&B's page sends SIGINT to this process: a tracker does not stop a run.
+        unstoppable = {"stop_fn": lambda: None}
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -231,7 +233,7 @@ class WandbTracker:
             dir=str(run.run_dir),
             config=dict(run.params),
             allow_val_change=True,
-            settings=self._wandb.Settings(**quiet, **figures_only),
+            settings=self._wandb.Settings(**quiet, **figures_only, **unstoppable),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

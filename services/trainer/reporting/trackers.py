@@ -40,6 +40,9 @@ RETRY_OPEN_S = 30.0
 FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 """From the end of a run, or of one that is stopped early, until trackers that are not done are abandoned."""
 
+THREAD = "tracker "
+"""Names of trackers' threads begin with it."""
+
 Call = Callable[[Tracker], None]
 
 
@@ -64,7 +67,7 @@ class TrackerThread:
         self._retry_at_s = -math.inf
         self._sent = self._taken = 0
         self._warned = False
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
     @property
@@ -176,11 +179,18 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
         incarnation=start.lineage.incarnation,
         version=start.version,
     )
+    for handler in logging.root.handlers:
+        handler.addFilter(is_not_of_a_library)
     trackers = RunTrackers([TrackerThread(name, run, partial(open_tracker, name)) for name in recipe.trackers])
     try:
         yield trackers
     finally:
         await trackers.close()
+
+
+def is_not_of_a_library(record: logging.LogRecord) -> bool:
+    """False for what a tracker's thread logs outside our own code (urllib3, requests, warnings): it may hold secrets."""
+    return not (record.threadName or "").startswith(THREAD) or record.name.startswith(("services.", "pipelinerl."))
 
 
 _NOT_LOGGED = frozenset({"step", "lag_histogram", "skipped", "joins"})
