@@ -65,7 +65,8 @@ def _check_fields(message: Control | EpochMember, kind: str, prefix: str = "") -
     for field in message.DESCRIPTOR.fields:
         name, value = field.name, getattr(message, field.name)
         if name in _REQUIRED and not value and (kind, name) not in _MAY_BE_EMPTY:
-            raise MessageError(kind, prefix + name, "is empty" if value == "" else f"is {value}")
+            problem = "is 0: no deadline can be met" if name == "deadline_s" else f"is {value}"
+            raise MessageError(kind, prefix + name, "is empty" if value == "" else problem)
         if name in _CHOICES and value not in _CHOICES[name]:
             raise MessageError(kind, prefix + name, f"{value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}")
         if name == "ranks" and value > _MAX_RANKS:

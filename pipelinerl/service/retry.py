@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
 """How often the same reason for waiting is logged."""
+MOST_REASONS = 8
+"""Logged in that time at most: texts may differ each time, by a port or a duration."""
 
 _Result = TypeVar("_Result")
 
@@ -51,13 +53,15 @@ async def retry_forever(
     retried: Callable[[Exception], bool] = is_bus_outage,
     backoff: Backoff = Backoff(),
     explain: Callable[[Exception], str] = str,
+    level: int = logging.WARNING,
 ) -> _Result:
     """The result of the first `attempt()` that succeeds; raises the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"), which gets a warning for each new reason, in `explain`'s words, for an old one
-    every minute, and a line when the waiting is over.
+    `action` is for the log ("publish g1.0"), which gets a line of `level` for each new reason, in `explain`'s words, for an
+    old one every minute, and one when the waiting is over.
     """
-    failures, waiting_since_s, logged, logged_at_s = 0, time.monotonic(), "", 0.0
+    failures, waiting_since_s = 0, time.monotonic()
+    logged_at_s: dict[str, float] = {}
     while True:
         try:
             result = await attempt()
@@ -66,9 +70,10 @@ async def retry_forever(
                 raise
             failures += 1
             now_s, reason = time.monotonic(), explain(error)
-            if reason != logged or now_s - logged_at_s >= LOG_EVERY_S:
-                logged, logged_at_s = reason, now_s
-                log.warning("cannot %s, trying again until it works: %s", action, reason)
+            logged_at_s = {text: at_s for text, at_s in logged_at_s.items() if now_s - at_s < LOG_EVERY_S}
+            if reason not in logged_at_s and len(logged_at_s) < MOST_REASONS:
+                logged_at_s[reason] = now_s
+                log.log(level, "cannot %s, trying again: %s", action, reason)
             await asyncio.sleep(backoff.delay_s(failures))
         else:
             if failures:

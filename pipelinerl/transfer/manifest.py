@@ -173,6 +173,8 @@ class Manifest:
             raise FieldError("parameters", (), "at least one parameter")
         names: set[str] = set()
         for spec in self.parameters:
+            if not spec.name:
+                raise FieldError("parameters.name", "", "a name for each parameter")
             if spec.name in names:
                 raise FieldError("parameters", spec.name, "each name once")
             names.add(spec.name)

@@ -126,6 +126,7 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
         retried=lambda error: isinstance(error, grpc.aio.AioRpcError | MessageError | TimeoutError),
         backoff=Backoff(first_s=0.5, most_s=5.0),
         explain=lambda error: _reason(error, settings.tls_dir),
+        level=logging.INFO,  # the trainer may still be building it
     )
     log.info("initial model fetched: %s", folder, extra={"bytes": received})
 

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -196,9 +197,15 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
     """Spares vLLM the inspection of a model class, 9 s, where the container image brings its result and the cache is new."""
-    known = image / "modelinfos"
-    if known.is_dir() and not (cache / known.name).exists():
-        shutil.copytree(known, cache / known.name, dirs_exist_ok=True)
+    known, target = image / "modelinfos", cache / "modelinfos"
+    if not known.is_dir() or target.exists():
+        return
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when whole: an actor may be killed meanwhile
+            shutil.copytree(known, Path(beside, known.name)).rename(target)
+    except OSError as error:
+        log.warning("the image's model infos cannot be copied to %s, vLLM makes its own: %s", target, error)
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:

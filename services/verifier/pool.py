@@ -201,6 +201,7 @@ class RewardPool:
                 lambda: start_worker(self._setup),
                 "start a reward worker",
                 retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
+                level=logging.ERROR,
             )
 
     def _count_up(self, change: int) -> None:

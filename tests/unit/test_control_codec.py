@@ -113,6 +113,7 @@ def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
     [
         ("parameters", {"parameters": []}),
         ("parameters", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="float32")] * 2}),
+        ("parameters.name", {"parameters": [pb.ParameterSpec(shape=[1], dtype="float32")]}),
         ("parameters[w].shape", {"parameters": [pb.ParameterSpec(name="w", shape=[0], dtype="float32")]}),
         ("parameters[w].dtype", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="int8")]}),
         ("chunk_bytes", {"chunk_bytes": 0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -78,3 +79,15 @@ def test_a_new_cache_begins_with_the_images_model_infos_and_another_stays_as_it_
     (image / "modelinfos" / "llama.json").write_text("2")
     use_known_model_infos(image, cache)
     assert (cache / "modelinfos" / "llama.json").read_text() == "1"
+    assert [path.name for path in cache.iterdir()] == ["modelinfos"]
+
+
+def test_a_cache_that_cannot_be_filled_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_part(source: Path, target: Path) -> Path:
+        target.mkdir()
+        raise OSError("no space left")
+
+    (tmp_path / "image" / "modelinfos").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "copytree", copy_part)
+    use_known_model_infos(tmp_path / "image", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -186,6 +186,9 @@ def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert found == [0, 1, 2, 99_998, 99_999]
     assert most < path.stat().st_size / 4, "the file is not held as a whole"
+    wide = [json.dumps({"step": step, "text": "x" * 400_000}) + "\n" for step in range(9)]
+    path.write_text("".join(wide), "utf-8")
+    assert [one["step"] for one in jsonl_ends(path, 9)] == [0, 1, 7, 8], "a MiB of each end"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)), "utf-8")
     assert [one["step"] for one in jsonl_ends(path, 3)] == [0, 1, 2, 3, 4]
 
