@@ -7,12 +7,16 @@ exit code of 0 is no reason to stay away. Only `stop`, or the run's end, is. Kno
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count as numbers
 
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_USER_ERROR
+
+log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 12.0
 """Of the 15 s a user waits at most after Ctrl-C; the rest is for summary and report."""
@@ -124,7 +128,7 @@ class SupervisedService:
     async def keep(self) -> None:
         """Waits for the process to end and starts the next one, until it is stopped or not wanted any more.
 
-        Raises the last `ServiceDied` when the policy allows no further restart.
+        Raises the last `ServiceDied`, or the `ServiceError` of a start that failed, when the policy allows no further restart.
         """
         clock_s = asyncio.get_running_loop().time
         served = False
@@ -140,10 +144,25 @@ class SupervisedService:
             if delay_s is None:
                 raise self.process.died(self._counter.restarts)
             self._on_end(self.process.died(), delay_s)
+            if not await self._start_again(delay_s, served):
+                return
+
+    async def _start_again(self, delay_s: float, served: bool) -> bool:
+        """After `delay_s`; False when it may end by then. A failed start counts as a death, and the last one is raised."""
+        while True:
             await asyncio.sleep(delay_s)
             if self._may_end():
-                return
-            await self.start()
+                return False
+            try:
+                await self.start()
+            except ServiceError as error:
+                next_s = self._counter.next_delay_s(0.0, EXIT_FAILURE, served)
+                if next_s is None:
+                    raise
+                delay_s = next_s
+                log.warning("%s, trying again in %.1f s", error, delay_s)
+            else:
+                return True
 
     async def stop(self, grace_s: float) -> None:
         """No more restarts; terminates the process, if there is one."""

@@ -88,9 +88,10 @@ class RunHistory:
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
 
     def add_samples(self, samples: Iterable[Record]) -> None:
-        """Of before."""
+        """Of before. A line without a step, as of a file that somebody edited, is left out."""
         for sample in samples:
-            self._add_sample(sample)
+            if isinstance(sample.get("step"), int):
+                self._add_sample(sample)
 
     def data(self) -> dict[str, Any]:
         """All of it; nothing in it changes any more."""

@@ -139,6 +139,8 @@ class PolicyTrainer(RankZero):
         super().__init__(learner)
         self._sender, self._recipe = sender, recipe
         self.tokenizer, self.port, self.vocab_size = tokenizer, port, learner.policy.vocab_size
+        self._version: int | None = None
+        """Of the weights; None before the first step, when they are those that it was started with."""
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
@@ -146,6 +148,7 @@ class PolicyTrainer(RankZero):
         began_at = time.perf_counter()
         outcome = self.train_step(prepared)
         seconds = time.perf_counter() - began_at
+        self._version = prepared.version + 1  # a skipped step counts, too
         if not outcome.applied:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
@@ -165,6 +168,7 @@ class PolicyTrainer(RankZero):
         durable when it returns; files of the export are the caller's to sync. It raises `ServiceError` when a rank cannot
         write, and `OSError`.
         """
+        assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         state, export = self.stage(), self._export.stage(self)
         about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
 

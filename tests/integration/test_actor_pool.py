@@ -7,6 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.supervisor import ActorPool, RestartPolicy, SupervisedService
 from tests.support.local_run import until
@@ -57,3 +60,20 @@ async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it
     await asyncio.wait({scaling})
     await pool.stop(0.5)
     assert all(process.returncode is not None for process in started)
+
+
+async def test_a_start_that_fails_counts_as_a_death(tmp_path: Path) -> None:
+    problems: list[ServiceError | None] = [None, ServiceError("no disk"), None, *[ServiceError("no binary")] * 3]
+    started: list[ServiceProcess] = []
+
+    def prepare() -> Launch:
+        if (problem := problems.pop(0)) is not None:
+            raise problem
+        return Launch("nats", DIES, os.environ, tmp_path / "nats.log", tmp_path / "nats.json")
+
+    policy = RestartPolicy(limit_unserved=4, first_delay_s=0.001)
+    service = SupervisedService("nats", prepare, started.append, lambda died, delay_s: None, policy=policy)
+    await service.start()
+    with pytest.raises(ServiceError, match="no binary"):
+        await service.keep()
+    assert (len(started), len(problems)) == (2, 1), "two lived, and four restarts were tried"

@@ -44,6 +44,8 @@ def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str
     trainer.step(trainer.prepare([GROUP], 6))
     then = {name: weight.clone() for name, weight in trainer.weights()}
     then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.value_head().items()}
+    with pytest.raises(AssertionError, match="weights of 7, the rest of version 6"):
+        trainer.begin_checkpoint(6)
     write = trainer.begin_checkpoint(7)
     trainer.step(trainer.prepare([GROUP], 7))
     with torch.no_grad():
