@@ -77,7 +77,7 @@ def test_the_newest_are_never_thinned(count: int) -> None:
 def test_a_line_of_the_samples_without_a_step_is_left_out() -> None:
     history = RunHistory()
     history.add_samples([{**sample(1), "step": "one"}, {}, sample(2)])
-    assert [one["step"] for one in history.data()["samples"]] == [2]
+    assert [one["step"] for one in history.data()["samples"]["early"]] == [2]
 
 
 def test_history_is_the_object_that_the_views_draw() -> None:
