@@ -94,9 +94,8 @@ async def _audit_once(
         files.findings.add(Check.LOST, f"the streams cannot be read: {error}")
         return audit, []
     audit.streams = seen
-    if unknown_messages(
-        seen, files.replay, run_state
-    ):  # what was reserved since the journal was read may be out there too
+    if unknown_messages(seen, files.replay, run_state):
+        # What was reserved since the journal was read may be out there too.
         files.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
     for sequence_id in unknown_messages(seen, files.replay, run_state):
         files.findings.add(Check.UNKNOWN, sequence_id)
@@ -157,8 +156,15 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     yield f"{audit.run}: {audit.state}, {1 + len(audit.files.restarts)} incarnation(s), version {number(replay.version)}"
     yield ""
     yield f"  {equation(replay.counts.as_dict())}"
-    yield from _outcomes(audit)
-    yield from _restarts(audit)
+    for outcome in Outcome:
+        for reason, count in replay.reasons[outcome].most_common():
+            yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
+    for one in audit.files.restarts:
+        undid = (
+            f"{one.steps} steps, {number(one.trained)} sequences trained, {number(one.ended_otherwise)} ended otherwise, "
+            f"{number(one.groups)} groups issued"
+        )
+        yield f"  incarnation {one.incarnation} went on from version {one.version} and undid {undid}"
     yield from _versions(trained_per_version(audit), versions)
     yield from _streams(audit)
     yield ""
@@ -179,21 +185,6 @@ def equation(counts: Mapping[str, int]) -> str:
         f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued"
     )
     return f"issued {number(counts['issued'])} = {ended}"
-
-
-def _outcomes(audit: Audit) -> Iterator[str]:
-    for outcome in Outcome:
-        for reason, count in audit.files.replay.reasons[outcome].most_common():
-            yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
-
-
-def _restarts(audit: Audit) -> Iterator[str]:
-    for one in audit.files.restarts:
-        undid = (
-            f"{one.steps} steps, {number(one.trained)} sequences trained, {number(one.ended_otherwise)} ended otherwise, "
-            f"{number(one.groups)} groups issued"
-        )
-        yield f"  incarnation {one.incarnation} went on from version {one.version} and undid {undid}"
 
 
 def _versions(trained: Mapping[int, int], every: bool) -> Iterator[str]:
@@ -218,12 +209,10 @@ def _streams(audit: Audit) -> Iterator[str]:
         f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.first_position)} to "
         f"{number(seen.last_position)}; durable up to {number(seen.durable)}"
     )
+    unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [
         (seen.repeated, "of them repeat a sequence: recognised, and trained once"),
-        (
-            len(seen.unreadable),
-            f"of them cannot be read: positions {', '.join(map(str, list(seen.unreadable)[:_OUTLIERS]))}",
-        ),
+        (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
         (seen.trained_below(audit.files.replay), "of them may be purged"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight are published by the trainer, now or at its next start"),

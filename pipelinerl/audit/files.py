@@ -8,6 +8,7 @@ business.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,10 @@ def read_checkpoint(resume: Path) -> Checkpoint:
     """Raises what reading a damaged file raises."""
     content = json.loads((resume / "run.json").read_text(encoding="utf-8"))
     failed = [one["id"] for one in content["held"]["open"] if "failure" in one]
+    held = []
+    with (resume / "sequences.pb").open("rb") as file:
+        while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
+            held.append(str(message.sequence_id))
     return Checkpoint(
         resume.parent,
         content["policy_version"],
@@ -61,17 +66,12 @@ def read_checkpoint(resume: Path) -> Checkpoint:
         content["position"],
         content["next_group"],
         Ledger.from_state(content["books"]["ledger"]),
-        frozenset((*failed, *_ids(resume / "sequences.pb"))),
+        frozenset((*failed, *held)),
     )
 
 
-def compare(checkpoint: Checkpoint, replay: Replay, findings: Findings) -> None:
-    """`replay`: at the checkpoint's length of the journal."""
-    for problem in _differences(checkpoint, replay):
-        findings.add(Check.CHECKPOINTS, f"{checkpoint.folder.name}: {problem}")
-
-
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
+    """`replay`: at the checkpoint's length of the journal."""
     ledger = checkpoint.ledger
     numbers: list[tuple[str, object, object]] = [
         ("version", checkpoint.version, replay.version),
@@ -96,15 +96,6 @@ def _pairs(prefix: str, told: Mapping[str, int], derived: Mapping[str, int]) -> 
 def _some(ids: set[str] | frozenset[str], most: int = 3) -> str:
     shown = sorted(ids)[:most]
     return ", ".join([*shown, *(["..."] if len(ids) > most else [])]) or "none"
-
-
-def _ids(path: Path) -> list[str]:
-    """Of length-delimited messages."""
-    with path.open("rb") as file:
-        ids = []
-        while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
-            ids.append(str(message.sequence_id))
-        return ids
 
 
 CHECKPOINTS, LINEAGE, SUMMARY = "checkpoints", "lineage.json", "summary.json"
@@ -171,17 +162,21 @@ def _replay(journal: Path, found: FilesAudit, checkpoints: list[Checkpoint]) -> 
     """Applies every event that counts, and compares each checkpoint when its moment comes."""
     history, replay, findings = found.history, found.replay, found.findings
     starts = {start.offset: start for start in history.starts}
-    waiting = _those_that_count(checkpoints, history, findings)
-    checkpoint = next(waiting, None)
+    waiting = deque(_those_that_count(checkpoints, history, findings))
+
+    def compare_up_to(offset: int) -> None:
+        while waiting and waiting[0].journal_bytes <= offset:
+            checkpoint = waiting.popleft()
+            for problem in _differences(checkpoint, replay):
+                findings.add(Check.CHECKPOINTS, f"{checkpoint.folder.name}: {problem}")
+
     for offset, event, undone_by in events(journal, history, findings):
         if event["event"] == "reserve":
             replay.reserve(event)
         if undone_by is not None:
             found.restarts[undone_by].add(event)
             continue
-        while checkpoint is not None and checkpoint.journal_bytes <= offset:
-            compare(checkpoint, replay, findings)
-            checkpoint = next(waiting, None)
+        compare_up_to(offset)
         start = starts.get(offset)
         if start is not None:
             replay.start(start.version, start.incarnation)
@@ -189,9 +184,7 @@ def _replay(journal: Path, found: FilesAudit, checkpoints: list[Checkpoint]) -> 
         else:
             replay.apply(offset, event)
             found.stepped = found.stepped or event["event"] in ("step", "end")
-    while checkpoint is not None:
-        compare(checkpoint, replay, findings)
-        checkpoint = next(waiting, None)
+    compare_up_to(history.size)
 
 
 def _those_that_count(checkpoints: list[Checkpoint], history: History, findings: Findings) -> Iterator[Checkpoint]:

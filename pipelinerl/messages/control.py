@@ -7,7 +7,7 @@ machines to judge. The weights' manifest is in `pipelinerl.transfer.manifest`.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.validation import check_finite, parse
@@ -48,7 +48,7 @@ _MAY_BE_EMPTY = {
     ("Registration", "manifest_id"),
     ("Registration", "incarnation"),
 }
-_CHOICES = {"backend": ("gloo", "nccl"), "phase": ("joining", "serving", "draining")}
+_CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
 def decode_control(data: bytes, message_type: type[_Control]) -> _Control:

@@ -141,10 +141,6 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
     @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.spans)
-
-    @property
     def num_versions(self) -> int:
         return len({(span.incarnation, span.version) for span in self.spans})
 
@@ -373,8 +369,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     check_run(sequence.run, expected_run, _SEQUENCE)
     check_text(sequence.group_id, _SEQUENCE, "group_id")
     check_text(sequence.task, _SEQUENCE, "task")
-    if not 1 <= sequence.group_size <= MAX_SAMPLES:
-        raise MessageError(_SEQUENCE, "group_size", f"{sequence.group_size} is not in [1, {MAX_SAMPLES}]")
+    _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
     if not 0 <= sequence.sample_index < sequence.group_size:
         problem = f"{sequence.sample_index} is not in [0, group_size = {sequence.group_size})"
         raise MessageError(_SEQUENCE, "sample_index", problem)
@@ -403,8 +398,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     _check_sampling(group.sampling, _GROUP, "sampling.")
     for name in ("problem_index", "seed", "issued_version"):
         check_uint(getattr(group, name), _GROUP, name, bits=64)
-    if not 1 <= group.num_samples <= MAX_SAMPLES:
-        raise MessageError(_GROUP, "num_samples", f"{group.num_samples} is not in [1, {MAX_SAMPLES}]")
+    _check_num_samples(group.num_samples, _GROUP, "num_samples")
     seen: set[int] = set()
     for name, indices in (
         ("done_samples", group.done_samples),
@@ -430,6 +424,11 @@ def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
     if partial.finish_reason is not None and not num_tokens:
         problem = f"sample {partial.sample_index} is finished ({partial.finish_reason}) without a token"
         raise MessageError(_GROUP, "partials.finish_reason", problem)
+
+
+def _check_num_samples(number: int, kind: str, field: str) -> None:
+    if not 1 <= number <= MAX_SAMPLES:
+        raise MessageError(kind, field, f"{number} is not in [1, {MAX_SAMPLES}]")
 
 
 def _check_sampling(sampling: SamplingParams, kind: str, prefix: str) -> None:

@@ -54,6 +54,9 @@ class _Production:
     slot_s: float
 
 
+_NOTHING = _Production(0, 0.0, 0.0)
+
+
 class _Window:
     """The newest of what actors did: at least `fewest` sequences and a minute, and not much more."""
 
@@ -65,12 +68,12 @@ class _Window:
     def add(self, produced: _Production) -> None:
         self._produced.append(produced)
         self._sum(produced, 1)
-        while self._enough_without(self._produced[0]):
+        while self.enough(without=self._produced[0]):
             self._sum(self._produced.popleft(), -1)
 
-    @property
-    def enough(self) -> bool:
-        return self._finished >= self._fewest and self._busy_s >= FEWEST_BUSY_S
+    def enough(self, without: _Production = _NOTHING) -> bool:
+        finished, busy_s = self._finished - without.finished, self._busy_s - without.busy_s
+        return finished >= self._fewest and busy_s >= FEWEST_BUSY_S
 
     @property
     def rate(self) -> float:
@@ -81,10 +84,6 @@ class _Window:
     def in_progress(self) -> float:
         """Of a busy actor, on average."""
         return self._slot_s / self._busy_s
-
-    def _enough_without(self, oldest: _Production) -> bool:
-        finished, busy_s = self._finished - oldest.finished, self._busy_s - oldest.busy_s
-        return finished >= self._fewest and busy_s >= FEWEST_BUSY_S
 
     def _sum(self, produced: _Production, sign: int) -> None:
         self._finished += sign * produced.finished
@@ -152,9 +151,9 @@ class ReplicasWanted:
 
     def _full_actor(self) -> float | None:
         """Sequences per second of an actor with all slots in use, as far as that is known."""
-        known = self._when_full.rate if self._when_full.enough else None
+        known = self._when_full.rate if self._when_full.enough() else None
         lately = self._lately
-        if not lately.enough:
+        if not lately.enough():
             return known
         occupancy = max(lately.in_progress, 1.0) / self._slots
         return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)

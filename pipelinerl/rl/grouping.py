@@ -56,11 +56,6 @@ class _OpenGroup:
     num_samples: int
     members: dict[int, Sequence] = field(default_factory=dict)
 
-    def complete(self, group_id: str) -> CompletedGroup:
-        ordered = [self.members[index] for index in sorted(self.members)]
-        good = tuple(sequence for sequence in ordered if not sequence.failure)
-        return CompletedGroup(group_id, good, tuple(sequence for sequence in ordered if sequence.failure))
-
 
 class GroupAssembler:
     """Stepped by `expect` when a group is issued and `add` when a sequence arrives."""
@@ -95,7 +90,9 @@ class GroupAssembler:
         group.members[sequence.sample_index] = sequence
         if len(group.members) < group.num_samples:
             return None
-        return self._open.pop(sequence.group_id).complete(sequence.group_id)
+        ordered = self.discard(sequence.group_id)
+        good = tuple(sequence for sequence in ordered if not sequence.failure)
+        return CompletedGroup(sequence.group_id, good, tuple(sequence for sequence in ordered if sequence.failure))
 
     def discard(self, group_id: str) -> tuple[Sequence, ...]:
         """Gives an open group up (its prompt was delivered too often) and returns what had arrived of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ class FileSource:
     def __init__(
         self, path: Path, *, task: str, prompt_field: str, answer_field: str, seed: int, num_heldout: int
     ) -> None:
-        problems = list(_distinct(_problems(path, task, prompt_field, answer_field)))
+        distinct: dict[str, Problem] = {}
+        for problem in _problems(path, task, prompt_field, answer_field):
+            distinct.setdefault(problem.question, problem)
+        problems = list(distinct.values())
         if len(problems) <= num_heldout:
             raise FieldError(
                 "task.heldout_problems",
@@ -61,44 +64,32 @@ def _problems(path: Path, task: str, prompt_field: str, answer_field: str) -> It
         yield Problem(task, question, {"answer": str(row[answer_field])})
 
 
-def _distinct(problems: Iterable[Problem]) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.question not in seen:
-            seen.add(problem.question)
-            yield problem
-
-
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_file():
         raise FieldError("task.path", str(path), "there is no such file")
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        yield from _jsonl_rows(path)
-    else:
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    if path.suffix not in readers:
         raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
+    yield from readers[path.suffix](path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, _json_object(where, line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file: {error.reason}") from error
-
-
-def _json_object(where: str, line: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line.rstrip())
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                row = json.loads(line.rstrip())
+                if not isinstance(row, dict):
+                    raise UserError(
+                        f"{where}: {type(row).__name__} where an object with the problem's fields is needed"
+                    )
+                yield where, row
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: {type(row).__name__} where an object with the problem's fields is needed")
-    return row
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a UTF-8 text file: {error.reason}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -108,11 +99,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except ImportError as error:
         raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
     try:
-        batches = ParquetFile(path).iter_batches()
-        number = 0
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
+        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}, row {number}", row
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: not a Parquet file: {error}") from error
