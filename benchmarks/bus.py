@@ -29,13 +29,12 @@ from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.bus.reader import ReadPlan
+from pipelinerl.bus.reader import BATCH
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence, encode_sequence
 
 RESULTS = Path(__file__).parent / "results" / "bus.json"
 LIMITS = StreamLimits(sequences_max_bytes=1 << 30)
-BATCH = ReadPlan("").batch
 GOAL = 0.7
 
 

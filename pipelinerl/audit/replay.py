@@ -150,16 +150,6 @@ class Replay:
     def _issue(self, group: str, samples: int) -> None:
         if samples < 1:
             raise ValueError(f"{samples} samples")
-        self._check_number(group)
-        if group in self._samples:
-            self._findings.add(Check.ISSUED_ONCE, f"{group}", times=samples)
-            return
-        self._samples[group] = samples
-        self._open[group] = (1 << samples) - 1
-        self._issued += samples
-        self.newest_group = group
-
-    def _check_number(self, group: str) -> None:
         number = group_number(group)
         if number > self.next_group:
             missing = number - self.next_group
@@ -169,6 +159,13 @@ class Replay:
         if number >= self.reserved:
             self._findings.add(Check.GROUPS, f"{group} was issued without being reserved")
         self.next_group = max(self.next_group, number + 1)
+        if group in self._samples:
+            self._findings.add(Check.ISSUED_ONCE, f"{group}", times=samples)
+            return
+        self._samples[group] = samples
+        self._open[group] = (1 << samples) - 1
+        self._issued += samples
+        self.newest_group = group
 
     def _close(self, name: str, ids: list[str], reason: str, version: int | None) -> None:
         outcome = Outcome(name)
@@ -185,11 +182,15 @@ class Replay:
     def _end(self, sequence_id: str, outcome: Outcome) -> int:
         """1 when the sequence was in flight; else 0, and a finding."""
         group, sample = split_id(sequence_id)
-        mask = self._open.get(group, 0)
-        if not mask >> sample & 1:
-            self._not_in_flight(sequence_id, group, sample, outcome)
+        mask, bit = self._open.get(group, 0), 1 << sample
+        if not mask & bit:
+            if not self.was_issued(group, sample):
+                self._findings.add(Check.ISSUED_FIRST, f"{sequence_id} ends as {outcome}")
+            elif outcome is Outcome.TRAINED and self.was_trained(group, sample):
+                self._findings.add(Check.TRAINED_ONCE, f"{sequence_id} into version {self.version + 1}")
+            else:
+                self._findings.add(Check.ENDED_ONCE, f"{sequence_id} ends as {outcome} too")
             return 0
-        bit = 1 << sample
         if outcome is Outcome.TRAINED:
             self._trained[group] = self._trained.get(group, 0) | bit
         if mask == bit:
@@ -197,14 +198,6 @@ class Replay:
         else:
             self._open[group] = mask ^ bit
         return 1
-
-    def _not_in_flight(self, sequence_id: str, group: str, sample: int, outcome: Outcome) -> None:
-        if not self.was_issued(group, sample):
-            self._findings.add(Check.ISSUED_FIRST, f"{sequence_id} ends as {outcome}")
-        elif outcome is Outcome.TRAINED and self.was_trained(group, sample):
-            self._findings.add(Check.TRAINED_ONCE, f"{sequence_id} into version {self.version + 1}")
-        else:
-            self._findings.add(Check.ENDED_ONCE, f"{sequence_id} ends as {outcome} too")
 
     def _step(self, version: int, counts: Mapping[str, int]) -> None:
         if version != self.version + 1:

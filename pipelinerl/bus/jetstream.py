@@ -48,7 +48,6 @@ from pipelinerl.bus.protocol import (
 from pipelinerl.bus.reader import (
     MemberWatch,
     OrderedReader,
-    ReadPlan,
     Received,
     headers_given,
     stored_messages,
@@ -185,8 +184,8 @@ class JetStreamBus:
 
     @contextlib.asynccontextmanager
     async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
-        plan = ReadPlan(self._subjects.sequences_stream, from_position=max(1, from_position))
-        async with OrderedReader(self._link, plan) as reader:
+        stream = self._subjects.sequences_stream
+        async with OrderedReader(self._link, stream, from_position=max(1, from_position)) as reader:
             yield _Messages(reader, _log_entry)
 
     async def purge_sequences(self, below_position: int) -> None:
@@ -230,7 +229,7 @@ class JetStreamBus:
             kind, _, name = message.subject.removeprefix(prefix).partition(".")
             return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message.headers))
 
-        async with OrderedReader(self._link, ReadPlan(self._subjects.control_stream, subjects)) as reader:
+        async with OrderedReader(self._link, self._subjects.control_stream, subjects) as reader:
             yield _Messages(reader, control_message)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
@@ -245,7 +244,7 @@ class JetStreamBus:
         with bus_errors(f"watching members at {self._link.url}"):
             ttl_s = (await self._link.js.stream_info(stream)).config.max_age
         every = self._subjects.member("*")
-        async with OrderedReader(self._link, ReadPlan(stream, (every,), snapshot_again=True)) as reader:
+        async with OrderedReader(self._link, stream, (every,), snapshot_again=True) as reader:
             yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
 
     async def _store_once(

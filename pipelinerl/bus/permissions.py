@@ -17,13 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.bus.protocol import (
-    FROM_ACTOR,
-    FROM_TRAINER,
-    TO_ONE_ACTOR,
-    Subjects,
-    check_run_name,
-)
+from pipelinerl.bus.protocol import FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
 from pipelinerl.bus.streams import ACTORS
 from pipelinerl.errors import FieldError
 
@@ -77,17 +71,14 @@ def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
 
 def _trainer(subjects: Subjects) -> tuple[str, ...]:
     """Makes the run's streams, issues prompts, gives orders, reads everything, purges what it has consumed."""
-    own = (subjects.prompts, *(subjects.control(kind) for kind in FROM_TRAINER))
-    to_one = (subjects.control(kind, "*") for kind in TO_ONE_ACTOR)
-    made = (f"{_API}.STREAM.CREATE.{stream}" for stream in subjects.every_stream)
-    seen = (f"{_API}.STREAM.INFO.{stream}" for stream in subjects.every_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return (
-        *own,
-        *to_one,
+        subjects.prompts,
+        *(subjects.control(kind) for kind in FROM_TRAINER),
+        *(subjects.control(kind, "*") for kind in TO_ONE_ACTOR),
         f"{_API}.INFO",
-        *made,
-        *seen,
+        *(f"{_API}.STREAM.CREATE.{stream}" for stream in subjects.every_stream),
+        *(f"{_API}.STREAM.INFO.{stream}" for stream in subjects.every_stream),
         f"{_API}.CONSUMER.INFO.{queue}",
         f"{_API}.CONSUMER.DURABLE.CREATE.{queue}",
         f"{_API}.STREAM.MSG.GET.{subjects.prompts_stream}",
@@ -101,14 +92,13 @@ def _trainer(subjects: Subjects) -> tuple[str, ...]:
 
 def _actor(subjects: Subjects) -> tuple[str, ...]:
     """Takes prompt groups, publishes sequences, answers and what it gives up or hands over, follows the orders."""
-    answers = (subjects.control(kind, "*") for kind in FROM_ACTOR)
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return (
         subjects.sequences,
         subjects.prompts,
         subjects.dead,
-        *answers,
+        *(subjects.control(kind, "*") for kind in FROM_ACTOR),
         f"$KV.{subjects.members_bucket}.*",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}",
         f"$JS.ACK.{queue}.>",

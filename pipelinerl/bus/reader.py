@@ -100,6 +100,8 @@ def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
     return [(low, min(end, low + size)) for low in range(start, end, size)] if size else []
 
 
+BATCH = 256
+"""Messages read ahead at most."""
 _PULL_BYTES = 65 * 1024**2
 """Bytes asked for at once: one message of NATS's largest size always fits."""
 _PULL_EXPIRES_S = 30.0
@@ -110,19 +112,6 @@ _CLOSE_TIMEOUT_S = 1.0
 _NS = 1_000_000_000
 _HEARTBEAT = "100"
 _PULL_ENDED = ("408", "409")
-
-
-@dataclass(frozen=True)
-class ReadPlan:
-    """What to read. `from_position` 0: the last message of each subject, then every new one."""
-
-    stream: str
-    subjects: tuple[str, ...] = ()
-    from_position: int = 0
-    batch: int = 256
-    """Messages read ahead at most."""
-    snapshot_again: bool = False
-    """After a loss, deliver the last message of each subject again instead of going on after the last position."""
 
 
 class Received(NamedTuple):
@@ -149,9 +138,19 @@ class OrderedReader:
     Raises `BusError` when the stream does not exist (any more), `NotPermitted` when this user may not read it.
     """
 
-    def __init__(self, link: NatsLink, plan: ReadPlan) -> None:
-        self._link, self._plan = link, plan
-        self._next_position = plan.from_position
+    def __init__(
+        self,
+        link: NatsLink,
+        stream: str,
+        subjects: tuple[str, ...] = (),
+        *,
+        from_position: int = 0,
+        snapshot_again: bool = False,
+    ) -> None:
+        """`from_position` 0: the last message of each subject, then every new one. `snapshot_again`: after a loss, deliver the
+        last message of each subject again instead of going on after the last position."""
+        self._link, self._stream, self._subjects = link, stream, subjects
+        self._next_position, self._snapshot_again = from_position, snapshot_again
         self._buffer: deque[Received | SnapshotStart] = deque()
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
@@ -197,7 +196,7 @@ class OrderedReader:
         return item
 
     async def next_message(self) -> Received:
-        """The next message of a plan without `snapshot_again`."""
+        """The next message, without `snapshot_again`."""
         item = await self.__anext__()
         assert isinstance(item, Received)
         return item
@@ -222,10 +221,10 @@ class OrderedReader:
 
     def _is_low(self) -> bool:
         held = self._outstanding + len(self._buffer)
-        return held <= self._plan.batch // 2 and self._buffered_bytes <= _PULL_BYTES and self._link.is_connected
+        return held <= BATCH // 2 and self._buffered_bytes <= _PULL_BYTES and self._link.is_connected
 
     async def _pull(self) -> None:
-        count = self._plan.batch - self._outstanding - len(self._buffer)
+        count = BATCH - self._outstanding - len(self._buffer)
         request = {
             "batch": count,
             "max_bytes": _PULL_BYTES,
@@ -235,7 +234,7 @@ class OrderedReader:
         subject = self._pulling
         self._outstanding += count
         try:
-            with bus_errors(f"reading {self._plan.stream}"):
+            with bus_errors(f"reading {self._stream}"):
                 await self._link.client.publish(subject, json.dumps(request).encode(), reply=self._inbox)
         except BusError:
             if self._link.client.is_closed:
@@ -244,7 +243,7 @@ class OrderedReader:
 
     @property
     def _pulling(self) -> str:
-        return f"$JS.API.CONSUMER.MSG.NEXT.{self._plan.stream}.{self._consumer}"
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
 
     def _on_refusal(self, lowered: str) -> None:
         if lowered == self._pulling.lower():
@@ -255,7 +254,7 @@ class OrderedReader:
         await self._detach()
         await retry_forever(
             self._attach,
-            f"read {self._plan.stream}",
+            f"read {self._stream}",
             retried=lambda error: is_bus_outage(error) and not is_stream_missing(error),
             backoff=Backoff(first_s=0.5, most_s=0.5),
         )
@@ -265,25 +264,25 @@ class OrderedReader:
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         try:
             await self._link.wait_connected(self._link.request_timeout_s)
-            with bus_errors(f"reading {self._plan.stream} at {self._link.url}"):
+            with bus_errors(f"reading {self._stream} at {self._link.url}"):
                 self._inbox = self._link.client.new_inbox()
                 self._subscription = await self._link.client.subscribe(
                     self._inbox, cb=self._on_message, pending_bytes_limit=0
                 )
-                info = await self._link.js.add_consumer(self._plan.stream, self._consumer_config())
+                info = await self._link.js.add_consumer(self._stream, self._consumer_config())
         except BaseException:  # cancellation too: the next `anext` starts over
             self._lost = True
             raise
         self._consumer = info.name
-        if self._plan.snapshot_again:
+        if self._snapshot_again:
             self._buffer.append(SnapshotStart(info.num_pending or 0))
 
     def _consumer_config(self) -> ConsumerConfig:
-        from_last = self._next_position == 0 or self._plan.snapshot_again
+        from_last = self._next_position == 0 or self._snapshot_again
         return ConsumerConfig(
             deliver_policy=DeliverPolicy.LAST_PER_SUBJECT if from_last else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=None if from_last else self._next_position,
-            filter_subjects=list(self._plan.subjects) or None,
+            filter_subjects=list(self._subjects) or None,
             ack_policy=AckPolicy.NONE,
             inactive_threshold=_CONSUMER_IDLE_S,
             mem_storage=True,
@@ -301,9 +300,9 @@ class OrderedReader:
                     await subscription.unsubscribe()
                 if consumer and self._link.is_connected:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                        await self._link.js.delete_consumer(self._plan.stream, consumer)
+                        await self._link.js.delete_consumer(self._stream, consumer)
         except BusError as error:  # it is gone already, or goes by itself when idle
-            _log.debug("consumer of %s not deleted: %s", self._plan.stream, error)
+            _log.debug("consumer of %s not deleted: %s", self._stream, error)
 
     async def _on_message(self, message: Msg) -> None:
         if message.subject == self._inbox:
