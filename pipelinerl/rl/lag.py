@@ -91,6 +91,11 @@ def stale_reason(
     return None
 
 
+def largest_lag(sequences_in_progress: int, longest_tokens: float, mean_tokens: float, batch_size: int) -> int:
+    """The paper's g_max = ceil(H·I·L / (L̄·B)) in optimizer steps, for H·I sequences in progress over all actors."""
+    return math.ceil(sequences_in_progress * longest_tokens / (mean_tokens * batch_size))
+
+
 @dataclass(frozen=True)
 class EssSums:
     """log Σ w, log Σ w² and N of some tokens."""
