@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +26,16 @@ from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
 COLLECTOR = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+
+
+@pytest.fixture(autouse=True)
+def exporters_end() -> Iterator[None]:
+    """Threads that still export when a test is over would log into the tests that follow."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive(), thread
 
 
 @pytest.fixture
@@ -167,7 +178,8 @@ def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
 ) -> None:
     """It takes the connection and does not answer until this process has ended all its work."""
     collector.answering.clear()
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "1"})
+    short = {"OTEL_BSP_SCHEDULE_DELAY": "1", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **short})
     with tracing(CONTEXT):
         with root("first"):
             pass
