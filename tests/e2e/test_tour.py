@@ -563,7 +563,8 @@ async def test_what_was_killed_and_scaled_is_in_the_summary_and_every_version_wa
 ) -> None:
     summary = stopped.summary
     assert summary["restarts"] == {VICTIM: 1, "trainer": 1}
-    assert summary["membership"]["joins"] >= 2
+    # That of the scaled actor. A join between the last checkpoint and the trainer's death is undone with the steps.
+    assert summary["membership"]["joins"] >= 1
     assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
     assert summary["parity_failures"] == 0
 
