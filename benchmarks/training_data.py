@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-
 import numpy as np
 
 from pipelinerl.messages.sequences import Sequence, VersionSpan
@@ -37,7 +35,7 @@ def long_tailed_lengths(shortest: int, longest: int, total: int, seed: int = 0) 
 
 
 def make_groups(
-    lengths: Many[int], vocabulary: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
+    lengths: list[int], vocabulary: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
 ) -> list[TrainingGroup]:
     """Sequences of `lengths` tokens, prompts included, of two policy versions each, in groups of up to `GROUP_SIZE`."""
     generator = np.random.default_rng(seed)
