@@ -29,7 +29,6 @@ from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics, status_name
 from services.verifier.pool import QueueFull, RewardPool, run_pool
-from services.verifier.worker_process import WorkerSetup
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +127,9 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         servicer = VerifierServicer(recipe.task.name, pool, metrics)
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
-    setup = WorkerSetup(reward=recipe.reward, task=recipe.task)
     async with (
         serve_http(health_app(readiness, registry), settings.http_host, settings.http_port) as http_port,
-        run_pool(setup, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
+        run_pool(recipe, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
         serve_grpc(
             register,
             [SERVICE_NAME],

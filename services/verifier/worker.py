@@ -1,7 +1,7 @@
 """A reward process: `python -m services.verifier.worker`, started by the verifier, never by a person. Linux.
 
-Consumes frames of items on its standard input, produces one frame for each item on its standard output as soon as it is scored,
-so that the verifier knows which item runs. The verifier unblocks it. Before any reward's code is imported, both pipes move to
+Consumes one item after the other on its standard input and produces the result of each on its standard output. The verifier
+unblocks it. Before any reward's code is imported, both pipes move to
 descriptors that children do not inherit; a reward reads from nowhere and prints to the verifier's log.
 
 The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind.
@@ -15,7 +15,6 @@ import ctypes
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import time
@@ -23,10 +22,11 @@ import traceback
 from typing import Any
 
 from pipelinerl.errors import UserError
+from pipelinerl.recipe.fields import Recipe, RewardConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
-from services.verifier.worker_process import RETIRED, WorkerSetup, children, kill_tree, read_frame, write_frame
+from services.verifier.worker_process import RETIRED, children, kill_tree, read_frame, write_frame
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
@@ -95,36 +95,27 @@ def main() -> int:
     payload = read_frame(requests)
     if payload is None:
         return 0
-    setup = WorkerSetup.model_validate_json(payload)
+    recipe = Recipe.model_validate_json(payload)
     try:
-        reward = make_reward(setup.reward, setup.task)
+        reward = make_reward(recipe.reward, recipe.task)
     except UserError as error:
         write_frame(results, str(error).encode())
         return 1
     write_frame(results, b"")
-    return _serve(reward, setup, requests, results)
+    return _serve(reward, recipe.reward, requests, results)
 
 
-def _serve(reward: ComposedReward, setup: WorkerSetup, requests: int, results: int) -> int:
+def _serve(reward: ComposedReward, config: RewardConfig, requests: int, results: int) -> int:
     """Item after item until the pipe ends. The exit code: `RETIRED` when the process is not as good as new any more."""
-    pid, memory, more_came = os.getpid(), _MemoryLimit(setup.reward.memory_mib), select.poll()
-    more_came.register(requests, select.POLLIN)
+    pid, memory = os.getpid(), _MemoryLimit(config.memory_mib)
     while (payload := read_frame(requests)) is not None:
-        items = verifier_pb2.VerifyRequest.FromString(payload).items
-        if not items:
-            write_frame(results, verifier_pb2.VerifyResult().SerializeToString())
-        for item in items:
-            _renew_cpu_limit(setup.reward.timeout_s)
-            result = score_item(reward, item)
-            if os.getpid() != pid:
-                os._exit(0)  # a reward forked, and its child came back as if it were the worker
-            is_clean = _clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
-            write_frame(results, result.SerializeToString())
-            if not is_clean:
-                return RETIRED
-            if more_came.poll(0):
-                break  # only one thing is sent before all results are there: to stop
-        if memory.is_half_gone():
+        _renew_cpu_limit(config.timeout_s)
+        result = score_item(reward, verifier_pb2.VerifyItem.FromString(payload))
+        if os.getpid() != pid:
+            os._exit(0)  # a reward forked, and its child came back as if it were the worker
+        is_clean = _clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
+        write_frame(results, result.SerializeToString())
+        if not is_clean or memory.is_half_gone():
             return RETIRED
     return 0
 

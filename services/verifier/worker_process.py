@@ -3,10 +3,9 @@
 The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items:
 what a lost worker means for them is the pool's business.
 
-Frames are length-prefixed. The first to the worker is its setup, as JSON; the first back is text: empty when the worker is up,
-otherwise the user's mistake. Then every frame to the worker is a `VerifyRequest` and every frame back one `VerifyResult`, in
-order. A request without items means: finish the item under way and forget the rest; its answer is a result without status.
-Nothing is ever unpickled.
+Frames are length-prefixed. The first to the worker is the recipe, as JSON; the first back is text: empty when the worker is up,
+otherwise the user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its `VerifyResult`. Nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel
 
 from pipelinerl.errors import ServiceError, UserError
-from pipelinerl.recipe.fields import RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1 import verifier_pb2
 
 log = logging.getLogger(__name__)
@@ -38,13 +36,6 @@ START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _LOGGED_BYTES = 4096
 _LENGTH = struct.Struct(">I")
-
-
-class WorkerSetup(BaseModel, frozen=True):
-    """What a worker needs to know. Its limits are `reward.timeout_s` and `reward.memory_mib`."""
-
-    reward: RewardConfig
-    task: TaskConfig
 
 
 def read_frame(pipe: int) -> bytes | None:
@@ -131,10 +122,7 @@ class WorkerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
-        self._length: int | None = None
-        """Of the frame whose payload is still to come."""
         self._last_output = ""
-        self.is_stopping = False
         self._output = asyncio.create_task(self._log_output())
         self.ended = asyncio.create_task(process.wait())
         """Done when the process has ended, also while nobody waits for a result."""
@@ -143,52 +131,38 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, items: Iterable[verifier_pb2.VerifyItem]) -> None:
-        """Queues items; the results come in their order."""
-        self.write(verifier_pb2.VerifyRequest(items=items).SerializeToString())
-
     def write(self, payload: bytes) -> None:
         """Queues one frame."""
         self._stdin.write(_LENGTH.pack(len(payload)) + payload)
 
-    def stop_after_item(self) -> None:
-        """Asks it to finish the item under way and to forget the rest of what was sent."""
-        self.is_stopping = True
-        self.send(())
-
-    async def result(self, within_s: float) -> verifier_pb2.VerifyResult | None:
-        """The next item's result; None when it has stopped as it was asked to.
-
-        Raises `TimeoutError`, after which one may ask again, and `WorkerGone`.
-        """
+    async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
+        """Raises `TimeoutError`, after which the worker is of no use any more, and `WorkerGone`."""
+        self.write(item.SerializeToString())
         payload = await self.read(within_s)
         try:
             result = verifier_pb2.VerifyResult.FromString(payload)
         except DecodeError as error:
             raise WorkerGone("something else than results is in its pipe") from error
-        if result.status == verifier_pb2.VERIFY_STATUS_UNSPECIFIED:
-            self.is_stopping = False
-            return None
+        if result.sequence_id != item.sequence_id:
+            raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn")
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """The next frame. Raises `TimeoutError` and `WorkerGone`."""
+        """The next frame. One that came while this loop was busy is in time. Raises `TimeoutError` and `WorkerGone`."""
+        frame = asyncio.create_task(self._next_frame())
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    return await self._next_frame()
-            async with asyncio.timeout(0):  # it may have come while this loop was busy: what is there is in time
-                return await self._next_frame()
+            done, _ = await asyncio.wait((frame,), timeout=within_s)
+            if not done:
+                raise TimeoutError
+            return frame.result()
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self.gone() from None
+        finally:
+            frame.cancel()
 
     async def _next_frame(self) -> bytes:
-        """A call that is cancelled loses nothing: the next one goes on where it stopped."""
-        if self._length is None:
-            self._length = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))[0]
-        payload = await self._stdout.readexactly(self._length)
-        self._length = None
-        return payload
+        (length,) = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))
+        return await self._stdout.readexactly(length)
 
     async def gone(self) -> WorkerGone:
         """How it ended. Its end of the pipe is closed, or it has exited."""
@@ -222,7 +196,7 @@ class WorkerProcess:
             log.info("reward output: %s", self._last_output, extra={"worker": self.pid})
 
 
-async def start_worker(setup: WorkerSetup) -> WorkerProcess:
+async def start_worker(recipe: Recipe) -> WorkerProcess:
     """A process that has imported its reward and is ready for items.
 
     It knows where Python finds modules, the locale, one thread per numeric library, and no secrets. Raises `UserError` when the
@@ -247,7 +221,7 @@ async def start_worker(setup: WorkerSetup) -> WorkerProcess:
         )
     )
     try:
-        worker.write(setup.model_dump_json().encode())
+        worker.write(recipe.model_dump_json().encode())
         if mistake := await worker.read(START_TIMEOUT_S):
             raise UserError(mistake.decode())
     except BaseException as error:

@@ -24,6 +24,7 @@ import pytest
 from fastapi import FastAPI
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
 
@@ -253,7 +254,7 @@ async def test_messages_of_64_mib_pass() -> None:
         assert (await verify(server.port, "fine", "x" * size)).results[0].reward == size
 
 
-async def test_health_follows_set_serving() -> None:
+async def test_health_follows_set_serving_and_reflection_lists_the_services() -> None:
     async with serving() as (server, channel):
         stub = health_pb2_grpc.HealthStub(channel)
         for is_serving, expected in ((None, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
@@ -269,6 +270,11 @@ async def test_health_follows_set_serving() -> None:
         second = await watched.read()
         assert second.status == health_pb2.HealthCheckResponse.SERVING
         watched.cancel()
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = (await call.read()).list_services_response.service
+        await call.done_writing()
+    assert {NAME, "grpc.health.v1.Health"} <= {service.name for service in listed}
 
 
 async def test_grpc_port_in_use_is_named() -> None:
