@@ -32,14 +32,13 @@ from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.v1 import trainer_pb2
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import add_page
-from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.recorder import Recorder
 
 GOAL = 0.99
 SCRAPE_EVERY_S = 15.0
@@ -83,10 +82,10 @@ class Observed:
         self._board = board
         files = [stack.enter_context(RunFiles(self._folder / side)) for side in ("observed", "plain")]
         tokenizer: Any = Letters()
-        self._observed = Recorder(recipe, Sinks(files[0], metrics, board), run=RUN, tokenizer=tokenizer)
+        self._observed = Recorder(recipe, files[0], metrics, board=board, run=RUN, tokenizer=tokenizer)
         self._watch(self._observed)
         unmeasured: Any = Unmeasured()
-        self._plain = Recorder(recipe, Sinks(files[1], unmeasured))
+        self._plain = Recorder(recipe, files[1], unmeasured)
         stack.callback(self._compute.shutdown)
 
     async def block(self, steps: int, *, observed: bool, take_step: Callable[[], dict[str, Any]] | None = None) -> None:
@@ -120,23 +119,20 @@ class Observed:
 
     def _watch(self, recorder: Recorder) -> None:
         """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""
+        names = [f"actor-{number}" for number in range(MEMBERS)]
+        ledger = SimpleNamespace(counts=LedgerCounts(), reasons=lambda outcome: {})
         parts: dict[str, Any] = {
-            "status": SimpleNamespace(phase=trainer_pb2.TRAINER_PHASE_TRAINING, for_page=self._state),
-            "loop": SimpleNamespace(version=1),
+            "loop": SimpleNamespace(version=1, waiting_for=""),
             "updater": SimpleNamespace(
-                member_states={"serving": MEMBERS, "joining": 0}, epoch=3, served_version=1, bad_messages=0
+                member_states={"serving": MEMBERS, "joining": 0}, members=dict.fromkeys(names), epoch=3, served_version=1,
+                bad_messages=0, states=dict.fromkeys(names, "serving"),
             ),
             "feeder": SimpleNamespace(allowance=1),
             "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
-            "books": SimpleNamespace(
-                counts=LedgerCounts(), tokens={"trained": 1}, ledger=SimpleNamespace(reasons=lambda outcome: {})
-            ),
-        }
+            "tracker": SimpleNamespace(counts=LedgerCounts(), tokens={"trained": 1}, ledger=ledger),
+        }  # fmt: skip
         recorder.watch(**parts)
-
-    def _state(self) -> dict[str, Any]:
-        members = [{"name": f"actor-{n}", "state": "serving", "version": self._steps} for n in range(MEMBERS)]
-        return {"phase": "training", "version": self._steps, "members": members, "sequences": {}, "reasons": {}}
+        recorder.training_begins()
 
 
 def of_the_loop(step: int) -> dict[str, Any]:

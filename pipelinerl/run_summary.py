@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -24,41 +24,6 @@ Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
 
 
-class RunSummary(TypedDict):
-    """Every key of a run's summary; None = not known."""
-
-    recipe: str
-    mode: str
-    seed: int
-    steps: int
-    steps_skipped: int
-    policy_version: int | None
-    interrupted: bool
-    wall_s: float | None
-    heldout_accuracy_first: float | None
-    heldout_accuracy_last: float | None
-    heldout: list[dict[str, Any]]
-    tokens_generated: int
-    tokens_trained: int
-    sequences: dict[str, int]
-    sequence_reasons: dict[str, dict[str, int]] | None
-    lag: dict[str, float | None]
-    ess: dict[str, float | None]
-    sequences_multi_version_fraction: float | None
-    weight_updates: dict[str, Any]
-    membership: dict[str, Any]
-    logprob_mismatch_max: float | None
-    parity_failures: int
-    mismatch_kl_mean: float | None
-    actor_busy_fraction: float | None
-    trainer_busy_fraction: float | None
-    tokens_per_s: dict[str, float | None]
-    mfu_mean: float | None
-    memory_peak_gib: float | None
-    idle_s_mean: float | None
-
-
-KEYS = tuple(RunSummary.__annotations__)
 RUNNER_KEYS = ("restarts", "error")
 """What the runner adds; `error` only to a run that failed."""
 
@@ -206,8 +171,9 @@ class RunTotals:
         evictions: int | None = None,
         actor_busy_fraction: float | None = None,
         trainer_busy_fraction: float | None = None,
-    ) -> RunSummary:
-        """`reasons`: sequences by outcome and reason, from the ledger. What has the default None may be unknown."""
+    ) -> dict[str, Any]:
+        """Every key of summary.json that the trainer writes; None = not known. `reasons`: sequences by outcome and reason, from
+        the ledger."""
         return {
             "recipe": recipe.name,
             "mode": recipe.mode,
@@ -253,7 +219,7 @@ class RunTotals:
         }
 
 
-def summary_from_metrics(recipe: Recipe, records: list[Record]) -> RunSummary:
+def summary_from_metrics(recipe: Recipe, records: list[Record]) -> dict[str, Any]:
     """What metrics.jsonl alone tells, as far as the run got."""
     totals, last = RunTotals(), records[-1] if records else {}
     for record in records:

@@ -19,7 +19,7 @@ from pipelinerl.local.metrics import RunnerMetrics
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.telemetry.metrics import Family, RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.reporting.metrics import RankMetrics, ReplicaAdvice, TrainerMetrics
+from services.trainer.reporting.metrics import TrainerMetrics, rank_orders, replica_advice
 from services.verifier.metrics import VerifierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +29,12 @@ END = "<!-- end of metrics -->"
 _HEAD = "| metric | type | labels | unit | meaning | source |\n|---|---|---|---|---|---|"
 
 SERVICES: dict[str, tuple[Callable[..., Any], ...]] = {
-    "trainer": (TrainerMetrics, ReplicaAdvice, RankMetrics),
+    "trainer": (TrainerMetrics, replica_advice, rank_orders),
     "actor": (ActorMetrics,),
     "verifier": (VerifierMetrics,),
     "runner": (RunnerMetrics,),
 }
-"""The classes that make each service's metrics."""
+"""What makes each service's metrics."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def catalogue() -> dict[str, list[Sourced]]:
     for service, makers in SERVICES.items():
         for make in makers:
             registry = RunRegistry("")
-            make(load_recipe("arithmetic"), registry) if make is ReplicaAdvice else make(registry)
+            make(load_recipe("arithmetic"), registry) if make is replica_advice else make(registry)
             path = Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix()
             found[service] += [Sourced(family, path) for family in registry.families]
     return found

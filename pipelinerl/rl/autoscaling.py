@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from pipelinerl.v1.actor_pb2 import ActorState
+
 STEPS = 20
 """Last steps that the consumption is the median of."""
 FEWEST_STEPS = 3
@@ -34,15 +36,6 @@ FULL = 0.85
 """Share of an actor's slots from which on it counts as full: those between two sequences are empty."""
 _UP, _DOWN = 0.1, 0.1
 """Hysteresis: actors that may be lacking, and share of the actors that may be too many, before the number changes."""
-
-
-@dataclass(frozen=True)
-class ActorCounts:
-    """One actor's counters. `finished` and `busy_s` since its start; `in_progress` now."""
-
-    finished: int
-    busy_s: float
-    in_progress: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class ReplicasWanted:
         self._slots, self._most = slots, most_useful(in_flight, slots)
         self._consumption: deque[float] = deque(maxlen=STEPS)
         self._warm = False
-        self._seen: dict[str, ActorCounts] = {}
+        self._seen: dict[str, ActorState] = {}
         self._lately, self._when_full = _Window(batch_size), _Window(batch_size)
         self.wanted: int | None = None
 
@@ -129,9 +122,9 @@ class ReplicasWanted:
             self._update()
         self._warm = True
 
-    def actors(self, counts: Mapping[str, ActorCounts], *, measuring: bool = False) -> None:
-        """All actors of now. While they are `measuring` (an evaluation runs beside), their production tells nothing."""
-        before, self._seen = self._seen, {} if measuring else dict(counts)
+    def actors(self, loads: Mapping[str, ActorState], *, measuring: bool = False) -> None:
+        """What all actors answer now. While they are `measuring` (an evaluation runs beside), it tells nothing."""
+        before, self._seen = self._seen, {} if measuring else dict(loads)
         for name, now in self._seen.items():
             produced = _between(before[name], now) if name in before else None
             if produced is not None and produced.busy_s > 0:
@@ -159,9 +152,9 @@ class ReplicasWanted:
         return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)
 
 
-def _between(before: ActorCounts, now: ActorCounts) -> _Production | None:
+def _between(before: ActorState, now: ActorState) -> _Production | None:
     """None for an actor that has started anew in between."""
-    finished, busy_s = now.finished - before.finished, now.busy_s - before.busy_s
+    finished, busy_s = now.sequences_finished - before.sequences_finished, now.busy_s - before.busy_s
     if finished < 0 or busy_s < 0:
         return None
-    return _Production(finished, busy_s, busy_s * (before.in_progress + now.in_progress) / 2)
+    return _Production(finished, busy_s, busy_s * (before.sequences_in_progress + now.sequences_in_progress) / 2)

@@ -32,7 +32,7 @@ from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import add_page, guarded, page_hosts
-from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
 
@@ -80,8 +80,18 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
-        sinks = Sinks(files, metrics, board, trackers, events, context)
-        recorder = Recorder(recipe, sinks, run=settings.run, start=start, tokenizer=policy.tokenizer)
+        recorder = Recorder(
+            recipe,
+            files,
+            metrics,
+            board=board,
+            trackers=trackers,
+            events=events,
+            context=context,
+            run=settings.run,
+            start=start,
+            tokenizer=policy.tokenizer,
+        )
         run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)
         credentials = server_credentials(settings.tls_dir)
         server = await stack.enter_async_context(

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpc import aio
 
@@ -27,7 +27,6 @@ from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.run_summary import RunSummary
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
@@ -43,7 +42,6 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loop import OptimizerLoop
 from services.trainer.records import StepRecord
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.reporting.status import RunStatus
 from services.trainer.resume import Resume
 from services.trainer.server import TrainerService, initial_files
 from services.trainer.weight_sync.coordinator import Member
@@ -168,22 +166,13 @@ class TrainingRun:
             self._intake,
             self._resume.readable_from,
             self._loop.checkpoint_anew,
-            on_look=recorder.streams_seen,
+            on_look=recorder.metrics.queues.saw,
         )
-        self._status = RunStatus(
-            settings.run,
-            recipe.trainer.steps,
-            self._incarnation,
-            self._loop,
-            self._tracker,
-            self._updater,
-            lambda: recorder.loads,
-        )
-        recorder.watch(self._status, self._loop, self._updater, self._feeder, self._intake, self._tracker)
+        recorder.watch(self._loop, self._updater, self._feeder, self._intake, self._tracker)
 
     def add_to_server(self, server: aio.Server) -> None:
         initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
-        service = TrainerService(self._recorder.feed, self._status.message, self._loop.request_checkpoint, initial)
+        service = TrainerService(self._recorder.feed, self._recorder.status, self._loop.request_checkpoint, initial)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     # --- from start to end -------------------------------------------------------------------------------------------
@@ -195,7 +184,6 @@ class TrainingRun:
             finished = await self._train(stop)
             self._recorder.in_order(self._loop.version, finished=finished)
         finally:
-            self._status.end(finished=finished)
             summary = self._write_summary(finished)
             self._resume.end(self._loop.version, finished=finished)
             self._recorder.end(summary, finished=finished)
@@ -243,7 +231,6 @@ class TrainingRun:
         if self._loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             await self._wait_for_actors()
             background.append(tasks.create_task(self._feeder.run()))
-            self._status.training()
             self._recorder.training_begins()
             await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
             await self._loop.run()
@@ -275,7 +262,7 @@ class TrainingRun:
             await stop.wait()
             heartbeat.cancel()
 
-    def _write_summary(self, finished: bool) -> RunSummary:
+    def _write_summary(self, finished: bool) -> dict[str, Any]:
         return self._recorder.write_summary(
             self._tracker.ledger, self._loop.version, self._updater.evictions, finished=finished
         )

@@ -36,7 +36,7 @@ from services.trainer.distributed.world import (
 )
 from services.trainer.learn.step import TRAIN, Learner, StepShare
 from services.trainer.loading import load_learner
-from services.trainer.reporting.metrics import RankMetrics
+from services.trainer.reporting.metrics import rank_orders
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
     """Runs until rank 0 has given its last order. Raises `ServiceError` when rank 0 is gone without it."""
     context.instance = f"{settings.instance}-rank{ranks.rank}"
     registry, readiness = RunRegistry(context.run), Readiness("the model is loading")
-    orders = RankMetrics(registry).orders
+    orders = rank_orders(registry)
 
     def count(order: Message) -> None:
         orders.labels(order.kind).inc()

@@ -9,7 +9,7 @@ import pytest
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.actor.metrics import ActorMetrics
-from services.trainer.reporting.metrics import ReplicaAdvice, TrainerMetrics
+from services.trainer.reporting.metrics import TrainerMetrics, replica_advice
 from services.verifier.metrics import VerifierMetrics
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import Rendered
@@ -22,7 +22,7 @@ def exported() -> set[str]:
     registry = RunRegistry("r")
     for metrics in (ActorMetrics, TrainerMetrics, VerifierMetrics):
         metrics(registry)
-    ReplicaAdvice(load_recipe("arithmetic"), registry)
+    replica_advice(load_recipe("arithmetic"), registry)
     suffixes = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     return {f"{family.name}{suffix}" for family in registry.families for suffix in suffixes[family.kind]}
 

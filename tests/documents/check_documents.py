@@ -17,7 +17,7 @@ from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.lag import StaleReason
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_dir import RunDir
-from pipelinerl.run_summary import KEYS, RUNNER_KEYS
+from pipelinerl.run_summary import RUNNER_KEYS
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,13 +162,13 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     from services.trainer.learn.batch import TrainingGroup
     from services.trainer.records import RunFiles
     from services.trainer.reporting.metrics import TrainerMetrics
-    from services.trainer.reporting.recorder import Recorder, Sinks
+    from services.trainer.reporting.recorder import Recorder
     from services.trainer.weight_sync.session import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
     with RunFiles(tmp_path) as files:
-        recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry())))
+        recorder = Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
         recorder.served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
         recorder.step(figures_of_a_step(), batch, tokens_arrived=4)
         recorder.write_summary(Ledger(), 1, finished=True)
@@ -177,7 +177,7 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert undescribed({*record, *record["weight_update"]}, "metrics.jsonl") == []
     assert undescribed(set(sample), "samples.jsonl") == []
-    assert undescribed({*summary, *KEYS, *RUNNER_KEYS}, "summary.json") == []
+    assert undescribed({*summary, *RUNNER_KEYS}, "summary.json") == []
 
 
 def test_an_undescribed_key_is_found() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from services.trainer.reporting.board import (
     PageBoard,
     PageReader,
     about,
+    member_rows,
+    natural,
     parsed,
 )
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.recorder import Recorder, Sinks
-from services.trainer.reporting.status import member_rows, natural
+from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe
 
@@ -283,20 +283,16 @@ def test_samples_go_with_the_next_step() -> None:
     assert [one["step"] for one in data["samples"]["late"]] == [96, 97, 98, 99]
 
 
-async def test_a_page_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(PageBoard):
-        def state(self, state: Mapping[str, Any]) -> None:
+        def begin(self, *run: Any) -> None:
             raise ValueError("a strange name")
 
     with RunFiles(tmp_path) as files:
-        recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry()), Broken()))
-    publishing = asyncio.create_task(recorder.publish_state())
-    await asyncio.sleep(0)
-    assert not publishing.done()
-    publishing.cancel()
+        Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry()), board=Broken())
     assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError]
 
 
 async def test_a_page_that_is_off_publishes_nothing(tmp_path: Path) -> None:
     with RunFiles(tmp_path) as files:
-        await Recorder(make_recipe(), Sinks(files, TrainerMetrics(CollectorRegistry()))).publish_state()
+        await Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry())).publish_state()

@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.rl.ledger import Ledger, LedgerCounts
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.session import UpdateRecord
 from tests.unit.builders import make_group, make_recipe, make_sequence
@@ -28,9 +29,9 @@ TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
 
 class Desk:
-    def __init__(self, run_dir: Path, files: RunFiles) -> None:
+    def __init__(self, run_dir: Path, files: RunFiles, **sections: object) -> None:
         self.run_dir, self.registry, self.taken = run_dir, CollectorRegistry(), 0
-        self.recorder = Recorder(make_recipe(), Sinks(files, TrainerMetrics(self.registry)))
+        self.recorder = Recorder(make_recipe(**sections), files, TrainerMetrics(self.registry))
 
     def step(self, skipped: str = "") -> dict[str, Any]:
         """Trains on a group of two sequences, one of them of two versions."""
@@ -41,9 +42,9 @@ class Desk:
             **step_figures(skipped),
             "step": self.taken,
             "policy_version": self.taken,
-            "step_s": {"compute": 0.1, "total": 0.2},
+            "step_s": {"compute": 0.1, "wait": 7.0, "total": 9.0},
             "idle_s": 0.02,
-            "sequences": LedgerCounts().as_dict(),
+            "sequences": LedgerCounts(trained=4 * self.taken, dropped_stale=6 * self.taken).as_dict(),
         }
         self.recorder.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
@@ -136,7 +137,7 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
     board = PageBoard()
     recipe = make_recipe(trainer={"steps": 1000, "batch_size": 4})
     with RunFiles(tmp_path) as files:
-        recorder = Recorder(recipe, Sinks(files, TrainerMetrics(CollectorRegistry()), board), tokenizer=Letters())  # type: ignore[arg-type]
+        recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=Letters())  # type: ignore[arg-type]
         for version in (2, 3):
             problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
             recorder.heldout(HeldoutResult(version, 1.0, 1, 0, (problem,)))
@@ -156,3 +157,14 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
     assert desk.step()["joins"] == []
     assert desk.summary()["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": 0}
     assert desk.of("join_seconds_count") == 2
+
+
+def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_path: Path) -> None:
+    with RunFiles(tmp_path) as files:
+        desk = Desk(tmp_path, files, actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19})
+        for finished in (0, 60):  # one a second, with all slots in use
+            load = ActorState(uptime_s=1e3, sequences_in_progress=8, sequences_finished=finished, busy_s=finished)
+            desk.recorder.actor_loads({"actor-0": load}, measuring=False)
+        for _ in range(5):
+            desk.step()  # uses up 10 in 2 s: 5 a second
+    assert desk.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,14 +10,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pipelinerl.rl.autoscaling import (
-    ActorCounts,
     ReplicasWanted,
     full_rate,
     most_useful,
     replicas_wanted,
 )
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.reporting.metrics import ReplicaAdvice, most_in_flight
+from services.trainer.reporting.metrics import most_in_flight, replica_advice
 from tests.unit.builders import make_recipe
 
 RATES = st.floats(0.01, 1000.0)
@@ -66,8 +64,14 @@ def advice(**changes: int | None) -> ReplicasWanted:
     return ReplicasWanted(**given | changes)  # type: ignore[arg-type]
 
 
-def counts(*actors: tuple[int, float, int]) -> dict[str, ActorCounts]:
-    return {f"actor-{number}": ActorCounts(*one) for number, one in enumerate(actors)}
+def load(finished: float, busy_s: float, in_progress: int) -> ActorState:
+    return ActorState(
+        sequences_finished=round(finished), busy_s=busy_s, sequences_in_progress=in_progress, uptime_s=1000.0
+    )
+
+
+def counts(*actors: tuple[int, float, int]) -> dict[str, ActorState]:
+    return {f"actor-{number}": load(*one) for number, one in enumerate(actors)}
 
 
 def test_from_steps_and_counters_by_hand() -> None:
@@ -149,7 +153,7 @@ def follow(rate: Callable[[float], float], consumption: float, actors: int, in_f
             in_progress = high
         one.step(100, 100 / consumption)
         finished, busy_s = finished + 30 * rate(in_progress), busy_s + 30
-        one.actors({str(n): ActorCounts(round(finished), busy_s, round(in_progress)) for n in range(actors)})
+        one.actors({str(n): load(finished, busy_s, round(in_progress)) for n in range(actors)})
         actors = one.wanted or actors
         history.append(actors)
     return history
@@ -174,26 +178,17 @@ def test_more_actors_than_the_bound_occupies_are_not_wanted() -> None:
 # In the trainer
 
 
-def load(finished: int, busy_s: float) -> ActorState:
-    return ActorState(busy_s=busy_s, uptime_s=1000.0, sequences_in_progress=8, sequences_finished=finished)
-
-
-def step_record(trained: int, dropped: int, total_s: float, wait_s: float) -> dict[str, Any]:
-    sequences = {"issued": 999, "trained": trained, "dropped_stale": dropped, "dropped_filtered": 0, "failed": 0}
-    return {"sequences": {**sequences, "in_flight": 7}, "step_s": {"total": total_s, "wait": wait_s, "compute": 1.0}}
-
-
 def test_the_metric_has_no_value_until_it_is_known() -> None:
     registry = CollectorRegistry()
-    advice = ReplicaAdvice(make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}), registry)
-    advice.actors({"a": load(0, 0.0)}, measuring=False)
-    advice.actors({"a": load(60, 60.0)}, measuring=False)  # one a second
-    for step in range(1, 5):  # 4 trained and 6 dropped in 2 s without waiting: 5 a second
+    advice = replica_advice(make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}), registry)
+    advice.actors({"a": load(0, 0.0, 8)})
+    advice.actors({"a": load(60, 60.0, 8)})  # one a second
+    for _ in range(4):
         assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") is None
         assert f"# TYPE {'pipelinerl_actor_replicas_wanted'} gauge" in generate_latest(registry).decode()
-        advice.step(step_record(4 * step, 6 * step, total_s=9.0, wait_s=7.0))
+        advice.step(10, 2.0)
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
-    advice.actors({"a": load(600, 60.1)}, measuring=True)
+    advice.actors({"a": load(600, 60.1, 8)}, measuring=True)
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
     advice.finish()
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1.0

@@ -36,7 +36,7 @@ class Exported:
     def step(self, **figures: object) -> None:
         """A step's record with these figures."""
         record = {"parity_failures": 0, "step_s": {}, "actor_busy_fraction": None, "trainer_busy_fraction": 0.5}
-        self.metrics.observe({**step_figures(), **record, **figures})
+        self.metrics.steps.observe({**step_figures(), **record, **figures})
 
 
 def test_each_token_counts_once_under_its_lag() -> None:
@@ -52,9 +52,9 @@ def test_each_token_counts_once_under_its_lag() -> None:
 
 def test_the_lag_bound_is_a_series_only_where_there_is_one() -> None:
     exported = Exported()
-    exported.metrics.token_lag.bound.set(4)
+    exported.metrics.steps.lag_bound.set(4)
     assert exported("token_lag_bound_steps") == 4
-    exported.metrics.token_lag.bound.set(None)
+    exported.metrics.steps.lag_bound.set(None)
     assert exported("token_lag_bound_steps") is None
 
 

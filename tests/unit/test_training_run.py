@@ -28,7 +28,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
-        began_s = run._recorder._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        began_s = run._recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
         policy.may_step.set()
         await running
@@ -147,8 +147,8 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
-        assert (run._status.message().phase, run._status.message().message) == (FINISHED, "")
-        assert run._recorder._metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
+        assert (run._recorder.status().phase, run._recorder.status().message) == (FINISHED, "")
+        assert run._recorder.metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
         assert [step async for step in run._recorder.feed.read(0)] == []
         folder, version = await run._loop.request_checkpoint()
         assert (Path(folder).is_dir(), version) == (True, 4)
@@ -201,7 +201,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
         stop = asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, text, times=2)
-        assert run._status.message().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        assert run._recorder.status().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         stop.set()
         await running
     (tmp_path / "without").mkdir()
@@ -218,7 +218,7 @@ async def test_tokens_that_arrived_before_this_start_are_not_in_its_counter(tmp_
         run._tracker.issue(group)
         sequence = make_sequence(group, 0, completion=(1, 2, 3))
         await run._intake._add(sequence)
-        registry = run._recorder._metrics.registry
+        registry = run._recorder.metrics.registry
         assert registry.get_sample_value("pipelinerl_trainer_tokens_arrived_total") == 3
         assert run._intake.tokens_arrived == 1003, "what the run's records go on from"
 
@@ -226,4 +226,4 @@ async def test_tokens_that_arrived_before_this_start_are_not_in_its_counter(tmp_
 async def test_a_trainer_that_starts_again_without_a_checkpoint_has_none_to_show(tmp_path: Path) -> None:
     again = Start(FIRST_INCARNATION.restarted(0), again=True)
     async with training_run(tmp_path, start=again) as (run, _):
-        assert run._recorder._metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None
+        assert run._recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None

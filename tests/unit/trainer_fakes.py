@@ -30,7 +30,7 @@ from services.trainer.records import RunFiles
 from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.recorder import Recorder, Sinks
+from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from tests.support.memory_bus import MemoryBus
@@ -307,15 +307,18 @@ async def training_run(
         await bus.create_streams()
         with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
             recipe, start = make_recipe(task=TASK, **sections), start or Start()
-            sinks = Sinks(
+            recorder = Recorder(
+                recipe,
                 files,
                 TrainerMetrics(CollectorRegistry()),
-                board,
-                RunTrackers([Tracked()]),  # type: ignore[list-item]
-                RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
-                LogContext(RUN, "trainer", "trainer"),
+                board=board,
+                trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
+                events=RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+                context=LogContext(RUN, "trainer", "trainer"),
+                run=RUN,
+                start=start,
+                tokenizer=policy.tokenizer,  # type: ignore[arg-type]
             )
-            recorder = Recorder(recipe, sinks, run=RUN, start=start, tokenizer=policy.tokenizer)
             run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)  # type: ignore[arg-type]
             try:
                 yield run, policy

@@ -9,6 +9,7 @@ connected to an earlier trainer, is told to fetch everything anew. Opens no sock
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.records import to_json
 
 MOST_PENDING = 16
@@ -222,3 +224,27 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "recipe": recipe_yaml(recipe),
         "run_dir": str(run_dir),
     }
+
+
+MOST_MEMBERS = 256
+"""That are listed; a run with more is better watched on a dashboard."""
+
+
+def member_rows(
+    states: Mapping[str, str], served_version: int, loads: Mapping[str, ActorState]
+) -> list[dict[str, Any]]:
+    """Each registered actor in order of its name, with its state. An actor that is serving serves `served_version`;
+    of the others, the version is known that they named when they were asked last."""
+    rows = []
+    for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
+        load = loads.get(name)
+        known = served_version if state == "serving" else load.policy_version if load else None
+        in_progress = load.sequences_in_progress if load else None
+        rows.append({"name": name, "state": state, "version": known, "in_progress": in_progress})
+    return rows[:MOST_MEMBERS]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Key by which actor-10 comes after actor-9, whatever is in the name and however long its numbers are."""
+    parts = [part.lstrip("0") if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
+    return [(len(part), part) if index % 2 else (-1, part) for index, part in enumerate(parts)]

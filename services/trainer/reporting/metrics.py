@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.autoscaling import ActorCounts, ReplicasWanted
+from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
 from pipelinerl.v1 import trainer_pb2
-from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
@@ -38,95 +37,149 @@ PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
-class RankMetrics:
+def rank_orders(registry: CollectorRegistry) -> Counter:
     """What the first rank of a further node exports, for its node's pod. Counted on the thread that carries the orders out."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.orders = MetricSet(PREFIX, registry).counter(
-            "rank_orders_total",
-            "Orders of rank 0 to the first rank of a further node.",
-            {"kind": ORDERS},
-            unit="orders",
-        )
+    return MetricSet(PREFIX, registry).counter(
+        "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
+    )
 
 
+OF_STEP: dict[str, tuple[str, ...]] = {
+    "reward_mean": ("reward_mean", "Mean reward of the batch.", "reward"),
+    "reward_std": ("reward_std", "Standard deviation of the batch's rewards.", "reward"),
+    "group_reward_std": (
+        "group_reward_std",
+        "Standard deviation of rewards inside a group, mean over groups.",
+        "reward",
+    ),
+    "equal_reward_groups": (
+        "equal_reward_groups_ratio",
+        "Share of the batch's groups whose rewards are all equal: no signal.",
+    ),
+    "ess": ("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
+    "clip_fraction": ("clip_ratio", "Share of tokens whose weight the loss bounded."),
+    "mask_fraction": ("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
+    "entropy": ("entropy_nats", "Mean entropy of the policy at the sampled positions."),
+    "reference_kl": ("reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."),
+    "grad_norm": ("gradient_norm", "L2 norm of the gradient before clipping.", "none"),
+    "loss": ("loss", "Loss of the batch.", "none"),
+    "value_loss": ("value_loss", "Loss of the learned baseline, before its coefficient; with one only.", "none"),
+    "learning_rate": ("learning_rate", "Learning rate of the step.", "none"),
+    "completion_tokens_mean": ("completion_length_tokens", "Mean length of the batch's completions."),
+    "multi_version_fraction": (
+        "multi_version_ratio",
+        "Share of the batch's sequences that more than one version sampled.",
+    ),
+    "packing_fill": ("packing_fill_ratio", "Tokens over token budget of the step's micro-batches."),
+    "mfu": ("mfu_ratio", "Model FLOPs utilization of the step; of known devices only."),
+    "imbalance": ("imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."),
+    "actor_busy_fraction": (
+        "actor_busy_ratio",
+        "Share of all actors' time, since their engines were up, in which they generated.",
+    ),
+    "trainer_busy_fraction": ("trainer_busy_ratio", "Share of the trainer's time spent on steps."),
+}
+"""Key of a step's record: the metric's name, its text, and its unit where the name does not end with it. A figure that the step
+lacks is no series."""
+NOW_AND_THEN: dict[str, tuple[str, ...]] = {
+    "heldout_accuracy": ("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
+    "heldout_unanswered": (
+        "heldout_unanswered_problems",
+        "Held-out problems without a verdict, last evaluation.",
+        "problems",
+    ),
+    "mismatch_kl": (
+        "mismatch_kl_nats",
+        "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
+    ),
+    "logprob_mismatch": (
+        "logprob_mismatch_nats",
+        "Largest log-probability difference of the last probe that could be compared.",
+    ),
+    "explained_variance": (
+        "explained_variance_ratio",
+        "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
+    ),
+}
+"""Those that not every step has: the newest stays."""
 BY_LAG = {"lag": LAG_BUCKETS}
+GIB = 1024**3
+STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+"""From a model of a million parameters on a CPU to an hour, in which no alert would wait for the next bucket."""
+PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""A part of a step: from copying little to waiting long."""
+STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
+COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
 
-class LearningMetrics:
-    """Whether the policy learns, as of the last step. A figure that the step lacks is no series; one that is measured now and
-    then stays."""
+class StepMetrics:
+    """The figures of an optimizer step: whether the policy learns, how old its tokens were, where the time goes."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self._of_step = {
-            "reward_mean": metrics.reading("reward_mean", "Mean reward of the batch.", unit="reward"),
-            "reward_std": metrics.reading("reward_std", "Standard deviation of the batch's rewards.", unit="reward"),
-            "group_reward_std": metrics.reading(
-                "group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", unit="reward"
+        self._of_step, self._now_and_then = (
+            {key: metrics.reading(name, text, unit="".join(unit)) for key, (name, text, *unit) in table.items()}
+            for table in (OF_STEP, NOW_AND_THEN)
+        )
+        self._each = {
+            "ess_by_lag": metrics.reading(
+                "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
             ),
-            "equal_reward_groups": metrics.reading(
-                "equal_reward_groups_ratio", "Share of the batch's groups whose rewards are all equal: no signal."
+            "clip_fraction_by_lag": metrics.reading(
+                "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
             ),
-            "ess": metrics.reading("ess_ratio", "Effective sample size of the tokens, from unclamped weights."),
-            "clip_fraction": metrics.reading("clip_ratio", "Share of tokens whose weight the loss bounded."),
-            "mask_fraction": metrics.reading("mask_ratio", "Share of tokens that algorithm.mask left out of the loss."),
-            "entropy": metrics.reading("entropy_nats", "Mean entropy of the policy at the sampled positions."),
-            "reference_kl": metrics.reading(
-                "reference_kl_nats", "KL estimate to the initial policy; with algorithm.kl_coefficient only."
-            ),
-            "grad_norm": metrics.reading("gradient_norm", "L2 norm of the gradient before clipping.", unit="none"),
-            "loss": metrics.reading("loss", "Loss of the batch.", unit="none"),
-            "value_loss": metrics.reading(
-                "value_loss", "Loss of the learned baseline, before its coefficient; with one only.", unit="none"
-            ),
-            "learning_rate": metrics.reading("learning_rate", "Learning rate of the step.", unit="none"),
-            "completion_tokens_mean": metrics.reading(
-                "completion_length_tokens", "Mean length of the batch's completions."
-            ),
-            "multi_version_fraction": metrics.reading(
-                "multi_version_ratio", "Share of the batch's sequences that more than one version sampled."
+            "tokens_per_s": metrics.reading(
+                "tokens_per_second",
+                "Tokens over compute time of the last step: trained completion tokens, or all that were computed.",
+                {"tokens": ("trained", "computed")},
             ),
         }
-        self._now_and_then = {
-            "heldout_accuracy": metrics.reading("heldout_accuracy_ratio", "Held-out accuracy, last evaluation."),
-            "heldout_unanswered": metrics.reading(
-                "heldout_unanswered_problems",
-                "Held-out problems without a verdict, last evaluation.",
-                unit="problems",
-            ),
-            "mismatch_kl": metrics.reading(
-                "mismatch_kl_nats",
-                "KL estimate between actor and trainer over tokens of lag 0, last step with such tokens.",
-            ),
-            "logprob_mismatch": metrics.reading(
-                "logprob_mismatch_nats", "Largest log-probability difference of the last probe that could be compared."
-            ),
-            "explained_variance": metrics.reading(
-                "explained_variance_ratio",
-                "1 - Var(R - v) / Var(R) over tokens, of a learned baseline v; last step with unequal returns.",
-            ),
-        }
-        self._ess_by_lag = metrics.reading(
-            "ess_by_lag_ratio", "Effective sample size of the tokens of one lag; of lags in the step.", BY_LAG
-        )
-        self._clip_by_lag = metrics.reading(
-            "clip_by_lag_ratio", "Share of tokens of one lag that the loss bounded; of lags in the step.", BY_LAG
-        )
         self._parity_failures = metrics.counter(
             "parity_failures_total", "Probe answers that could not be compared.", unit="answers"
         )
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
+        name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
+        self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
+        self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
+        self.lag_bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
+        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
+        self._phases = metrics.histogram(
+            "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
+        )
+        self._compute = metrics.histogram(
+            "compute_phase_seconds",
+            "Parts of a step's compute; plan and build are beside the step before.",
+            PHASE_SECONDS,
+            {"phase": COMPUTE_PHASES},
+        )
+        self._idle = metrics.histogram(
+            "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
+        )
+        self._memory = metrics.reading(
+            "memory_peak_bytes",
+            "Most memory: tensors on a GPU since the step before, else the process since its start.",
+        )
 
     def observe(self, record: StepRecord) -> None:
+        """One step's record, as it goes to metrics.jsonl."""
         for key, reading in self._of_step.items():
             reading.set(record.get(key))
         for key, reading in self._now_and_then.items():
             if record.get(key) is not None:
                 reading.set(record[key])
-        self._ess_by_lag.set_each(record.get("ess_by_lag", {}))
-        self._clip_by_lag.set_each(record.get("clip_fraction_by_lag", {}))
+        for key, reading in self._each.items():
+            reading.set_each(record.get(key, {}))
         self._parity_failures.inc(record["parity_failures"])
         self._skipped.inc(bool(record["skipped"]))
+        self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
+        self._lag_max.set(record.get("lag", {}).get("max"))
+        for phase, spent_s in record["step_s"].items():
+            (self._step if phase == "total" else self._phases.labels(phase)).observe(spent_s)
+        for phase, spent_s in record.get("compute_s", {}).items():
+            self._compute.labels(phase).observe(spent_s)
+        if "idle_s" in record:
+            self._idle.observe(record["idle_s"])
+        gib = record.get("memory_peak_gib")
+        self._memory.set(None if gib is None else gib * GIB)
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -380,86 +433,6 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
-class TokenLagMetrics:
-    """How old the trained tokens were."""
-
-    def __init__(self, metrics: MetricSet) -> None:
-        name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
-        self._histogram = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
-        self._max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        self.bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
-
-    def observe(self, record: StepRecord) -> None:
-        self._histogram.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
-        self._max.set(record.get("lag", {}).get("max"))
-
-
-GIB = 1024**3
-STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""From a model of a million parameters on a CPU to an hour, in which no alert would wait for the next bucket."""
-PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""A part of a step: from copying little to waiting long."""
-STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
-COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
-
-
-class WorkMetrics:
-    """Where the time of an optimizer step goes, and how much work it is."""
-
-    def __init__(self, metrics: MetricSet) -> None:
-        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
-        self._phases = metrics.histogram(
-            "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
-        )
-        self._compute = metrics.histogram(
-            "compute_phase_seconds",
-            "Parts of a step's compute; plan and build are beside the step before.",
-            PHASE_SECONDS,
-            {"phase": COMPUTE_PHASES},
-        )
-        self._idle = metrics.histogram(
-            "update_idle_seconds", "Time of a step in which sending weights kept compute waiting.", PHASE_SECONDS
-        )
-        self._rate = metrics.reading(
-            "tokens_per_second",
-            "Tokens over compute time of the last step: trained completion tokens, or all that were computed.",
-            {"tokens": ("trained", "computed")},
-        )
-        self._fill = metrics.reading("packing_fill_ratio", "Tokens over token budget of the step's micro-batches.")
-        self._mfu = metrics.reading("mfu_ratio", "Model FLOPs utilization of the step; of known devices only.")
-        self._imbalance = metrics.reading(
-            "imbalance_ratio", "Share of the ranks' compute time spent waiting for each other."
-        )
-        self._memory = metrics.reading(
-            "memory_peak_bytes",
-            "Most memory: tensors on a GPU since the step before, else the process since its start.",
-        )
-        self._actors_busy = metrics.reading(
-            "actor_busy_ratio", "Share of all actors' time, since their engines were up, in which they generated."
-        )
-        self._trainer_busy = metrics.reading("trainer_busy_ratio", "Share of the trainer's time spent on steps.")
-
-    def observe(self, record: StepRecord) -> None:
-        seconds = record["step_s"]
-        if "total" in seconds:
-            self._step.observe(seconds["total"])
-        for phase in STEP_PHASES:
-            if phase in seconds:
-                self._phases.labels(phase).observe(seconds[phase])
-        for phase, spent_s in record.get("compute_s", {}).items():
-            self._compute.labels(phase).observe(spent_s)
-        if "idle_s" in record:
-            self._idle.observe(record["idle_s"])
-        self._rate.set_each(record.get("tokens_per_s", {}))
-        self._fill.set(record.get("packing_fill"))
-        self._mfu.set(record.get("mfu"))
-        self._imbalance.set(record.get("imbalance"))
-        gib = record.get("memory_peak_gib")
-        self._memory.set(None if gib is None else gib * GIB)
-        self._actors_busy.set(record["actor_busy_fraction"])
-        self._trainer_busy.set(record["trainer_busy_fraction"])
-
-
 class TrainerMetrics:
     """All topics, on one registry."""
 
@@ -467,57 +440,24 @@ class TrainerMetrics:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self.progress = ProgressMetrics(metrics)
-        self.learning = LearningMetrics(metrics)
-        self.token_lag = TokenLagMetrics(metrics)
-        self.work = WorkMetrics(metrics)
+        self.steps = StepMetrics(metrics)
         self.outcomes = OutcomeMetrics(metrics)
         self.queues = QueueMetrics(metrics)
         self.membership = MembershipMetrics(metrics)
 
-    def observe(self, record: StepRecord) -> None:
-        """One step's record, as it goes to metrics.jsonl."""
-        self.learning.observe(record)
-        self.token_lag.observe(record)
-        self.work.observe(record)
 
-
-_USED_UP = ("trained", "dropped_stale", "dropped_filtered", "failed")
-
-
-class ReplicaAdvice:
-    """The metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows (`pipelinerl.rl.autoscaling`).
-
-    It has no value before that is known, so that an autoscaler keeps the replicas that there are. It scales nothing.
-    """
-
-    def __init__(self, recipe: Recipe, registry: CollectorRegistry) -> None:
-        self._advice = ReplicasWanted(
-            slots=recipe.actor.sequences_in_progress,
-            batch_size=recipe.trainer.batch_size,
-            in_flight=most_in_flight(recipe),
-        )
-        self._used_up: int | None = None
-        text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
-        wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
-        wanted.read(lambda: self._advice.wanted)
-
-    def step(self, record: StepRecord) -> None:
-        """One step's record, as it goes to metrics.jsonl."""
-        used_up = sum(record["sequences"][state] for state in _USED_UP)
-        before, self._used_up = self._used_up, used_up
-        seconds = record["step_s"]
-        self._advice.step(0 if before is None else used_up - before, seconds["total"] - seconds.get("wait", 0.0))
-
-    def actors(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
-        """What all actors answer now; `measuring`: they are being evaluated."""
-        counts = {
-            name: ActorCounts(load.sequences_finished, load.busy_s, load.sequences_in_progress)
-            for name, load in loads.items()
-        }
-        self._advice.actors(counts, measuring=measuring)
-
-    def finish(self) -> None:
-        self._advice.finish()
+def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
+    """With the metric `pipelinerl_actor_replicas_wanted`, which an autoscaler of the actors follows: no value before that
+    is known, so that an autoscaler keeps the replicas that there are."""
+    advice = ReplicasWanted(
+        slots=recipe.actor.sequences_in_progress,
+        batch_size=recipe.trainer.batch_size,
+        in_flight=most_in_flight(recipe),
+    )
+    text = "Actors that would keep the trainer busy within the lag bound; none until that is measured."
+    wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
+    wanted.read(lambda: advice.wanted)
+    return advice
 
 
 def most_in_flight(recipe: Recipe) -> int | None:

@@ -12,18 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.kube.events import PodRef
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.grouping import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
-from pipelinerl.run_summary import RunSummary, RunTotals, jsonl_ends
+from pipelinerl.run_summary import RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext
+from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
@@ -35,11 +34,10 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.loop import OptimizerLoop
 from services.trainer.records import RunFiles, StepRecord
-from services.trainer.reporting.board import PageBoard, about
+from services.trainer.reporting.board import PageBoard, about, member_rows
 from services.trainer.reporting.events import RunEvents
-from services.trainer.reporting.metrics import ReplicaAdvice, TrainerMetrics
+from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
-from services.trainer.reporting.status import RunStatus
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.coordinator import EvictionCause
@@ -57,82 +55,58 @@ SAMPLES_READ = 256
 """Of the first samples of a run that goes on, and as many of the last: the page has a choice of trained and held-out ones."""
 
 
-@dataclass(frozen=True)
-class Sinks:
-    """Opened and closed by the caller; a sink that is None is off."""
-
-    files: RunFiles
-    metrics: TrainerMetrics
-    board: PageBoard | None = None
-    """Of the live page."""
-    trackers: RunTrackers = field(default_factory=RunTrackers)
-    events: RunEvents = field(default_factory=lambda: RunEvents("", PodRef("", "")))
-    context: LogContext | None = None
-
-
-@dataclass
-class _Latest:
-    """What arrived since the last record and goes into the next one."""
-
-    heldout: HeldoutResult | None = None
-    mismatch: float | None = None
-    parity_failures: int = 0
-    update: UpdateRecord | None = None
-    joins: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Recorder:
     """`watch` comes once the parts of the run exist, before anything happens."""
 
     def __init__(
         self,
         recipe: Recipe,
-        sinks: Sinks,
+        files: RunFiles,
+        metrics: TrainerMetrics,
         *,
+        board: PageBoard | None = None,
+        trackers: RunTrackers | None = None,
+        events: RunEvents | None = None,
+        context: LogContext | None = None,
         run: str = "",
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Without a `tokenizer`, samples have no tokens."""
-        self._recipe, self._start = recipe, start or Start()
-        self._files, self._metrics, self._board = sinks.files, sinks.metrics, sinks.board
-        self._trackers, self._events, self._context = sinks.trackers, sinks.events, sinks.context
+        """The caller opens and closes the sinks; one that is None is off. Without a `tokenizer`, samples have no tokens."""
+        self._recipe, self._run, self._start = recipe, run, start or Start()
+        self._files, self.metrics, self._board, self._context = files, metrics, board, context
+        self._trackers, self._events = trackers or RunTrackers(), events or RunEvents("", PodRef("", ""))
         self._set_version(self._start.version)
         self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
-        self._replicas = ReplicaAdvice(recipe, sinks.metrics.registry)
-        self._status: RunStatus | None = None
+        self._replicas = replica_advice(recipe, metrics.registry)
+        self._used_up: int | None = None
+        self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
-        self._latest = _Latest()
+        self._arrived = _nothing_arrived()
         self._loads: dict[str, ActorState] = {}
+        """The newest answer of each actor, by name; an actor that left keeps its last."""
         self.totals = RunTotals()
-        self.feed = StepFeed(sinks.files.kept)
+        self.feed = StepFeed(files.kept)
         self._tell_page(
             lambda board: board.begin(
-                about(run, recipe, self._files.run_dir),
-                self._files.kept,
-                jsonl_ends(self._files.run_dir / "samples.jsonl", SAMPLES_READ),
+                about(run, recipe, files.run_dir), files.kept, jsonl_ends(files.run_dir / "samples.jsonl", SAMPLES_READ)
             )
         )
 
     def watch(
-        self,
-        status: RunStatus,
-        loop: OptimizerLoop,
-        updater: WeightUpdater,
-        feeder: Feeder,
-        intake: Intake,
-        books: SequenceTracker,
+        self, loop: OptimizerLoop, updater: WeightUpdater, feeder: Feeder, intake: Intake, tracker: SequenceTracker
     ) -> None:
-        """What the page and a scrape read when they ask."""
-        self._status = status
-        metrics, start = self._metrics, self._start
+        """What the page, a scrape and callers over gRPC read when they ask."""
+        self._loop, self._updater, self._tracker = loop, updater, tracker
+        metrics, start = self.metrics, self._start
         metrics.progress.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
-        metrics.progress.watch(lambda: status.phase, lambda: loop.version, lambda: updater.served_version)
-        metrics.token_lag.bound.set(self._recipe.algorithm.max_lag)
+        metrics.progress.watch(lambda: self.phase, lambda: loop.version, lambda: updater.served_version)
+        metrics.steps.lag_bound.set(self._recipe.algorithm.max_lag)
         metrics.queues.watch(intake, lambda: feeder.allowance)
         metrics.membership.watch(updater)
         metrics.outcomes.watch(
-            books, lambda: intake.tokens_arrived_here, lambda: intake.bad_messages + updater.bad_messages
+            tracker, lambda: intake.tokens_arrived_here, lambda: intake.bad_messages + updater.bad_messages
         )
 
     def to_state(self) -> dict[str, Any]:
@@ -151,7 +125,8 @@ class Recorder:
         self._events.started(self._start.version, self._recipe.trainer.steps, self._start.lineage.incarnation)
 
     def training_begins(self) -> None:
-        self._metrics.progress.training_begins()
+        self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
+        self.metrics.progress.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """One optimizer step on `batch`: completes its record, tells every sink and returns it.
@@ -159,11 +134,11 @@ class Recorder:
         `figures`: from the learner and the loop; those under SAMPLED_WEIGHTS are for samples, and not part of the record.
         """
         record = self._complete(figures, batch, tokens_arrived)
-        self._latest = _Latest()
+        self._arrived = _nothing_arrived()
         self.totals.add_step(record)
         self._files.write_step(record)
-        self._metrics.observe(record)
-        self._replicas.step(record)
+        self.metrics.steps.observe(record)
+        self._advise(record)
         weights = figures.get(SAMPLED_WEIGHTS, {})
         for sequence in sampled_sequences(batch):
             known = weights.get(sequence.sequence_id)
@@ -177,34 +152,36 @@ class Recorder:
         return record
 
     def heldout(self, result: HeldoutResult) -> None:
-        self._latest.heldout = result
+        self._arrived |= {
+            "heldout_accuracy": result.accuracy,
+            "heldout_version": result.version,
+            "heldout_unanswered": result.num_unanswered,
+        }
         self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._pieces))
         self._trackers.heldout(result)
 
     def parity(self, parity: Parity) -> None:
-        self._latest.parity_failures += parity.failures
+        self._arrived["parity_failures"] += parity.failures
         self.totals.parity_failures += parity.failures
         if parity.mismatch is not None:
-            self._latest.mismatch = max(self._latest.mismatch or 0.0, parity.mismatch)
+            self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, parity.mismatch)
             self.totals.logprob_mismatch.append(parity.mismatch)
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._metrics.progress.checkpoint_written(written)
+        self.metrics.progress.checkpoint_written(written)
         self._events.checkpoint_written(written)
-
-    def streams_seen(self, stream: str, info: StreamInfo) -> None:
-        """`prompts` or `sequences`, as it is now."""
-        self._metrics.queues.saw(stream, info)
 
     def in_order(self, version: int, *, finished: bool) -> None:
         """The run came to its last step, or was stopped before; it did not fail."""
         self._events.ended(version, self._recipe.trainer.steps, finished=finished)
 
-    def end(self, summary: RunSummary, *, finished: bool) -> None:
+    def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """However the run ended. No sink is told anything after this."""
         log.info("run ended", extra={"steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]})
+        self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
+        self._ended = "finished" if finished else "stopped"
         self._tell_page(lambda board: board.state(self._page_state()))
         self._trackers.end(summary, finished=finished)
         if finished:
@@ -213,11 +190,6 @@ class Recorder:
 
     # --- its members and weight updates ------------------------------------------------------------------------------
 
-    @property
-    def loads(self) -> Mapping[str, ActorState]:
-        """The newest answer of each actor, by name; an actor that left keeps its last."""
-        return self._loads
-
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
         """What the actors answered when they were asked; `measuring`: they are being evaluated."""
         self._loads.update(loads)
@@ -225,34 +197,57 @@ class Recorder:
 
     def served(self, update: UpdateRecord) -> None:
         """Every member serves the version of `update`."""
-        self._latest.update = update
+        figures = update_figures(update)
+        self._arrived |= {"weight_update": figures, "stall_s": figures["stall_s"]}
         self.totals.add_update(update.num_bytes, update.transfer_s, update.stall_s.values())
-        self._metrics.membership.served(update)
+        self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
         """A side group has brought `actor` to the served version; `round_trip_s` is what that took."""
-        self._latest.joins.append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
+        self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
-        self._metrics.membership.join_seconds.observe(update.round_trip_s)
+        self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
-        self._metrics.membership.updates.labels("aborted").inc()
+        self.metrics.membership.updates.labels("aborted").inc()
         self._events.update_failed(version, epoch, actor, reason)
 
     def member_changed(self, change: MemberChange, serving: AbstractSet[str]) -> None:
         """`serving`: actors at the served version when it changed, that of the change counted or not."""
         if change.kind == "joined":
-            self._metrics.membership.joins.inc()
+            self.metrics.membership.joins.inc()
         others = serving - {change.member.actor}
         self._events.member(change, len(others) + (change.kind == "joined"))
 
     def regrouped(self, epoch: int) -> None:
-        self._metrics.membership.regroups.inc()
+        self.metrics.membership.regroups.inc()
 
     def evicted(self, cause: EvictionCause) -> None:
-        self._metrics.membership.evictions.labels(cause.value).inc()
+        self.metrics.membership.evictions.labels(cause.value).inc()
 
-    # --- the live page -----------------------------------------------------------------------------------------------
+    # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------
+
+    @property
+    def phase(self) -> trainer_pb2.TrainerPhase:
+        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._loop.waiting_for:
+            return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
+        return self._phase
+
+    def status(self) -> trainer_pb2.TrainerStatus:
+        """As the trainer's gRPC service answers."""
+        phase = self.phase
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
+        return trainer_pb2.TrainerStatus(
+            run=self._run,
+            phase=phase,
+            policy_version=self._loop.version,
+            incarnation=self._start.lineage.incarnation,
+            total_steps=self._recipe.trainer.steps,
+            sequences=trainer_pb2.SequenceCounts(**self._tracker.ledger.counts.as_dict()),
+            members=len(self._updater.members),
+            epoch=self._updater.epoch,
+            message=f"waiting for {waiting_for}" if waiting_for else "",
+        )
 
     async def publish_state(self) -> None:
         """Tells the page about once a second what is true of the run, until cancelled. Returns at once if there is none."""
@@ -261,7 +256,19 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     def _page_state(self) -> dict[str, Any]:
-        return self._status.for_page() if self._status else {}
+        status, ledger, served = self.status(), self._tracker.ledger, self._updater.served_version
+        return {
+            "phase": phase_name(status.phase),
+            "message": status.message,
+            "ended": self._ended,
+            "version": status.policy_version,
+            "served_version": served if served >= 0 else None,
+            "incarnation": status.incarnation,
+            "epoch": status.epoch,
+            "members": member_rows(self._updater.states, served, self._loads),
+            "sequences": ledger.counts.as_dict(),
+            "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
+        }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
         """The boundary between a run and its page: what fails there is logged, and ends no run."""
@@ -278,29 +285,29 @@ class Recorder:
         since_last_s, self._last_step_at = now - self._last_step_at, now
         sequences = [sequence for group in batch for sequence in group.sequences]
         rewards = np.array([sequence.reward for sequence in sequences])
-        latest = self._latest
         return {
             **{key: value for key, value in figures.items() if key != SAMPLED_WEIGHTS},
             "time_s": now - self._started_at,
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             **group_figures(batch),
-            "heldout_accuracy": latest.heldout.accuracy if latest.heldout else None,
-            "heldout_version": latest.heldout.version if latest.heldout else None,
-            "heldout_unanswered": latest.heldout.num_unanswered if latest.heldout else None,
             "tokens_generated": tokens_arrived,
             "tokens_generated_per_s": (tokens_arrived - self.totals.tokens_generated) / since_last_s,
             "tokens_trained_per_s": figures["tokens_trained"] / since_last_s,
             "completion_tokens_mean": float(np.mean([s.num_completion_tokens for s in sequences])),
             "multi_version_fraction": float(np.mean([s.num_versions > 1 for s in sequences])),
-            "weight_update": update_figures(latest.update) if latest.update else None,
-            "stall_s": max(latest.update.stall_s.values(), default=None) if latest.update else None,
-            "joins": latest.joins,
-            "logprob_mismatch": latest.mismatch,
-            "parity_failures": latest.parity_failures,
+            **self._arrived,
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": (self.totals.compute_s + figures["step_s"]["compute"]) / (now - self._started_at),
         }
+
+    def _advise(self, record: StepRecord) -> None:
+        """What was used up before this trainer's first step is not known."""
+        before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
+        seconds = record["step_s"]
+        self._replicas.step(
+            0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0)
+        )
 
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
@@ -317,7 +324,7 @@ class Recorder:
         if self._context is not None:
             self._context.policy_version = version
 
-    def write_summary(self, ledger: Ledger, version: int, evictions: int = 0, *, finished: bool) -> RunSummary:
+    def write_summary(self, ledger: Ledger, version: int, evictions: int = 0, *, finished: bool) -> dict[str, Any]:
         """summary.json from everything so far."""
         wall_s = time.monotonic() - self._started_at
         summary = self.totals.summary(
@@ -333,6 +340,20 @@ class Recorder:
         )
         self._files.write_summary(summary)
         return summary
+
+
+def _nothing_arrived() -> StepRecord:
+    """What comes between two steps and goes into the record of the next one, before any of it has come."""
+    return {
+        "heldout_accuracy": None,
+        "heldout_version": None,
+        "heldout_unanswered": None,
+        "weight_update": None,
+        "stall_s": None,
+        "joins": [],
+        "logprob_mismatch": None,
+        "parity_failures": 0,
+    }
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
