@@ -33,7 +33,6 @@ from pipelinerl.bus import jetstream
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.services import (
-    ServiceCommands,
     ServiceLaunches,
     ThreadPlan,
     available_cores,
@@ -76,9 +75,9 @@ async def stage(case: Case, threads: ThreadPlan) -> AsyncIterator[Stage]:
         case = case.with_model(folder / "model")
         run_dir = create_run_dir(case.recipe.name, datetime.now(), path=folder / "run")
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
-        launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ), ServiceCommands())
+        launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
         model_dir = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
-        started = await stack.enter_async_context(process("verifier", launches.verifier()))
+        started = await stack.enter_async_context(process(launches.verifier()))
         address = await started.ready(START_S)
         engine = await stack.enter_async_context(start_engine(case.recipe, model_dir))
         await engine.llm.update_weight_version(str(VERSION))
@@ -88,7 +87,7 @@ async def stage(case: Case, threads: ThreadPlan) -> AsyncIterator[Stage]:
 
 
 @asynccontextmanager
-async def process(kind: str, launch: Launch) -> AsyncIterator[ServiceProcess]:
+async def process(launch: Launch) -> AsyncIterator[ServiceProcess]:
     started = await ServiceProcess.start(launch)
     try:
         yield started

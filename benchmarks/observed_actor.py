@@ -26,7 +26,7 @@ from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
 from benchmarks.observed_trainer import GOAL, Unmeasured
 from benchmarks.page_client import fetched
 from benchmarks.spread import spread
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, initial_model
+from pipelinerl.local.services import ServiceLaunches, ThreadPlan, initial_model
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
@@ -86,9 +86,9 @@ async def in_turn(case: Case, threads: ThreadPlan, pairs: int, order: Sequence[s
         case = case.with_model(folder / "model")
         run_dir = create_run_dir(case.recipe.name, datetime.now(), path=folder / "run")
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
-        launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ), ServiceCommands())
+        launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
         model = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
-        started = await stack.enter_async_context(process("verifier", launches.verifier()))
+        started = await stack.enter_async_context(process(launches.verifier()))
         address = await started.ready(START_S)
         sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in order}
         bus = await stack.enter_async_context(streams(run_dir))

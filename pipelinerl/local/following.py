@@ -1,6 +1,6 @@
 """Keeps a `RunState` fresh while a run goes on, by asking its services over gRPC: step metrics, phases, the actors' states.
 
-Only asks. A service that does not answer is a state to show, not an error: whether it lives is the supervisor's business. Each
+Only asks. A service that does not answer is a state to show, not an error: whether it lives is the runner's business. Each
 loop ends only by being cancelled.
 """
 
@@ -17,9 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pipelinerl.local.processes import ServiceDied, ServiceProcess
+from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import ActorView, RunState
-from pipelinerl.local.supervisor import SupervisedService
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
@@ -30,13 +29,13 @@ _LOOPBACK = (("grpc.enable_http_proxy", 0),)
 
 
 async def follow_trainer(
-    service: SupervisedService,
+    service: Service,
     state: RunState,
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None] = lambda address: None,
 ) -> None:
     """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
-    address file and calls `on_up` with its content. The supervisor reports a trainer that died, not this."""
+    address file and calls `on_up` with its content. The runner reports a trainer that died, not this."""
     process: ServiceProcess | None = None
     while True:
         process = await service.next_process(process)
@@ -104,14 +103,14 @@ async def _while_it_lives(process: ServiceProcess, work: Coroutine[Any, Any, Non
         await asyncio.wait(tasks)
 
 
-async def watch_actors(services: Callable[[], Sequence[SupervisedService]], state: RunState) -> None:
+async def watch_actors(services: Callable[[], Sequence[Service]], state: RunState) -> None:
     """Asks every actor there is for its state, once a second."""
     while True:
         state.actors = tuple(await asyncio.gather(*(_actor(service) for service in services())))
         await asyncio.sleep(_ASK_S)
 
 
-async def _actor(service: SupervisedService) -> ActorView:
+async def _actor(service: Service) -> ActorView:
     process = service.process
     if process is None or process.returncode is not None:
         return ActorView(service.name, "down")

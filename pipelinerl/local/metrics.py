@@ -15,7 +15,7 @@ from typing import TypedDict
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.local.processes import living_names
+from pipelinerl.local.processes import living_names, service_of
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, write_address
 from pipelinerl.service.http import health_app, serve_http
@@ -42,22 +42,13 @@ class RunnerMetrics:
         metrics.reading(
             "processes", "Processes of the run that live.", {"process": SERVICES}, unit="processes"
         ).read_each(processes)
-        self._restarts = metrics.counter(
+        self.restarts = metrics.counter(
             "restarts_total", "Processes that ended and are started again.", {"process": SERVICES}, unit="processes"
         )
         self.actors_wanted = metrics.reading(
             "actors_wanted", "Actors asked for, by the recipe or `pipelinerl scale`.", unit="actors"
         )
         metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
-
-    def on_restart(self, name: str) -> None:
-        """The process ended, and is to be started again."""
-        self._restarts.labels(service_of(name)).inc()
-
-
-def service_of(name: str) -> str:
-    """The service that a process of a local run belongs to: `actor` of `actor-0`. Pure."""
-    return name.partition("-")[0]
 
 
 class Target(TypedDict):

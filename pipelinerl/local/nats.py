@@ -2,7 +2,7 @@
 
 It listens on loopback unless told otherwise, keeps its streams in the folder it is given and dies with its parent. A run on
 one machine has neither users nor TLS nor a cluster: on Kubernetes the chart brings NATS, and tests pass `extra`. Restarts
-nothing: a run's server is a `supervisor.SupervisedService`.
+nothing: the runner does.
 """
 
 from __future__ import annotations

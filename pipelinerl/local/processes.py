@@ -1,8 +1,9 @@
-"""Processes of a local run: starting a service, waiting until it serves, stopping it and all it started, and which still live.
+"""Processes of a local run: starting a service, waiting until it serves, stopping it and all it started, when one that died is
+started again, and which still live.
 
 A service has a session of its own, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order;
 and it gets SIGTERM when the runner dies. Its workers stay in the session, also those in a process group of their own and those
-that outlive a killed parent. Linux reads /proc; elsewhere the process group has to do. Restarts nothing.
+that outlive a killed parent. Linux reads /proc; elsewhere the process group has to do. Restarts nothing: `runner` does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, read_address
+from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+from pipelinerl.service.retry import Backoff
 
 _log = logging.getLogger(__name__)
 _PROC = Path("/proc")
@@ -50,22 +53,21 @@ class Launch:
 
 
 class ServiceDied(ServiceError):
-    """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL), `log`, `tail`."""
+    """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0) -> None:
         """`restarts`: those in a row after which it is given up."""
-        self.name, self.returncode, self.log, self.tail = name, returncode, log, tail
-        how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
+        self.name, self.returncode = name, returncode
+        try:
+            how = (
+                f"exited with code {returncode}"
+                if returncode >= 0
+                else f"was killed by {signal.Signals(-returncode).name}"
+            )
+        except ValueError:  # a real-time signal
+            how = f"was killed by signal {-returncode}"
         after = f" after {restarts} restarts in a row" if restarts else ""
         super().__init__(f"{name} {how}{after}; end of {log}:\n{tail or '(empty)'}")
-
-
-class ServiceNotReady(ServiceError):
-    """A service lives but does not serve in time. Attributes: `name`, `waited_s`, `log`, `tail`."""
-
-    def __init__(self, name: str, waited_s: float, what: str, log: Path, tail: str) -> None:
-        self.name, self.waited_s, self.log, self.tail = name, waited_s, log, tail
-        super().__init__(f"{name} {what} after {waited_s:g} s; end of {log}:\n{tail or '(empty)'}")
 
 
 class ServiceProcess:
@@ -104,7 +106,7 @@ class ServiceProcess:
         return ServiceDied(self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceNotReady` late."""
+        """Waits for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
 
         async def written() -> ServiceAddress | None:
             file = self.launch.address_file
@@ -132,8 +134,8 @@ class ServiceProcess:
                 if exited.done():
                     raise self.died()
                 if loop.time() >= deadline:
-                    tail = log_tail(self.launch.log)
-                    raise ServiceNotReady(self.name, timeout_s, failure, self.launch.log, tail)
+                    end = f"end of {self.launch.log}:\n{log_tail(self.launch.log) or '(empty)'}"
+                    raise ServiceError(f"{self.name} {failure} after {timeout_s:g} s; {end}")
             return found
         finally:
             exited.cancel()
@@ -182,6 +184,68 @@ class ServiceProcess:
         return False
 
 
+@dataclass
+class Restarts:
+    """When to start a service again: counts its deaths in a row. Pure but for what it counts.
+
+    Past a death at which the run stood further than at any before, the count begins again, so that what dies at ever the same
+    place is given up and what is killed now and then is not.
+    """
+
+    limit: int = 5
+    """Restarts in a row at most."""
+    limit_unserved: int = 1
+    """The same for a service that has never come up: what it lacks will hardly come by itself."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
+    stable_s: float = 600.0
+    """A process that lived that long is forgiven what came before."""
+    in_a_row: int = field(default=0, init=False)
+    _furthest: int = field(default=0, init=False)
+
+    def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
+        """After one more death: the wait before the next start, None when there is none. `reached`: how far the run is."""
+        if lived_s >= self.stable_s or reached > self._furthest:
+            self.in_a_row = 0
+        self._furthest = max(self._furthest, reached)
+        if self.in_a_row >= (self.limit if served else self.limit_unserved) or exit_code == EXIT_USER_ERROR:
+            return None
+        self.in_a_row += 1
+        return self.backoff.delay_s(self.in_a_row)
+
+
+@dataclass(eq=False)
+class Service:
+    """A service of a run, whichever process it is at the moment."""
+
+    name: str
+    prepare: Callable[[], Launch]
+    """What to start, asked before each start."""
+    restarts: Restarts
+    follows_run: bool = False
+    """Its restarts are forgiven when the run gets further, not only when it lives long."""
+    process: ServiceProcess | None = field(default=None, init=False)
+    """The newest one; None before `start`."""
+    _started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> ServiceProcess:
+        """Raises `ServiceError` when the command cannot be executed."""
+        self.process = await ServiceProcess.start(self.prepare())
+        self._started.set()
+        self._started = asyncio.Event()
+        return self.process
+
+    async def next_process(self, after: ServiceProcess | None) -> ServiceProcess:
+        """The newest process once it is another than `after`."""
+        while self.process is None or self.process is after:
+            await self._started.wait()
+        return self.process
+
+
+def service_of(name: str) -> str:
+    """The service that a process of a local run belongs to: `actor` of `actor-0`. Pure."""
+    return name.partition("-")[0]
+
+
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
     """Last lines of a log, without colours; empty when there is no log."""
     if not log.is_file():
@@ -192,23 +256,14 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def http_status(address: str, path: str, timeout_s: float) -> int | None:
     """Status code of `GET http://<address><path>`; None when nobody answers in time with HTTP."""
-    connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
-        connection.request("GET", path)
-        return connection.getresponse().status
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout_s)) as connection:
+            connection.request("GET", path)
+            return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return None
-    finally:
-        connection.close()
 
 
 def why_taken(port: int) -> str:

@@ -1,20 +1,23 @@
-"""One run on this machine, from NATS to the trainer's end: starts the services in order, follows them, stops them in order.
+"""One run on this machine, from NATS to the trainer's end: starts the services in order, keeps them going, stops them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Whatever of
-these dies is started again, until the trainer's summary says that the run is finished. Trains nothing itself, and writes
-nothing of how the run went: `ending` does.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: trainer, actors, verifier, NATS. Like the pods of
+a Deployment, a process that ends is started again, a bounded number of times in a row, each time later, and an exit code of 0
+is no reason to stay away; only the trainer's summary is, which says that the run is finished. Trains nothing itself, and
+writes nothing of how the run went: `ending` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count as numbers
 
 from pipelinerl.errors import PipelineRLError, ServiceError
 from pipelinerl.local.ending import Ending
@@ -22,17 +25,31 @@ from pipelinerl.local.following import background, follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess, living_names
+from pipelinerl.local.processes import (
+    Launch,
+    Restarts,
+    Service,
+    ServiceDied,
+    ServiceProcess,
+    living_names,
+    service_of,
+)
 from pipelinerl.local.progress import Display, RunState
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches, available_cores, initial_model, plan_threads
-from pipelinerl.local.supervisor import STOP_WITHIN_S, ActorPool, RestartPolicy, StopBudget, SupervisedService
+from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, read_scale, write_json, write_whole
 from pipelinerl.run_summary import is_finished, kept_records, read_jsonl, read_summary
 from pipelinerl.service.address import ServiceAddress
+from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.telemetry.metrics import RunRegistry
 
+log = logging.getLogger(__name__)
+
+STOP_WITHIN_S = 12.0
+"""Of the 15 s a user waits at most after Ctrl-C; the rest is for summary and report."""
+_RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
+"""What must be left, of `STOP_WITHIN_S`, for those that stop later."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _SCALED_GRACE_S = 15.0
@@ -43,19 +60,28 @@ TRAINER = "trainer"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
+    """Seconds that `trainer`, `actor`, `verifier`, `nats` or `warmstart` gets before it is killed: what is left of the
+    `within_s` that all share, less what those that stop later need. Pure."""
+    return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
+
+
 @dataclass
 class LocalRun:
     """The processes of one run. `run` starts all of them and ends all of them, whatever happens.
 
-    `environment` is what the services inherit; `commands` and `policy` are for tests that put other programs in place.
+    An actor that cannot be kept running is given up with a note; the run ends when all of them are. With zero actors asked for
+    the trainer waits. `environment` is what the services inherit; `commands` and `restarts` are for tests that put other
+    programs in place.
     """
 
     recipe: Recipe
     run_dir: RunDir
     display: Display
-    commands: ServiceCommands = field(default_factory=ServiceCommands)
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    restarts: Restarts = field(default_factory=Restarts)
+    """Of each service: a copy."""
     page_port: int | None = 0
     """See `ServiceLaunches`."""
     metrics_port: int = 0
@@ -70,11 +96,15 @@ class LocalRun:
         self._state = RunState(self.run_dir.name, self.recipe.trainer.steps)
         self._registry = RunRegistry(self.run_dir.name)
         self._metrics = RunnerMetrics(self._registry, lambda: living_names(self.run_dir))
-        self._budget = StopBudget(time.monotonic, self.stop_within_s)
-        self._pids: dict[str, int] = {}
-        self._started: list[ServiceProcess] = []
+        self._processes: dict[str, ServiceProcess] = {}
+        """The newest process of each name, ended or not."""
+        self._actors: dict[int, Service] = {}
+        """Those asked for, by number; they may be starting or given up."""
+        self._given_up: set[int] = set()
+        self._kept: dict[int, asyncio.Task[None]] = {}
+        """What restarts each actor."""
         self._interrupts = 0
-        self._over = False
+        self._stop_by_s: float | None = None
         self._trainer_address: ServiceAddress | None = None
         threads = plan_threads(
             available_cores(),
@@ -114,71 +144,51 @@ class LocalRun:
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             nats = await stack.enter_async_context(self._nats())
-            model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
-            verifier, address = await stack.enter_async_context(self._verifier())
-            actors = await stack.enter_async_context(self._actors(address, model_dir))
-            trainer = await stack.enter_async_context(self._trainer(address, model_dir, actors))
-            await stack.enter_async_context(background(watch_actors(lambda: actors.services, self._state)))
-            await self._until_trained(trainer, verifier, actors, nats)
+            self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
+            verifier = await stack.enter_async_context(self._verifier())
+            await stack.enter_async_context(self._first_actors())
+            trainer = await stack.enter_async_context(self._trainer())
+            await self._until_trained(trainer, verifier, nats)
 
-    async def _until_trained(
-        self, trainer: SupervisedService, verifier: SupervisedService, actors: ActorPool, nats: SupervisedService
-    ) -> None:
+    async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
         """Waits for the run's end. Raises `ServiceError` when a service is gone for good, or the trainer ended in an error."""
         async with asyncio.TaskGroup() as group:
-            tasks = [
+            beside = [
                 group.create_task(follow_trainer(trainer, self._state, self._elapsed_s, self._trainer_up)),
-                group.create_task(nats.keep()),
-                group.create_task(verifier.keep()),
-                group.create_task(actors.keep()),
-                group.create_task(self._scale(actors)),
+                group.create_task(
+                    watch_actors(lambda: [self._actors[number] for number in sorted(self._actors)], self._state)
+                ),
+                group.create_task(self._keep(nats)),
+                group.create_task(self._keep(verifier)),
+                group.create_task(self._keep_actors()),
             ]
-            await trainer.keep()
-            self._over = True
-            for task in tasks:
+            await self._keep(trainer)
+            for task in beside:
                 task.cancel()
         if trainer.process is not None and (trainer.process.returncode or 0) > 0:
             raise trainer.process.died()
 
-    async def _scale(self, actors: ActorPool) -> None:
-        """Brings the actors to the number that `pipelinerl scale` asks for."""
-        while True:
-            wanted = self._actors_wanted()
-            self._metrics.actors_wanted.set(wanted)
-            if wanted != len(actors.services) and not self._over:
-                self._note(f"scaling from {len(actors.services)} to {wanted} actors")
-                try:
-                    await actors.scale(wanted, _SCALED_GRACE_S)
-                except ServiceError as error:
-                    self._note(f"not scaled to {wanted} actors, trying again: {error}")
-            await asyncio.sleep(self.refresh_s)
-
-    def _actors_wanted(self) -> int:
-        asked = read_scale(self.run_dir)
-        return self.recipe.actor.count if asked is None else asked
-
     # Services as context managers: started on the way in, stopped within their share of the time on the way out.
 
     @asynccontextmanager
-    async def _nats(self) -> AsyncIterator[SupervisedService]:
+    async def _nats(self) -> AsyncIterator[Service]:
         """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
         keep. The address file says where it is, for as long as it runs."""
         self._set_phase("starting nats-server")
         server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
-        service = self._supervised(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
+        service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         try:
-            process = await service.start()
+            process = await self._start(service)
 
             async def reachable() -> str | None:
                 return server.url_of(process.pid)
 
-            url = await process.until(reachable, _NATS_READY_S, "is not ready")
-            server.port = int(url.rpartition(":")[2])
-            self._launches = replace(self._launches, nats_url=url)
+            self._launches.nats_url = await process.until(reachable, _NATS_READY_S, "is not ready")
+            server.port = int(self._launches.nats_url.rpartition(":")[2])
             self._announce_nats()
             yield service
         finally:
-            await service.stop(self._budget.grace_s(NATS))
+            await self._stop(NATS)
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     def _announce_nats(self) -> None:
@@ -187,90 +197,119 @@ class LocalRun:
             write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
     @asynccontextmanager
-    async def _verifier(self) -> AsyncIterator[tuple[SupervisedService, str]]:
+    async def _verifier(self) -> AsyncIterator[Service]:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
-        service = self._supervised("verifier", lambda: self._launches.verifier(again=address))
+        service = self._service("verifier", lambda: self._launches.verifier(again=address))
         try:
-            process = await service.start()
-            address = await process.ready(_VERIFIER_READY_S)
-            yield service, address.grpc
+            address = await (await self._start(service)).ready(_VERIFIER_READY_S)
+            self._launches.verifier_address = address.grpc
+            yield service
         finally:
-            await service.stop(self._budget.grace_s("verifier"))
+            await self._stop("verifier")
 
     @asynccontextmanager
-    async def _actors(self, verifier: str, model_dir: str) -> AsyncIterator[ActorPool]:
-        def make(number: int) -> SupervisedService:
-            return self._supervised(f"actor-{number}", lambda: self._launches.actor(number, verifier, model_dir))
-
-        pool = ActorPool(make, self._note, self._forget)
+    async def _first_actors(self) -> AsyncIterator[None]:
         try:
-            await pool.scale(self._actors_wanted(), _SCALED_GRACE_S)
-            yield pool
+            await self._scale(self._actors_wanted())
+            yield
         finally:
-            await pool.stop(self._budget.grace_s("actor"))
+            await self._stop("actor")
 
     @asynccontextmanager
-    async def _trainer(self, verifier: str, model_dir: str, actors: ActorPool) -> AsyncIterator[SupervisedService]:
+    async def _trainer(self) -> AsyncIterator[Service]:
         """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
 
         def prepare() -> Launch:
             self.run_dir.summary.unlink(missing_ok=True)  # of the process before
-            return self._launches.trainer(verifier, model_dir, len(actors.services), self._trainer_address)
+            return self._launches.trainer(len(self._actors), self._trainer_address)
 
-        service = self._supervised(TRAINER, prepare, follows_run=True)
+        service = self._service(TRAINER, prepare, follows_run=True)
         try:
-            await service.start()
+            await self._start(service)
             yield service
         finally:
-            ended = service.process is None or service.process.returncode is not None
-            await service.stop(_ENDED_GRACE_S if ended else self._budget.grace_s("trainer"))
+            await self._stop(TRAINER)
 
     @asynccontextmanager
-    async def _process(self, kind: str, launch: Launch) -> AsyncIterator[ServiceProcess]:
+    async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
         """A process that is not restarted: what builds the initial model."""
-        process = await ServiceProcess.start(launch)
-        self._on_start(process)
         try:
-            yield process
+            yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
-            await process.terminate(self._budget.grace_s(kind) if process.returncode is None else _ENDED_GRACE_S)
-            if not (self._over or self._budget.started):  # the run goes on without it
+            await self._stop(launch.name)
+            if self._stop_by_s is None:  # the run goes on without it
                 self._forget(launch.name)
 
-    def _supervised(
-        self,
-        name: str,
-        prepare: Callable[[], Launch],
-        follows_run: bool = False,
-    ) -> SupervisedService:
-        """`follows_run`: its restarts are forgiven when the run gets further, not only when it lives long."""
-        return SupervisedService(
-            name,
-            prepare,
-            self._on_start,
-            self._on_end,
-            wanted=lambda: not self._finished(),
-            policy=self.policy,
-            progress=(lambda: self._state.furthest) if follows_run else (lambda: 0),
-        )
+    async def _stop(self, kind: str) -> None:
+        """Terminates the processes of that kind, those that are being scaled away included."""
+        running = [process for name, process in self._processes.items() if service_of(name) == kind]
+        ended = all(process.returncode is not None for process in running)
+        within_s = _ENDED_GRACE_S if ended else self._grace_s(kind)
+        await asyncio.gather(*(process.terminate(within_s) for process in running))
 
-    # What is written down and shown while the run goes on.
+    def _grace_s(self, kind: str) -> float:
+        """See `grace_s`. The time to stop begins with the first call, or with Ctrl-C."""
+        if self._stop_by_s is None:
+            self._stop_by_s = time.monotonic() + self.stop_within_s
+        return grace_s(kind, self._stop_by_s - time.monotonic(), self.stop_within_s)
 
-    def _on_start(self, process: ServiceProcess) -> None:
-        self._pids[process.name] = process.pid
-        self._started.append(process)
-        write_json(self.run_dir.pids, self._pids)
-        if process.name == NATS:
+    # Restarts.
+
+    def _service(self, name: str, prepare: Callable[[], Launch], follows_run: bool = False) -> Service:
+        return Service(name, prepare, replace(self.restarts), follows_run)
+
+    async def _start(self, service: Service) -> ServiceProcess:
+        """Raises `ServiceError` when the command cannot be executed."""
+        process = await service.start()
+        self._processes[service.name] = process
+        self._write_pids()
+        if service.name == NATS:
             self._announce_nats()
+        return process
 
-    def _forget(self, name: str) -> None:
-        del self._pids[name]
-        write_json(self.run_dir.pids, self._pids)
+    async def _keep(self, service: Service) -> None:
+        """Waits for the process to end and starts the next one, until the run is finished.
+
+        Raises the last `ServiceDied`, or the `ServiceError` of a start that failed, when there is to be no further restart.
+        """
+        served = False
+        while True:
+            assert service.process is not None, "it has been started"
+            process, started_s = service.process, time.monotonic()
+            code = await process.wait()
+            if self._finished():
+                return
+            await process.kill_and_wait()  # what it left behind would hold its ports and its cores
+            served = served or process.launch.address_file.is_file()
+            reached = self._state.furthest if service.follows_run else 0
+            delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
+            if delay_s is None:
+                raise process.died(service.restarts.in_a_row)
+            self._on_end(process.died(), delay_s)
+            if not await self._start_again(service, delay_s, served):
+                return
+
+    async def _start_again(self, service: Service, delay_s: float, served: bool) -> bool:
+        """After `delay_s`; False when the run is finished by then. A failed start counts as a death; the last one is raised."""
+        while True:
+            await asyncio.sleep(delay_s)
+            if self._finished():
+                return False
+            try:
+                await self._start(service)
+            except ServiceError as error:
+                next_s = service.restarts.next_delay_s(0.0, EXIT_FAILURE, served)
+                if next_s is None:
+                    raise
+                delay_s = next_s
+                log.warning("%s, trying again in %.1f s", error, delay_s)
+            else:
+                return True
 
     def _on_end(self, died: ServiceDied, delay_s: float) -> None:
         self._state.restarts[died.name] += 1
-        self._metrics.on_restart(died.name)
+        self._metrics.restarts.labels(service_of(died.name)).inc()
         where = ""
         if died.name == NATS:
             self.run_dir.address(NATS).unlink(missing_ok=True)
@@ -280,16 +319,83 @@ class LocalRun:
             where = f", and goes on from version {version}"
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
+    def _finished(self) -> bool:
+        """By the trainer's summary: after it the trainer changes nothing, and needs no other service."""
+        return is_finished(read_summary(self.run_dir.summary))
+
+    # Actors: as many as asked for, more or fewer of them while the run goes on.
+
+    def _actors_wanted(self) -> int:
+        asked = read_scale(self.run_dir)
+        return self.recipe.actor.count if asked is None else asked
+
+    async def _keep_actors(self) -> None:
+        """Restarts the actors that end, and brings them to the number that `pipelinerl scale` asks for.
+
+        Runs until cancelled. Raises the last `ServiceDied` when every actor is given up.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                wanted, here = self._actors_wanted(), len(self._actors)
+                self._metrics.actors_wanted.set(wanted)
+                if wanted != here:
+                    self._note(f"scaling from {here} to {wanted} actors")
+                    try:
+                        await self._scale(wanted)
+                    except ServiceError as error:
+                        self._note(f"not scaled to {wanted} actors, trying again: {error}")
+                for number in self._actors.keys() - self._kept.keys():
+                    self._kept[number] = tasks.create_task(self._keep_actor(number))
+                await asyncio.sleep(self.refresh_s)
+
+    async def _keep_actor(self, number: int) -> None:
+        try:
+            await self._keep(self._actors[number])
+        except ServiceDied as died:
+            self._given_up.add(number)
+            if self._given_up >= set(self._actors):
+                raise
+            self._note(f"{died.name} is given up: {died}")
+
+    async def _scale(self, count: int) -> None:
+        """Starts or stops actors until there are `count`: those given up go first, then the highest numbers; the lowest
+        free ones come.
+
+        Returns when those to be stopped have ended and the others are started, which is not yet serving. Raises `ServiceError`
+        when one cannot be executed.
+        """
+        surplus = sorted(self._actors.keys() - self._given_up)[count:]
+        await asyncio.gather(*(self._remove(number) for number in (*self._given_up, *surplus)))
+        free = (number for number in numbers() if number not in self._actors)
+        for number in [next(free) for _ in range(count - len(self._actors))]:
+            service = self._service(f"actor-{number}", lambda number=number: self._launches.actor(number))  # type: ignore[misc]
+            await self._start(service)
+            self._actors[number] = service
+
+    async def _remove(self, number: int) -> None:
+        name = self._actors.pop(number).name
+        self._given_up.discard(number)
+        if kept := self._kept.pop(number, None):
+            kept.cancel()
+            await asyncio.wait({kept})
+        await self._processes[name].terminate(_SCALED_GRACE_S)
+        self._forget(name)
+
+    # What is written down and shown while the run goes on.
+
+    def _write_pids(self) -> None:
+        write_json(self.run_dir.pids, {name: process.pid for name, process in self._processes.items()})
+
+    def _forget(self, name: str) -> None:
+        self._processes.pop(name, None)
+        self._write_pids()
+
     def _trainer_up(self, address: ServiceAddress) -> None:
         """Its page is where this says from now on, also after restarts that can have the same port."""
         self._trainer_address, link = address, f"http://{address.http}/"
         if self.page_port is not None and link != self._state.page:
             self._state.page = link
             self._note(f"Live page: {link}")
-
-    def _finished(self) -> bool:
-        """By the trainer's summary: after it the trainer changes nothing, and needs no other service."""
-        return self._over or is_finished(read_summary(self.run_dir.summary))
 
     def _set_phase(self, phase: str) -> None:
         self._state.phase = phase
@@ -327,12 +433,12 @@ class LocalRun:
         """The first stops the run in order (or is too late: it is stopping already), the second kills what is left."""
         self._interrupts += 1
         if self._interrupts > 1:
-            for process in self._started:
+            for process in self._processes.values():
                 process.kill()
-        elif not self._budget.started:
+        elif self._stop_by_s is None:
             self._set_phase("stopping; Ctrl-C again to kill at once")
             self._note(self._state.phase)
-            self._budget.start()
+            self._stop_by_s = time.monotonic() + self.stop_within_s
             work.cancel()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from pipelinerl.initial_model import THREADS, build_config, built_folder, filling, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
-from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, why_taken
+from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, split_host_port
@@ -88,21 +88,16 @@ def _quota_cores() -> int:
     return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
 
 
-def _module(name: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", name)
+COMMANDS = {
+    "verifier": (sys.executable, "-m", "services.verifier"),
+    "trainer": (sys.executable, "-m", "services.trainer"),
+    "actor": (sys.executable, "-m", "services.actor"),
+    "warmstart": (sys.executable, "-m", "services.trainer.warmstart"),
+}
+"""What the containers run, as commands of this interpreter; `warmstart` builds the initial model."""
 
 
-@dataclass(frozen=True)
-class ServiceCommands:
-    """What the containers run, as commands of this interpreter."""
-
-    verifier: tuple[str, ...] = field(default_factory=lambda: _module("services.verifier"))
-    trainer: tuple[str, ...] = field(default_factory=lambda: _module("services.trainer"))
-    actor: tuple[str, ...] = field(default_factory=lambda: _module("services.actor"))
-    initial_model: tuple[str, ...] = field(default_factory=lambda: _module("services.trainer.warmstart"))
-
-
-@dataclass(frozen=True)
+@dataclass
 class ServiceLaunches:
     """Launches of one run's services. `environment` is what they inherit from the runner."""
 
@@ -110,10 +105,14 @@ class ServiceLaunches:
     run_dir: RunDir
     threads: ThreadPlan
     environment: Mapping[str, str]
-    commands: ServiceCommands
-    nats_url: str = ""
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     page_port: int | None = 0
     """Of the trainer's live page; 0 = any free port, None = no page."""
+    nats_url: str = ""
+    """This and the next two are set when they are known, before actors and trainer are started."""
+    verifier_address: str = ""
+    model_dir: str = ""
+    """Of the initial policy; empty = a hub model, which the services fetch."""
 
     def nats(self, command: tuple[str, ...]) -> Launch:
         """Its address file holds `{"url": ...}`, and is the runner's to write."""
@@ -125,39 +124,36 @@ class ServiceLaunches:
         settings = {"workers": "2"}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
-        return self._launch("verifier", self.commands.verifier, settings, _thread_env(1))
+        return self._launch("verifier", settings, _thread_env(1))
 
-    def trainer(
-        self, verifier: str, model_dir: str, actors: int | None = None, again: ServiceAddress | None = None
-    ) -> Launch:
-        """`actors`: how many there are; the recipe's number unless it was changed. `again`: where it listened before a restart;
-        pages that are open keep that address, if nobody else has taken its port meanwhile."""
+    def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
+        """`actors`: how many there are. `again`: where it listened before a restart; pages that are open keep that address, if
+        nobody else has taken its port meanwhile."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
         settings = {
-            "nats_url": self.nats_url,
-            "verifier": verifier,
-            "model_dir": model_dir,
             "run_dir": str(self.run_dir.path.resolve()),
-            "expected_actors": str(self.recipe.actor.count if actors is None else actors),
+            "expected_actors": str(actors),
             "page": "false" if self.page_port is None else "true",
             "http_port": port,
         }
         threads = self.threads.trainer_env(self.recipe.trainer.nproc)
-        return self._launch("trainer", self.commands.trainer, settings, threads)
+        return self._launch("trainer", self._of_policy() | settings, threads)
 
-    def actor(self, index: int, verifier: str, model_dir: str) -> Launch:
-        settings = {"nats_url": self.nats_url, "verifier": verifier, "model_dir": model_dir}
-        return self._launch(f"actor-{index}", self.commands.actor, settings, self.threads.actor_env())
+    def actor(self, index: int) -> Launch:
+        return self._launch(f"actor-{index}", self._of_policy(), self.threads.actor_env())
 
-    def initial_model(self, arguments: tuple[str, ...], threads: int) -> Launch:
-        """Nothing else runs beside it."""
-        command = (*self.commands.initial_model, *arguments)
-        return self._launch("warmstart", command, {}, {"OMP_NUM_THREADS": str(threads)})
+    def warmstart(self, arguments: tuple[str, ...]) -> Launch:
+        """What builds the initial model. Nothing else runs beside it."""
+        threads = {"OMP_NUM_THREADS": str(min(THREADS, available_cores()))}
+        return self._launch("warmstart", {}, threads, arguments)
+
+    def _of_policy(self) -> dict[str, str]:
+        return {"nats_url": self.nats_url, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
     def _launch(
-        self, name: str, command: tuple[str, ...], settings: Mapping[str, str], threads: Mapping[str, str]
+        self, name: str, settings: Mapping[str, str], threads: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> Launch:
         address_file = self.run_dir.address(name).resolve()
         common = {
@@ -167,6 +163,7 @@ class ServiceLaunches:
             "address_file": str(address_file),
         }
         own = {f"PIPELINERL_{key.upper()}": value for key, value in {**common, **settings}.items()}
+        command = (*self.commands[service_of(name)], *arguments)
         return Launch(name, command, {**self.environment, **threads, **own}, self.run_dir.log(name), address_file)
 
 
@@ -174,8 +171,8 @@ def _port(address: str) -> str:
     return str(split_host_port(address)[1])
 
 
-RunProcess = Callable[[str, Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Starts a process of the given kind and stops it at the block's end."""
+RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
+"""Starts a process and stops it at the block's end."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -202,9 +199,8 @@ async def initial_model(
     config_file = launches.run_dir.path.resolve() / "warmstart.json"
     config_file.write_text(json.dumps(build_config(recipe), indent=2) + "\n", encoding="utf-8")
     with filling(folder) as beside:
-        arguments = ("--config", str(config_file), "--out", str(beside))
-        launch = launches.initial_model(arguments, min(THREADS, available_cores()))
-        async with run_process("warmstart", launch) as process, background(_report_progress(launch.log, report)):
+        launch = launches.warmstart(("--config", str(config_file), "--out", str(beside)))
+        async with run_process(launch) as process, background(_report_progress(launch.log, report)):
             code = await process.wait()
         if code != 0:
             raise process.died()

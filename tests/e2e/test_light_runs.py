@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.local.services import ServiceCommands
+from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir
 from tests.faults.matrix import (
     RANK_1,
@@ -30,7 +30,7 @@ from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_re
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-LIGHT = ServiceCommands(actor=(sys.executable, "-m", "tests.support.light_actor"))
+LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.light_actor")}
 TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 

@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.processes import read_pids, session_pids
+from pipelinerl.local.processes import Restarts, read_pids, session_pids
 from pipelinerl.local.progress import open_display
 from pipelinerl.local.runner import LocalRun
-from pipelinerl.local.services import ServiceCommands
-from pipelinerl.local.supervisor import RestartPolicy
+from pipelinerl.local.services import COMMANDS
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, create_run_dir
+from pipelinerl.service.retry import Backoff
 from tests.faults.points import POINTS, Watcher
 from tests.support.runs import write_tiny_recipe
 
@@ -92,7 +92,7 @@ def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[st
 
 @contextlib.asynccontextmanager
 async def local_run(
-    folder: Path, recipe_file: Path, commands: ServiceCommands | None = None
+    folder: Path, recipe_file: Path, commands: Mapping[str, tuple[str, ...]] = COMMANDS
 ) -> AsyncIterator[tuple[RunDir, asyncio.Task[Ending], StringIO]]:
     """A run under the local runner, in this process; it is interrupted where the block ends before the run does."""
     recipe = load_recipe(str(recipe_file))
@@ -100,10 +100,8 @@ async def local_run(
     out = StringIO()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open_display(out) as display:
-        policy = RestartPolicy(limit=100, limit_unserved=100, first_delay_s=0.5, factor=1.0)
-        runner = LocalRun(
-            recipe, run_dir, display, commands or ServiceCommands(), environment=environment, policy=policy
-        )
+        restarts = Restarts(limit=100, limit_unserved=100, backoff=Backoff(0.5, 0.5))
+        runner = LocalRun(recipe, run_dir, display, commands, environment=environment, restarts=restarts)
         running = asyncio.create_task(runner.run())
         try:
             yield run_dir, running, out
@@ -116,7 +114,7 @@ async def run_under_fire(
     folder: Path,
     recipe_file: Path,
     faults: Sequence[Fault],
-    commands: ServiceCommands | None = None,
+    commands: Mapping[str, tuple[str, ...]] = COMMANDS,
     *,
     interrupted: bool = False,
 ) -> tuple[RunDir, list[Survived]]:

@@ -23,13 +23,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl.cli import main
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
-from pipelinerl.local.processes import ServiceDied, session_pids
+from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, session_pids
 from pipelinerl.local.progress import PlainDisplay, RunState, rows
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, read_address, write_address
+from pipelinerl.service.retry import Backoff
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
 
@@ -400,3 +401,45 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
         assert not ending.done()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).interrupted
+
+
+async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_that_lives(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_ACTOR_EXIT": "2", "FAKE_ONLY_ACTOR": "actor-0"})
+    run.dir.scale.write_text('{"actors": 2}')
+    async with running(run) as ending:
+        await until(lambda: "actor-0 is given up: actor-0 exited with code 2" in run.printed.getvalue())
+        lives = run.pids()["actor-1"]
+        run.dir.scale.write_text('{"actors": 1}')
+        await until(lambda: "actor-0" not in run.pids())
+        assert (run.pids()["actor-1"], ending.done()) == (lives, False)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await ending).interrupted
+
+
+async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_DEAF": "actor-1"}, stop_within_s=3.0)
+    run.dir.scale.write_text('{"actors": 2}')
+    async with running(run) as ending:
+        await run.until_step(1)
+        await until(lambda: run.dir.address("actor-1").is_file())
+        run.dir.scale.write_text('{"actors": 1}')
+        await until(lambda: "ignored" in run.dir.log("actor-1").read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await ending).interrupted
+
+
+async def test_a_start_that_fails_counts_as_a_death(tmp_path: Path) -> None:
+    problems: list[ServiceError | None] = [None, ServiceError("no disk"), None, *[ServiceError("no binary")] * 3]
+    run = Run(tmp_path / "run", recipe(), {})
+
+    def prepare() -> Launch:
+        if (problem := problems.pop(0)) is not None:
+            raise problem
+        command = (sys.executable, "-S", "-c", "raise SystemExit(1)")
+        return Launch("verifier", command, os.environ, run.dir.log("verifier"), run.dir.address("verifier"))
+
+    service = Service("verifier", prepare, Restarts(limit_unserved=4, backoff=Backoff(0.001)))
+    await run.local._start(service)
+    with pytest.raises(ServiceError, match="no binary"):
+        await run.local._keep(service)
+    assert len(problems) == 1, "two lived, and four restarts were tried"

@@ -1,5 +1,5 @@
 """Stand-ins for the three services, as small processes that keep to the runner's contract: settings in the environment,
-an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py {verifier,actor,trainer,model}`.
+an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py KIND`.
 
 FAKE_* variables make them misbehave: see `Fake`. The trainer keeps to the rules of a restart: it writes lineage.json, goes on
 from the newest checkpoint, cuts metrics.jsonl to it, and on SIGTERM writes a checkpoint and an interrupted summary. It imports
@@ -30,8 +30,11 @@ class Fake:
     exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
     checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
+    """Kinds or names of those that ignore SIGTERM."""
     model_error = os.environ.get("FAKE_MODEL_ERROR", "")
     actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
+    only_actor = os.environ.get("FAKE_ONLY_ACTOR", "")
+    """Name of the one actor that exits so; empty: all."""
 
 
 async def serve(grpc_port: int) -> None:
@@ -53,7 +56,7 @@ async def serve(grpc_port: int) -> None:
 
 def stop_event(kind: str) -> asyncio.Event:
     event = asyncio.Event()
-    on_stop = (lambda: print("ignored", flush=True)) if kind in Fake.deaf else event.set
+    on_stop = (lambda: print("ignored", flush=True)) if {kind, SETTINGS["instance"]} & set(Fake.deaf) else event.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_stop)
     return event
 
@@ -67,7 +70,7 @@ async def verifier() -> int:
 
 
 async def actor() -> int:
-    if Fake.actor_exit:
+    if Fake.actor_exit and Fake.only_actor in ("", SETTINGS["instance"]):
         print("error: no such model", flush=True)
         return int(Fake.actor_exit)
     import grpc.aio
@@ -175,5 +178,5 @@ async def model() -> int:
 
 
 if __name__ == "__main__":
-    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "model": model}
+    kinds = {"verifier": verifier, "actor": actor, "trainer": trainer, "warmstart": model}
     sys.exit(asyncio.run(kinds[sys.argv[1]]()))

@@ -13,24 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.processes import session_pids
+from pipelinerl.local.processes import Restarts, session_pids
 from pipelinerl.local.progress import PlainDisplay
 from pipelinerl.local.runner import LocalRun
-from pipelinerl.local.services import ServiceCommands
-from pipelinerl.local.supervisor import RestartPolicy
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir, write_json
+from pipelinerl.service.retry import Backoff
 
 FAKES = Path(__file__).with_name("fake_services.py").resolve()
+COMMANDS = {kind: (sys.executable, str(FAKES), kind) for kind in ("verifier", "trainer", "actor", "warmstart")}
 SERVICES = ("nats", "verifier", "actor-0", "trainer")
-
-
-def fakes() -> ServiceCommands:
-    def command(kind: str) -> tuple[str, ...]:
-        return (sys.executable, str(FAKES), kind)
-
-    return ServiceCommands(command("verifier"), command("trainer"), command("actor"), command("model"))
 
 
 def recipe(steps: int = 5, **model: Any) -> Recipe:
@@ -51,9 +44,9 @@ class Run:
             self.dir.identity, {"run": "tiny-run", "recipe": recipe.name, "started": "2026-03-04T05:06:07+00:00"}
         )
         everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
-        policy = RestartPolicy(limit=2, first_delay_s=0.05)
+        restarts = Restarts(limit=2, backoff=Backoff(0.05))
         self.local = LocalRun(
-            recipe, self.dir, PlainDisplay(self.printed, every_s=0), fakes(), everything, policy,
+            recipe, self.dir, PlainDisplay(self.printed, every_s=0), COMMANDS, everything, restarts,
             refresh_s=0.05, stop_within_s=stop_within_s,
         )  # fmt: skip
 

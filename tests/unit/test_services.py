@@ -1,4 +1,4 @@
-"""How services of a local run are started: every variable that is set is a setting, every required setting is set."""
+"""How services of a local run are started, restarted and given time to stop, and how they share the cores: by hand."""
 
 from __future__ import annotations
 
@@ -7,137 +7,85 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipelinerl.local.processes import Launch
-from pipelinerl.local.services import ServiceCommands, ServiceLaunches, ThreadPlan, cache_folder
-from pipelinerl.local.supervisor import RestartCounter, RestartPolicy, StopBudget
+from pipelinerl.local.processes import Launch, Restarts
+from pipelinerl.local.runner import grace_s
+from pipelinerl.local.services import (
+    ServiceLaunches,
+    ThreadPlan,
+    available_cores,
+    cache_folder,
+    keep_to_quota,
+    plan_threads,
+)
 from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress
-from pipelinerl.service.settings import (
-    ActorSettings,
-    ServiceSettings,
-    TrainerSettings,
-    VerifierSettings,
-)
+from pipelinerl.service.retry import Backoff
+from pipelinerl.service.settings import ActorSettings, ServiceSettings, TrainerSettings, VerifierSettings
 
 NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
 
 
-def launches(tmp_path: Path, **sections: object) -> ServiceLaunches:
-    data = {"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}, "actor": {"count": 3}, **sections}
+@pytest.fixture
+def launches(tmp_path: Path) -> ServiceLaunches:
+    data = {"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}, "actor": {"count": 3}}
+    known = {"nats_url": NATS, "verifier_address": VERIFIER, "model_dir": "/model"}
     recipe, run = recipe_from_data(data, "tiny"), RunDir(tmp_path, "tiny-run")
-    return ServiceLaunches(recipe, run, ThreadPlan(4, 2), {"PATH": "/bin"}, ServiceCommands(), nats_url=NATS)
+    return ServiceLaunches(recipe, run, ThreadPlan(4, 2), {"PATH": "/bin"}, **known)  # type: ignore[arg-type]
 
 
-def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """As the service reads them; every variable that is set is one of them."""
+    own = {name for name in launch.environment if name.startswith("PIPELINERL_")}
+    assert own <= {f"PIPELINERL_{name.upper()}" for name in kind.model_fields}, launch.name
+    assert launch.environment["PATH"] == "/bin"
     for name, value in launch.environment.items():
         monkeypatch.setenv(name, value)
-    return kind()  # type: ignore[call-arg]
+    return dict(kind())  # type: ignore[call-arg]
 
 
-def test_every_variable_is_a_setting(tmp_path: Path) -> None:
-    made = launches(tmp_path)
-    for launch, kind in [
-        (made.verifier(), VerifierSettings),
-        (made.trainer(VERIFIER, "/model"), TrainerSettings),
-        (made.actor(1, VERIFIER, "/model"), ActorSettings),
-    ]:
-        own = {name for name in launch.environment if name.startswith("PIPELINERL_")}
-        assert own <= {f"PIPELINERL_{name.upper()}" for name in kind.model_fields}, launch.name
-        assert launch.environment["PATH"] == "/bin"
+def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = {"run": "tiny-run", "nats_url": NATS, "verifier": VERIFIER, "model_dir": "/model"}
+    trainer = settings_of(launches.trainer(0), TrainerSettings, monkeypatch)
+    assert trainer.items() >= (policy | {"instance": "trainer", "expected_actors": 0, "http_port": 0}).items()
+    assert (trainer["run_dir"], trainer["recipe"]) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
+    actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
+    assert actor.items() >= (policy | {"instance": "actor-2"}).items()
+    assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"
+    again = ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1)
+    verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
+    assert (verifier["grpc_port"], verifier["http_port"]) == (5000, 5001), "a restarted one keeps its ports"
 
 
-def test_settings_of_each_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = launches(tmp_path)
-    trainer = settings_of(made.trainer(VERIFIER, "/model"), TrainerSettings, monkeypatch)
-    assert isinstance(trainer, TrainerSettings)
-    assert (trainer.run, trainer.instance, trainer.nats_url) == ("tiny-run", "trainer", NATS)
-    assert (trainer.verifier, trainer.model_dir, trainer.expected_actors) == (VERIFIER, "/model", 3)
-    assert (trainer.run_dir, trainer.recipe) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
-    assert (trainer.grpc_port, trainer.http_port) == (0, 0)
-    actor = settings_of(made.actor(2, VERIFIER, "/model"), ActorSettings, monkeypatch)
-    assert (actor.instance, actor.address_file) == ("actor-2", tmp_path.resolve() / "addresses" / "actor-2.json")
+def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
+    threads = [launch.environment["OMP_NUM_THREADS"] for launch in (launches.trainer(1), launches.actor(0))]
+    assert threads == ["4", "2"]
+    assert launches.actor(0).environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert launches.verifier().environment["OMP_NUM_THREADS"] == "1"
+    assert launches.warmstart(()).environment["OMP_NUM_THREADS"] == str(min(2, available_cores()))
 
 
-def test_a_trainer_is_told_how_many_actors_there_are_by_now(tmp_path: Path) -> None:
-    launch = launches(tmp_path).trainer(VERIFIER, "/model", actors=0)
-    assert launch.environment["PIPELINERL_EXPECTED_ACTORS"] == "0"
+def test_the_trainers_page_keeps_its_port_over_restarts(
+    launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    again = ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1)
 
+    def page(page_port: int | None, again: ServiceAddress | None) -> tuple[object, object]:
+        made = replace(launches, page_port=page_port)
+        found = settings_of(made.trainer(1, again), TrainerSettings, monkeypatch)
+        return found["page"], found["http_port"]
 
-def test_threads_reach_the_processes(tmp_path: Path) -> None:
-    made = launches(tmp_path)
-    assert made.trainer(VERIFIER, "").environment["OMP_NUM_THREADS"] == "4"
-    assert made.actor(0, VERIFIER, "").environment["OMP_NUM_THREADS"] == "2"
-    assert made.actor(0, VERIFIER, "").environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert made.verifier().environment["OMP_NUM_THREADS"] == "1"
-    assert made.initial_model((), threads=8).environment["OMP_NUM_THREADS"] == "8"
-
-
-def test_a_restarted_verifier_keeps_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = launches(tmp_path).verifier(again=ServiceAddress("127.0.0.1:5000", "127.0.0.1:5001", 1))
-    settings = settings_of(launch, VerifierSettings, monkeypatch)
-    assert (settings.grpc_port, settings.http_port) == (5000, 5001)
-
-
-# Restarts
-
-
-def test_restarts_wait_longer_each_time_and_end() -> None:
-    counter = RestartCounter(RestartPolicy(limit=3, first_delay_s=1.0, factor=2.0))
-    assert [counter.next_delay_s(1.0, exit_code=1, served=True) for _ in range(5)] == [1.0, 2.0, 4.0, None, None]
-
-
-def test_a_service_that_never_served_gets_one_more_chance_a_users_mistake_none() -> None:
-    counter = RestartCounter(RestartPolicy())
-    assert [counter.next_delay_s(1.0, exit_code=-9, served=False) for _ in range(3)] == [1.0, None, None]
-    assert RestartCounter(RestartPolicy()).next_delay_s(1.0, exit_code=2, served=True) is None
-    assert RestartCounter(RestartPolicy()).next_delay_s(1.0, exit_code=0, served=True) == 1.0
-
-
-def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_lives_long() -> None:
-    reached = 0
-    row = RestartCounter(RestartPolicy(limit=2, first_delay_s=1.0, stable_s=600.0), lambda: reached)
-
-    def after(lived_s: float = 1.0) -> float | None:
-        return row.next_delay_s(lived_s, exit_code=1, served=True)
-
-    assert [after(), after()] == [1.0, 2.0]
-    reached = 5
-    assert [after(), after(), after()] == [1.0, 2.0, None], "5 again is no progress"
-    reached = 4
-    assert after() is None, "less is none either"
-    assert after(lived_s=600.0) == 1.0
-
-
-# Stopping
-
-
-def test_the_time_to_stop_is_shared_and_runs_from_the_first_stop() -> None:
-    now = 100.0
-    budget = StopBudget(lambda: now, within_s=12.0)
-    assert not budget.started
-    assert budget.grace_s("trainer") == 7.0
-    assert budget.started
-    now = 107.0
-    assert budget.grace_s("actor") == 2.5
-    now = 109.5
-    assert budget.grace_s("verifier") == 1.5
-    now = 111.0
-    assert budget.grace_s("nats") == 1.0
-    now = 200.0
-    assert budget.grace_s("nats") == 0.2
-
-
-def test_a_quick_service_leaves_its_time_to_the_next() -> None:
-    now = 0.0
-    budget = StopBudget(lambda: now, within_s=12.0)
-    budget.start()
-    now = 1.0
-    assert budget.grace_s("actor") == 8.5
-
-
-# The cache of initial models
+    assert page(0, None) == (True, 0)
+    assert page(0, again) == (True, port)
+    assert page(8000, None) == (True, 8000)
+    assert page(None, again) == page(None, None) == (False, 0), "nobody keeps its address"
+    with socket.create_server(("127.0.0.1", port)):
+        assert page(0, again) == page(port, again) == (True, 0), "somebody else has it now"
 
 
 def test_where_the_cache_is() -> None:
@@ -146,20 +94,112 @@ def test_where_the_cache_is() -> None:
     assert cache_folder({}) == Path.home() / ".cache" / "pipelinerl"
 
 
-def test_the_trainers_page_keeps_its_port_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings(made: ServiceLaunches, again: ServiceAddress | None = None) -> tuple[bool, int]:
-        found = settings_of(made.trainer(VERIFIER, "/model", again=again), TrainerSettings, monkeypatch)
-        assert isinstance(found, TrainerSettings)
-        return found.page, found.http_port
+# Restarts
 
-    made = launches(tmp_path)
-    assert settings(made) == (True, 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        again = ServiceAddress("127.0.0.1:1", f"127.0.0.1:{port}", 1)
-        assert settings(made, again) == (True, 0), "somebody else has it now"
-        assert settings(replace(made, page_port=port), again) == (True, 0)
-    assert settings(made, again) == (True, port)
-    assert settings(replace(made, page_port=8000)) == (True, 8000)
-    assert settings(replace(made, page_port=None)) == (False, 0)
-    assert settings(replace(made, page_port=None), again) == (False, 0), "nobody keeps its address"
+
+@pytest.mark.parametrize(
+    ("exit_code", "served", "delays_s"),
+    [
+        (1, True, [1.0, 2.0, 4.0, None, None]),
+        (0, True, [1.0, 2.0, 4.0, None, None]),
+        (-9, False, [1.0, None, None]),  # it has never come up
+        (2, True, [None]),  # a user's mistake
+    ],
+)
+def test_restarts_wait_longer_each_time_and_end(exit_code: int, served: bool, delays_s: list[float | None]) -> None:
+    restarts = Restarts(limit=3)
+    assert [restarts.next_delay_s(1.0, exit_code, served) for _ in delays_s] == delays_s
+
+
+def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_lives_long() -> None:
+    row = Restarts(limit=2, backoff=Backoff(1.0), stable_s=600.0)
+
+    def after(reached: int, lived_s: float = 1.0) -> float | None:
+        return row.next_delay_s(lived_s, exit_code=1, served=True, reached=reached)
+
+    assert [after(0), after(0)] == [1.0, 2.0]
+    assert [after(5), after(5), after(5)] == [1.0, 2.0, None], "5 again is no progress"
+    assert after(4) is None, "less is none either"
+    assert after(4, lived_s=600.0) == 1.0
+    assert replace(row).in_a_row == 0, "each service counts its own"
+
+
+# Stopping
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_s", "within_s", "expected_s"),
+    [
+        ("trainer", 12.0, 12.0, 7.0),
+        ("trainer", 3.0, 3.0, 1.75),
+        ("actor", 5.0, 12.0, 2.5),
+        ("actor", 11.0, 12.0, 8.5),  # the trainer was quick
+        ("verifier", 2.5, 12.0, 1.5),
+        ("nats", 1.0, 12.0, 1.0),
+        ("nats", -88.0, 12.0, 0.2),
+    ],
+)
+def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, expected_s: float) -> None:
+    assert grace_s(kind, left_s, within_s) == expected_s
+
+
+# Threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "actors", "of_recipe", "plan"),
+    [
+        (1, 1, {}, ThreadPlan(trainer=1, engine=1)),
+        (2, 2, {}, ThreadPlan(trainer=1, engine=1)),
+        (4, 1, {}, ThreadPlan(trainer=2, engine=2)),
+        (8, 2, {}, ThreadPlan(trainer=4, engine=2)),
+        (9, 3, {}, ThreadPlan(trainer=4, engine=1)),
+        (16, 0, {}, ThreadPlan(trainer=8, engine=8)),
+        (8, 1, {"trainer_threads": 6}, ThreadPlan(trainer=6, engine=2)),
+        (8, 2, {"engine_threads": 3}, ThreadPlan(trainer=2, engine=3)),
+        (2, 1, {"trainer_threads": 4, "engine_threads": 4}, ThreadPlan(trainer=4, engine=4)),
+    ],
+)
+def test_half_of_the_cores_train_the_rest_is_shared_and_the_recipes_own_numbers_are_taken(
+    cores: int, actors: int, of_recipe: dict[str, int], plan: ThreadPlan
+) -> None:
+    assert plan_threads(cores, actors, **of_recipe) == plan
+
+
+@given(cores=st.integers(2, 256), actors=st.integers(1, 300))
+def test_nobody_goes_without_and_cores_are_not_oversubscribed_needlessly(cores: int, actors: int) -> None:
+    plan = plan_threads(cores, actors)
+    assert min(plan.trainer, plan.engine) >= 1
+    assert plan.trainer + actors * plan.engine <= max(cores, plan.trainer + actors)
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "processes", "given", "cores", "threads"),
+    [
+        ("max 100000\n", 1, {}, 16, None),
+        ("1600000 100000", 1, {}, 16, None),
+        ("150000 100000\n", 1, {}, 2, "2"),  # rounded up
+        ("5000 100000\n", 1, {}, 1, "1"),
+        ("100000", 1, {}, 1, "1"),
+        ("400000 100000", 1, {}, 4, "4"),
+        ("400000 100000", 3, {}, 4, "1"),
+        ("400000 100000", 8, {}, 4, "1"),
+        ("400000 100000", 1, {"OMP_NUM_THREADS": "9"}, 4, "9"),
+    ],
+)
+def test_a_container_keeps_to_its_cgroups_quota(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cpu_max: str,
+    processes: int,
+    given: dict[str, str],
+    cores: int,
+    threads: str | None,
+) -> None:
+    """On a machine of 16 cores."""
+    (tmp_path / "cpu.max").write_text(cpu_max)
+    monkeypatch.setattr("pipelinerl.local.services._CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    environment = dict(given)
+    keep_to_quota(environment, processes)
+    assert (available_cores(), environment.get("OMP_NUM_THREADS")) == (cores, threads)
