@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import ClientError, ClientResponse
 
@@ -67,11 +67,6 @@ class KubeError(PipelineRLError):
         """It will be refused again, until somebody changes a Role or a token."""
         return self.status in (401, 403)
 
-    @property
-    def expired(self) -> bool:
-        """The place in the watch that was asked for is no longer kept: list again."""
-        return self.status == 410
-
 
 @dataclass(frozen=True)
 class KubeBackoff(Backoff):
@@ -91,33 +86,27 @@ BACKOFF = KubeBackoff()
 
 @dataclass(frozen=True)
 class Pod:
-    """`terminating`: its deletion was asked for. `cause`: why its phase is what it is, where the API says so."""
+    """`terminating`: its deletion was asked for. `deleted`: it is gone, or no longer selected. `cause`: why its phase is what
+    it is, where the API says so."""
 
     name: str
     uid: str
     phase: str = "Running"
     terminating: bool = False
+    deleted: bool = False
     cause: str = ""
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Pod:
+    def from_json(cls, raw: Mapping[str, Any], *, deleted: bool = False) -> Pod:
         metadata, status = raw.get("metadata") or {}, raw.get("status") or {}
         return cls(
             name=metadata.get("name", ""),
             uid=metadata.get("uid", ""),
             phase=status.get("phase", ""),
             terminating=bool(metadata.get("deletionTimestamp")),
+            deleted=deleted,
             cause=status.get("reason", ""),
         )
-
-
-@dataclass(frozen=True)
-class PodChange:
-    """One event of a watch. `pod` None: a bookmark, which only says how far the watch has come."""
-
-    kind: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
-    pod: Pod | None
-    resource_version: str
 
 
 REQUEST_S = 5.0
@@ -127,6 +116,11 @@ WATCH_S = 300
 SILENCE_S = 120.0
 """A watch that says nothing for so long is taken for broken: bookmarks come every minute."""
 DETAIL_CHARACTERS = 300
+
+
+PodChange = tuple[Pod | None, str]
+"""A pod as it is now, and the resource version from which the next watch goes on. None: a bookmark, which tells the version
+alone."""
 
 
 class KubeClient:
@@ -173,7 +167,8 @@ class KubeClient:
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Changes after `resource_version`, as they happen. The iterator ends when the server ends the watch.
+        """Changes after `resource_version`, as they happen. The iterator ends when the server ends the watch, or raises a
+        `KubeError` of status 410 when it no longer keeps that version: list again.
         Both raise `KubeError`; leaving the block closes the connection."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
@@ -251,10 +246,8 @@ async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:
         kind, raw = event.get("type"), event.get("object") or {}
         if kind == "ERROR":
             raise KubeError(WATCH_PODS, int(raw.get("code") or 500), raw.get("message", ""))
-        if kind in ("ADDED", "MODIFIED", "DELETED"):
-            yield PodChange(kind, Pod.from_json(raw), _resource_version(raw))
-        elif kind == "BOOKMARK":
-            yield PodChange(kind, None, _resource_version(raw))
+        pod = None if kind == "BOOKMARK" else Pod.from_json(raw, deleted=kind == "DELETED")
+        yield pod, _resource_version(raw)
 
 
 def _resource_version(raw: Mapping[str, Any]) -> str:

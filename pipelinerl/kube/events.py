@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,12 +25,6 @@ MOST_KEYS = 1024
 """Kinds and objects that the limiter remembers."""
 
 
-@dataclass
-class _LastPassed:
-    at_s: float
-    left_out: int = 0
-
-
 class EventRateLimiter:
     """At most one Event of a kind about an object every `every_s`, and of all kinds `burst`, refilled one by one every
     `refill_s`. The next one that passes says how many were left out."""
@@ -38,35 +32,21 @@ class EventRateLimiter:
     def __init__(self, *, every_s: float = 60.0, burst: int = 100, refill_s: float = 1.0) -> None:
         self._every_s, self._burst, self._refill_s = every_s, burst, refill_s
         self._tokens, self._filled_at_s = float(burst), 0.0
-        self._last: OrderedDict[tuple[str, str], _LastPassed] = OrderedDict()
+        self._last: dict[tuple[str, str], tuple[float, int]] = {}
+        """When the last one passed, and how many have been left out since; the one asked about longest ago comes first."""
 
     def passes(self, reason: str, about: str, now_s: float) -> int | None:
         """Number of Events of this kind about this object that were left out since the last one; None: this one is too.
         `now_s`: of a clock that never goes back."""
-        last = self._last.get((reason, about))
-        if (last is not None and now_s - last.at_s < self._every_s) or not self._take(now_s):
-            if last is None:
-                last = self._remember(reason, about, now_s - self._every_s)
-            last.left_out += 1
-            return None
-        left_out = last.left_out if last else 0
-        self._remember(reason, about, now_s)
-        return left_out
-
-    def _remember(self, reason: str, about: str, at_s: float) -> _LastPassed:
-        last = self._last[reason, about] = _LastPassed(at_s)
-        self._last.move_to_end((reason, about))
-        while len(self._last) > MOST_KEYS:
-            self._last.popitem(last=False)
-        return last
-
-    def _take(self, now_s: float) -> bool:
         self._tokens = min(self._burst, self._tokens + (now_s - self._filled_at_s) / self._refill_s)
         self._filled_at_s = now_s
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
+        passed_at_s, left_out = self._last.pop((reason, about), (-math.inf, 0))
+        passes = now_s - passed_at_s >= self._every_s and self._tokens >= 1
+        self._tokens -= passes
+        self._last[reason, about] = (now_s, 0) if passes else (passed_at_s, left_out + 1)
+        if len(self._last) > MOST_KEYS:
+            del self._last[next(iter(self._last))]
+        return left_out if passes else None
 
 
 QUEUE_SIZE = 200

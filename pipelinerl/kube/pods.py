@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError, Pod, PodChange
+from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError, Pod
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,8 @@ class KnownPods:
         ends = [*map(self._deleted, gone), *map(self._present, now.values())]
         return [end for end in ends if end is not None]
 
-    def changed(self, change: PodChange) -> PodEnd | None:
-        if change.pod is None:
-            return None
-        return self._deleted(change.pod) if change.kind == "DELETED" else self._present(change.pod)
+    def changed(self, pod: Pod) -> PodEnd | None:
+        return self._deleted(pod) if pod.deleted else self._present(pod)
 
     def _present(self, pod: Pod) -> PodEnd | None:
         self._pods[pod.uid] = pod
@@ -105,7 +103,7 @@ class PodWatch:
                 await self._watch()
             except KubeError as error:
                 self._failures += 1
-                if error.expired:
+                if error.status == 410:
                     self._resource_version = ""
                 else:
                     self._log_away(error)
@@ -119,9 +117,9 @@ class PodWatch:
             if self._logged:
                 log.info("the pods %s are watched again", self._selector)
             self._logged, self._failures = (), 0
-            async for change in changes:
-                self._resource_version = change.resource_version or self._resource_version
-                if (end := self._known.changed(change)) is not None:
+            async for pod, version in changes:
+                self._resource_version = version or self._resource_version
+                if pod is not None and (end := self._known.changed(pod)) is not None:
                     self._on_end(end)
 
     def _log_away(self, error: KubeError) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.service.settings import ServiceSettings
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ def split_host_port(address: str) -> tuple[str, int]:
     """The reverse. Raises `ValueError` for a text without a port. Pure."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
+    """Where others reach this process, written to the address file where the settings name one."""
+    host = settings.advertise_host
+    address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
+    if settings.address_file is not None:
+        write_address(settings.address_file, address)
+    return address
 
 
 def write_address(path: Path, address: ServiceAddress) -> None:

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipelinerl import __version__
@@ -44,44 +44,26 @@ def _lower(value: object) -> object:
 
 def _is_url(value: str) -> str:
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if value and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ValueError("give a URL of a collector such as http://collector:4318")
     return value
 
 
-Endpoint = Annotated[str, AfterValidator(lambda value: _is_url(value) if value else value)]
+Endpoint = Annotated[str, AfterValidator(_is_url)]
 Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lower)]
 
 
-class TracingSwitch(BaseSettings):
-    """The variables that switch traces on, unchecked: a process that does not trace has no use for the others."""
+class TracingSettings(BaseSettings):
+    """OpenTelemetry's variables. Where they switch traces off, no other one is looked at."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     sdk_disabled: str = Field("", description="true = no traces, whatever else is set.")
-    traces_exporter: str = Field(
-        "", description="otlp, console or none. Unset = otlp where an endpoint is set, else none."
+    traces_exporter: Annotated[Literal["otlp", "console", "none"], BeforeValidator(_lower)] = Field(
+        "otlp", description="Unset = otlp where an endpoint is set, else none."
     )
-    exporter_otlp_endpoint: str = Field("", description="Base URL of a collector.")
-    exporter_otlp_traces_endpoint: str = Field("", description="Whole URL for traces; wins over the base.")
-
-    @property
-    def is_on(self) -> bool:
-        if self.sdk_disabled.strip().lower() == "true":
-            return False
-        exporter = self.traces_exporter.strip().lower()
-        endpoint = self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint
-        return exporter != "none" and bool(exporter or endpoint)
-
-
-class TracingSettings(BaseSettings):
-    """Of a process that traces."""
-
-    model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
-
-    traces_exporter: Annotated[Literal["otlp", "console"], BeforeValidator(_lower)] = "otlp"
-    exporter_otlp_endpoint: Endpoint = ""
-    exporter_otlp_traces_endpoint: Endpoint = ""
+    exporter_otlp_endpoint: Endpoint = Field("", description="Base URL of a collector.")
+    exporter_otlp_traces_endpoint: Endpoint = Field("", description="Whole URL for traces; wins over the base.")
     exporter_otlp_protocol: Protocol = ""
     exporter_otlp_traces_protocol: Protocol = ""
     traces_sampler: Annotated[
@@ -101,6 +83,14 @@ class TracingSettings(BaseSettings):
     bsp_max_queue_size: int | None = Field(None, gt=0, description="Spans that wait at most; more are dropped.")
     bsp_max_export_batch_size: int | None = Field(None, gt=0)
     bsp_schedule_delay: int | None = Field(None, gt=0, description="Milliseconds between two exports.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alone_where_off(cls, given: dict[str, Any]) -> dict[str, Any]:
+        exporter, disabled = (_lower(given.get(name, "")) for name in ("traces_exporter", "sdk_disabled"))
+        endpoint = given.get("exporter_otlp_traces_endpoint") or given.get("exporter_otlp_endpoint")
+        is_off = disabled == "true" or exporter == "none" or not (exporter or endpoint)
+        return {"traces_exporter": "none"} if is_off else given
 
     @field_validator("traces_sampler_arg")
     @classmethod
@@ -129,10 +119,10 @@ class TracingSettings(BaseSettings):
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
     """Spans made inside are sent, if OTEL_* variables say where to. Raises `UserError` for a variable that cannot be used."""
-    if not TracingSwitch().is_on:
+    settings = read_settings(TracingSettings)
+    if settings.traces_exporter == "none":
         yield
         return
-    settings = read_settings(TracingSettings)
     with _RepeatLimiter():
         exporter = OutageLogger(_exporter(settings))
         provider = _provider(context, exporter)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 from collections.abc import Awaitable
@@ -22,7 +21,7 @@ from pipelinerl.kube.client import in_cluster
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import ServiceAddress, host_port, write_address
+from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
@@ -106,13 +105,7 @@ async def serve(
             )
         )
         await server.set_serving(True)
-        address = ServiceAddress(
-            grpc=host_port(settings.advertise_host, server.port),
-            http=host_port(settings.advertise_host, http_port),
-            pid=os.getpid(),
-        )
-        if settings.address_file:
-            write_address(settings.address_file, address)
+        address = announce(settings, server.port, http_port)
         await actor.run(address.grpc, readiness)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from contextlib import AsyncExitStack, suppress
 
 from pipelinerl.audit.journal import JOURNAL, Journal
@@ -16,7 +15,7 @@ from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import ServiceAddress, host_port, write_address
+from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
@@ -99,10 +98,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         )
         await server.set_serving(True)
         readiness.reason = ""
-        if settings.address_file:
-            host = settings.advertise_host
-            address = ServiceAddress(host_port(host, server.port), host_port(host, http_port), os.getpid())
-            write_address(settings.address_file, address)
+        announce(settings, server.port, http_port)
         await run.run(stop)
 
 

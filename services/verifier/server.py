@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +15,7 @@ from grpc import aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import ServiceAddress, host_port, write_address
+from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
@@ -141,9 +140,6 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         await grpc_server.set_serving(True)
         where = {"grpc_port": grpc_server.port, "http_port": http_port, "workers": settings.workers}
         log.info("serving rewards of task %s by scorer %s", recipe.task.name, recipe.reward.scorer, extra=where)
-        if settings.address_file is not None:
-            host = settings.advertise_host
-            address = ServiceAddress(host_port(host, grpc_server.port), host_port(host, http_port), os.getpid())
-            write_address(settings.address_file, address)
+        announce(settings, grpc_server.port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

@@ -63,7 +63,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
         return verifier_pb2.VerifyResult(
             status=verifier_pb2.VERIFY_STATUS_OK,
             reward=scored.value,
-            components=scored.terms,
+            components=scored.parts,
             message=scored.reason[:_MESSAGE_CHARACTERS],
         )
     except BadReference as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.tracing import TracingSettings, TracingSwitch
+from pipelinerl.telemetry.tracing import TracingSettings
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import NAMESPACE, SERVICES, HelmError, Rendered, render
 
@@ -46,8 +46,7 @@ def test_every_service_traces_to_the_collector_and_may_reach_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     settings = read_settings(TracingSettings)
-    assert TracingSwitch().is_on
-    assert (settings.endpoint, settings.protocol) == (ENDPOINT, "http/protobuf")
+    assert (settings.traces_exporter, settings.endpoint, settings.protocol) == ("otlp", ENDPOINT, "http/protobuf")
     assert (settings.traces_sampler, settings.traces_sampler_arg) == ("parentbased_traceidratio", "0.05")
     assert (
         variables["OTEL_RESOURCE_ATTRIBUTES"] == f"k8s.namespace.name={NAMESPACE},k8s.pod.name=$(PIPELINERL_INSTANCE)"

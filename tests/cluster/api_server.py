@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 from aiohttp import web
 
 from pipelinerl.kube.client import Permission
@@ -18,8 +17,6 @@ from tests.cluster.objects import Object, Objects, name_of
 from tests.cluster.rbac import Access, allowed, denial
 from tests.kube import api_server
 from tests.support.certificates import Authority
-
-SCHEMA = "1.31"
 
 
 class ApiServer(api_server.ApiServer):
@@ -77,13 +74,6 @@ class ApiServer(api_server.ApiServer):
         message = denial(self.namespace, account, access)
         self.denied.append(message)
         return self._refuse(403, "Forbidden", f"{access.resource} is forbidden: {message}")
-
-    def _event_problem(self, event: Object) -> str:
-        try:
-            kubernetes_validate.validate({"apiVersion": "v1", "kind": "Event"} | event, SCHEMA, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            return str(error.message)
-        return super()._event_problem(event)
 
 
 def _content(pod: Object) -> dict[str, Any]:

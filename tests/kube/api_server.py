@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 from aiohttp import web
 
 from pipelinerl.kube.client import ACTOR, TRAINER, KubeClient, Permission
@@ -23,6 +24,7 @@ NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
 SELECTOR = "app.kubernetes.io/component=actor"
 SOON_S = 20.0
+SCHEMA = "1.31"
 
 
 def status(code: int, reason: str, message: str) -> dict[str, Any]:
@@ -253,7 +255,11 @@ class ApiServer:
         return web.json_response(event, status=201)
 
     def _event_problem(self, event: dict[str, Any]) -> str:
-        """Empty where the server takes it."""
+        """By the schema of Kubernetes; empty where the server takes it."""
+        try:
+            kubernetes_validate.validate({"apiVersion": "v1", "kind": "Event"} | event, SCHEMA, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            return str(error.message)
         here = event["involvedObject"]["namespace"] == self.namespace
         return "" if here else "involvedObject.namespace: does not match event.namespace"
 
@@ -269,17 +275,6 @@ def selects(selector: str, pod: dict[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def api_server(context: ssl.SSLContext) -> AsyncIterator[ApiServer]:
-    server = ApiServer(context)
-    await server.start()
-    try:
-        yield server
-    finally:
-        server.silent = False
-        await server.stop()
-
-
-@asynccontextmanager
 async def kube_client(account: Path, request_s: float = 2.0) -> AsyncIterator[KubeClient]:
     """A client as a pod's, closed at the end."""
     client = KubeClient(NAMESPACE, account, request_s=request_s)
@@ -287,12 +282,3 @@ async def kube_client(account: Path, request_s: float = 2.0) -> AsyncIterator[Ku
         yield client
     finally:
         await client.close()
-
-
-def service_account(folder: Path, ca: Path, token: str) -> Path:
-    """A folder as the kubelet makes it."""
-    account = folder / f"account-{token}"
-    account.mkdir()
-    (account / "token").write_text(token)
-    (account / "ca.crt").write_bytes(ca.read_bytes())
-    return account

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.kube.client import KubeClient
-from tests.kube.api_server import ApiServer, api_server, kube_client, service_account
+from tests.kube.api_server import ApiServer, kube_client
 from tests.support.certificates import Authority
 
 
@@ -23,15 +23,27 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]
 
 @pytest.fixture
 async def api(tls: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
-    async with api_server(tls[1]) as server:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-        yield server
+    server = ApiServer(tls[1])
+    await server.start()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+    yield server
+    server.silent = False
+    await server.stop()
 
 
 @pytest.fixture
 def account(tmp_path: Path, tls: tuple[Path, ssl.SSLContext]) -> Callable[[str], Path]:
-    return lambda token: service_account(tmp_path, tls[0], token)
+    """A folder as the kubelet makes it, for a token."""
+
+    def make(token: str) -> Path:
+        folder = tmp_path / f"account-{token}"
+        folder.mkdir()
+        (folder / "token").write_text(token)
+        (folder / "ca.crt").write_bytes(tls[0].read_bytes())
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,6 @@ from pipelinerl.kube.client import (
     TRAINER,
     KubeClient,
     KubeError,
-    PodChange,
     in_cluster,
 )
 from services.trainer.reporting.events import REASONS
@@ -93,6 +94,26 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(
             assert api.refused == [401, 401, 401]
 
 
+async def test_a_token_is_read_again_after_a_minute(
+    api: ApiServer, account: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class InAMinute(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=61)
+
+    folder = account("trainer-token")
+    async with kube_client(folder) as client:
+        await client.list_pods(SELECTOR)
+        (folder / "token").write_text("second-token")
+        await client.list_pods(SELECTOR)
+        api.rights = {"second-token": TRAINER}
+        clock = SimpleNamespace(datetime=InAMinute, timedelta=timedelta)
+        monkeypatch.setattr("kubernetes.aio.config.incluster_config.datetime", clock)
+        await client.list_pods(SELECTOR)
+    assert api.refused == []
+
+
 async def test_no_answer_is_an_error_within_the_limit(api: ApiServer, account: Callable[[str], Path]) -> None:
     async with kube_client(account("trainer-token"), request_s=0.2) as client:
         api.silent = True
@@ -135,7 +156,7 @@ async def test_a_line_that_comes_in_pieces_is_one_change(api: ApiServer, trainer
         api.say(b'{"type": "BOOKMARK", "object": {"meta')
         api.say(b'data": {"resourceVersion": "7"}}}\n\n')
         async with asyncio.timeout(SOON_S):
-            assert await anext(changes) == PodChange("BOOKMARK", None, "7")
+            assert await anext(changes) == (None, "7")
 
 
 async def test_leaving_a_silent_watch_closes_its_connection(api: ApiServer, trainer: KubeClient) -> None:

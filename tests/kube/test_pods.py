@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +17,9 @@ from pipelinerl.kube.client import (
     WATCH_PODS,
     KubeBackoff,
     KubeClient,
-    KubeError,
 )
 from pipelinerl.kube.pods import PodEnd, PodWatch
-from tests.kube.api_server import SELECTOR, SOON_S, ApiServer, kube_client
+from tests.kube.api_server import SELECTOR, SOON_S, ApiServer
 
 SHORT = KubeBackoff(first_s=0.01, most_s=0.05, denied_s=0.02)
 DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
@@ -160,23 +158,28 @@ async def test_a_connection_that_is_lost_loses_nothing(
         assert warnings(caplog) == []
 
 
-async def test_an_api_that_is_away_is_waited_for_and_told_of_once(
+async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(
     api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     await api.stop()
+    api.rights["trainer-token"] = frozenset({CREATE_EVENTS})
     async with watching(trainer) as told:
         async with asyncio.timeout(SOON_S):
-            while len([record for record in caplog.records if "only heartbeats" in record.getMessage()]) < 1:
+            while not warnings(caplog):
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)  # several tries
-        api.add_pod("a")
         await api.start()
+        await api.until(lambda: len(api.refused) >= 2)
+        api.rights["trainer-token"] = TRAINER
+        api.add_pod("a")
         await api.watched()
         api.terminate("a")
         await told.until("a")
-    assert len(warnings(caplog)) == 1
-    assert "no answer" in warnings(caplog)[0]
+    away, denied = warnings(caplog)
+    assert "no answer" in away
+    assert "only heartbeats tell" in away
+    assert "status 403" in denied
     assert [record.getMessage() for record in caplog.records if "again" in record.getMessage()] == [
         f"the pods {SELECTOR} are watched again"
     ]
@@ -197,38 +200,3 @@ async def test_a_right_that_is_missing_is_named_once_and_tried_again_rarely(
         api.add_pod("a")
         api.terminate("a")
         await told.until("a")
-
-
-async def test_a_new_reason_for_not_watching_is_told_too(
-    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    await api.stop()
-    api.rights["trainer-token"] = frozenset({CREATE_EVENTS})
-    async with watching(trainer):
-        async with asyncio.timeout(SOON_S):
-            while not warnings(caplog):
-                await asyncio.sleep(0.005)
-        await api.start()
-        await api.until(lambda: len(api.refused) >= 2)
-    assert [("no answer" in text, "status 403" in text) for text in warnings(caplog)] == [(True, False), (False, True)]
-
-
-async def test_a_watch_outlives_its_token(api: ApiServer, account: Callable[[str], Path]) -> None:
-    folder = account("trainer-token")
-    api.add_pod("a")
-    async with kube_client(folder) as client, watching(client) as told:
-        await api.watched()
-        api.rights = {"second-token": TRAINER}
-        (folder / "token").write_text("second-token")
-        api.end_watches()
-        await api.watched(0)
-        api.terminate("a")
-        await told.until("a")
-        assert api.refused == [401]
-
-
-def test_pauses_double_to_a_most_and_a_refusal_waits_long() -> None:
-    away, denied = KubeError(LIST_PODS, 0, "refused"), KubeError(LIST_PODS, 403, "Forbidden")
-    backoff = KubeBackoff(first_s=0.5, most_s=30.0, denied_s=300.0)
-    assert [backoff.after(away, failures) for failures in (1, 2, 3, 7, 100)] == [0.5, 1.0, 2.0, 30.0, 30.0]
-    assert backoff.after(denied, 1) == 300.0

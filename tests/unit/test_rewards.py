@@ -15,7 +15,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
-from services.verifier.rewards.compose import ComposedReward, Reward, make_reward, overlong_penalty
+from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 from services.verifier.rewards.user import user_scorer
@@ -261,7 +261,7 @@ def test_binary_keeps_full_answers_only(value: float, reward: float) -> None:
 
 
 def test_partial_credit_scales() -> None:
-    assert compose(Score(0.25), correct=2.0, binary=False)(item("x")).terms == {"answer": 0.5}
+    assert compose(Score(0.25), correct=2.0, binary=False)(item("x")).parts == {"answer": 0.5}
 
 
 def test_a_users_number_counts_as_it_is() -> None:
@@ -278,20 +278,20 @@ def test_terms_add_up() -> None:
         overlong=OverlongConfig(buffer_tokens=20, penalty=0.4),
     )
     full = reward(item("<a>7</a>\n", completion_tokens=90, max_tokens=100))
-    assert full.terms == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
+    assert full.parts == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
     assert full.value == pytest.approx(2.3)
     unformatted = reward(item("7", completion_tokens=100, max_tokens=100))
-    assert unformatted == Reward(
+    assert unformatted == Score(
         pytest.approx(1.6),
-        pytest.approx({"answer": 2.0, "format": 0.0, "overlong": -0.4}),
         "the completion does not match reward.format_pattern",
+        pytest.approx({"answer": 2.0, "format": 0.0, "overlong": -0.4}),
     )
 
 
 def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
     score = Score(0.75, parts={"format": 0.25, "style": 0.5})
     reward = compose(score, graded=True, correct=2.0, format_pattern="x", format_weight=1.0)(item("x"))
-    assert reward.terms == {"answer.format": 0.5, "answer.style": 1.0, "format": 1.0}
+    assert reward.parts == {"answer.format": 0.5, "answer.style": 1.0, "format": 1.0}
     assert reward.value == 2.5
 
 

@@ -16,12 +16,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from pipelinerl.errors import UserError
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
 from pipelinerl.telemetry.spans import is_on, root
-from pipelinerl.telemetry.tracing import TracingSettings, TracingSwitch, tracing
+from pipelinerl.telemetry.tracing import OutageLogger, TracingSettings, tracing
 from tests.support.collector import Collector, collecting
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
@@ -64,13 +65,16 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 )
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], on: bool) -> None:
     given(monkeypatch, variables)
-    assert TracingSwitch().is_on is on
+    assert (read_settings(TracingSettings).traces_exporter != "none") is on
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp' or 'console'"),
+        (
+            {"OTEL_TRACES_EXPORTER": "zipkin"},
+            "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp', 'console' or 'none'",
+        ),
         (
             {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
             "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL",
@@ -194,10 +198,6 @@ def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
 def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-    from pipelinerl.telemetry.tracing import OutageLogger
-
     caplog.set_level(logging.INFO)
     results = iter(
         [SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS]

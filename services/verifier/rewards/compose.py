@@ -5,13 +5,10 @@ reward = correct * score + format_weight * [the form matches] + overlong penalty
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from dataclasses import dataclass
 
-from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import SCORERS, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import RewardConfig, TaskConfig
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
@@ -19,15 +16,6 @@ from services.verifier.rewards.user import user_scorer
 
 _ALMOST = 1e-9
 """How far below 1 a score may be and still count as right: room for a scorer's rounding."""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """`value` is finite and the sum of `terms`. `reason` says, for a person, what took something away."""
-
-    value: float
-    terms: dict[str, float]
-    reason: str = ""
 
 
 class ComposedReward:
@@ -49,8 +37,8 @@ class ComposedReward:
             answer = match.group(1)
         return None if answer is None else answer.strip()
 
-    def __call__(self, item: RewardInput) -> Reward:
-        """Raises `BadReference`, `BadReward`, and whatever a scorer raises."""
+    def __call__(self, item: RewardInput) -> Score:
+        """A finite value and the terms that add up to it. Raises `BadReference`, `BadReward`, and whatever a scorer raises."""
         score = self._scorer(item)
         terms, reasons = self._answer_terms(score), [score.reason] if score.reason else []
         if self._format is not None:
@@ -63,7 +51,7 @@ class ComposedReward:
         if not math.isfinite(total):
             listed = ", ".join(f"{name} = {term}" for name, term in terms.items())
             raise BadReward(f"not a finite number: {listed}"[:200])
-        return Reward(total, terms, "; ".join(reasons))
+        return Score(total, "; ".join(reasons), terms)
 
     def _answer_terms(self, score: Score) -> dict[str, float]:
         if score.parts and not self._binary:
@@ -91,24 +79,18 @@ def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int
 
 
 def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
-    """Raises `FieldError` for a scorer, a reasoning-gym family or a function that does not exist, with near names."""
-    return ComposedReward(config, make_scorer(config, task), graded=":" in config.scorer)
-
-
-def make_scorer(config: RewardConfig, task: TaskConfig) -> Scorer:
-    """What `reward.scorer` names. Raises `FieldError`."""
+    """Raises `FieldError` for a reasoning-gym family or a function that does not exist, with near names."""
     match config.scorer:
         case "task" if task.source == "reasoning_gym":
-            return reasoning_gym_scorer(task.name)
+            scorer = reasoning_gym_scorer(task.name)
         case "task" | "exact":
-            return exact
+            scorer = exact
         case "regex":
-            return regex
+            scorer = regex
         case "math":
-            return math_scorer(config.timeout_s)
+            scorer = math_scorer(config.timeout_s)
         case "json_schema":
-            return json_schema_scorer(config.json_schema)
-        case path if ":" in path:
-            return user_scorer(path)
-    near = difflib.get_close_matches(config.scorer, SCORERS, n=3) or SCORERS
-    raise FieldError("reward.scorer", config.scorer, f"no such scorer; did you mean {' or '.join(near)}?")
+            scorer = json_schema_scorer(config.json_schema)
+        case path:
+            return ComposedReward(config, user_scorer(path), graded=True)
+    return ComposedReward(config, scorer)

@@ -11,13 +11,12 @@ attribute. How long an expression takes to evaluate is the worker's deadline's b
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.tasks.reasoning_gym import check_family
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
@@ -112,12 +111,9 @@ def reasoning_gym_scorer(family: str) -> Scorer:
 
     Raises `FieldError` when `family`, the recipe's task, is not one of reasoning-gym's.
     """
+    check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
-
-    if family not in DATASETS:
-        near = difflib.get_close_matches(family, DATASETS, n=3) or sorted(DATASETS)[:5]
-        raise FieldError("task.name", family, f"not a reasoning-gym family; did you mean {', '.join(near)}?")
 
     @lru_cache(maxsize=256)
     def scorer_of(dataset: str) -> AnswerScorer:
