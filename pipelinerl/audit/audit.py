@@ -1,55 +1,287 @@
 """A whole audit: files first, then streams, and a second look where a run that goes on may have moved between the two.
 
-Then what a person reads, or a program: the equation with its numbers, where sequences ended, what restarts undid, the checks.
+The folder may belong to a run that goes on: what is judged is the journal as long as it was at the beginning. Of checkpoints,
+run.json and the ids in sequences.pb are read; tensors are the trainer's business. Nothing is written, taken or purged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from pipelinerl.audit.files import FilesAudit, audit_files
+from google.protobuf.message import DecodeError
+from google.protobuf.proto import parse_length_prefixed
+
 from pipelinerl.audit.journal import JOURNAL, reserved_groups
-from pipelinerl.audit.replay import Check, CheckResult
-from pipelinerl.audit.streams import RunState, StreamLook, look, lost_sequences, unknown_messages
-from pipelinerl.bus.protocol import Bus
-from pipelinerl.errors import BusError
-from pipelinerl.local.progress import number
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.audit.replay import (
+    Check,
+    Findings,
+    History,
+    Replay,
+    Start,
+    events,
+    group_number,
+    read_history,
+    split_id,
+)
+from pipelinerl.bus.protocol import Bus, LogEntry, group_id_of
+from pipelinerl.errors import BusError, MessageError
+from pipelinerl.messages.sequences import decode_sequence
+from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
+from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
+_QUIET_S = 2.0
+"""Without a message for that long: was the rest purged meanwhile?"""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one checkpoint says. `position`: of the last message of SEQUENCES that they know; `held`: sequences in flight that
+    it holds by itself, or knows to have failed."""
+
+    folder: Path
+    version: int
+    journal_bytes: int
+    position: int
+    next_group: int
+    ledger: Ledger
+    held: frozenset[str]
+
+
+def read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
+    """Those of the run, by their length of the journal. One that cannot be read is a finding; one that vanishes meanwhile
+    (another took its place) is left out, and so is one that holds weights alone."""
+    found = []
+    for resume in sorted(folder.glob("step-*/resume")):
+        try:
+            found.append(read_checkpoint(resume))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, DecodeError, LedgerViolation) as error:
+            findings.add(Check.CHECKPOINTS, f"{resume.parent.name} cannot be read: {error!r}")
+    return sorted(found, key=lambda checkpoint: checkpoint.journal_bytes)
+
+
+def read_checkpoint(resume: Path) -> Checkpoint:
+    """Raises what reading a damaged file raises."""
+    content = json.loads((resume / "run.json").read_text(encoding="utf-8"))
+    failed = [one["id"] for one in content["held"]["open"] if "failure" in one]
+    held = []
+    with (resume / "sequences.pb").open("rb") as file:
+        while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
+            held.append(str(message.sequence_id))
+    return Checkpoint(
+        resume.parent,
+        content["policy_version"],
+        content["journal_bytes"],
+        content["position"],
+        content["next_group"],
+        Ledger.from_state(content["books"]["ledger"]),
+        frozenset((*failed, *held)),
+    )
+
+
+def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
+    """`replay`: at the checkpoint's length of the journal."""
+    ledger = checkpoint.ledger
+    numbers: list[tuple[str, object, object]] = [
+        ("version", checkpoint.version, replay.version),
+        ("groups issued", checkpoint.next_group, replay.next_group),
+        *_pairs("", ledger.counts.as_dict(), replay.counts.as_dict()),
+    ]
+    for outcome in Outcome:
+        numbers += _pairs(f"{outcome.value}: ", ledger.reasons(outcome), replay.reasons[outcome])
+    yield from (f"{name} {told}, the journal {derived}" for name, told, derived in numbers if told != derived)
+    told, derived = set(ledger.in_flight()), {f"{group}.{sample}" for group, sample in replay.in_flight()}
+    if told != derived:
+        yield f"in flight there and not in the journal: {_some(told - derived)}; the other way round: {_some(derived - told)}"
+    elsewhere = checkpoint.held - told
+    if elsewhere:
+        yield f"holds sequences that are not in flight: {_some(elsewhere)}"
+
+
+def _pairs(prefix: str, told: Mapping[str, int], derived: Mapping[str, int]) -> list[tuple[str, object, object]]:
+    return [(prefix + name, told.get(name, 0), derived.get(name, 0)) for name in dict.fromkeys([*told, *derived])]
+
+
+def _some(ids: set[str] | frozenset[str], most: int = 3) -> str:
+    shown = sorted(ids)[:most]
+    return ", ".join([*shown, *(["..."] if len(ids) > most else [])]) or "none"
+
+
+@dataclass
+class StreamLook:
+    """What was seen. `durable`: position of the newest checkpoint, up to which messages may be purged."""
+
+    durable: int = 0
+    first_position: int = 1
+    last_position: int = 0
+    messages: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
+    """Of the first readable message of each sequence."""
+    repeated: int = 0
+    """Messages beyond the first of their sequence: an actor's repetition, which the trainer recognises."""
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """By position: the id that it was published under. Nothing else of that sequence will come."""
+    prompts: frozenset[str] = frozenset()
+    """Groups on PROMPTS."""
+    dead_letters: int = 0
+
+    def add(self, position: int, sequence_id: str) -> None:
+        self.repeated += sequence_id in self.positions or sequence_id in self.unreadable.values()
+        self.positions.setdefault(sequence_id, position)
+
+    def trained_below(self, replay: Replay) -> int:
+        """Messages that may be purged: of sequences that were trained, up to the newest checkpoint's position."""
+        below = (name for name, position in self.positions.items() if position <= self.durable)
+        return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
 
 @dataclass
 class Audit:
-    """What was found. `streams` None: they were not looked at."""
+    """What was found."""
 
-    run: str
-    files: FilesAudit
-    run_state: RunState
+    findings: Findings
+    history: History
+    replay: Replay
+    checkpoint: Checkpoint | None = None
+    """The newest: a restart would go on from it."""
+    stepped: bool = False
+    """The last trainer that started has taken a step, or ended; before that it may not have taken over all that was left."""
+    run: str = ""
+    at_work: bool = False
+    """A trainer may be moving things just now."""
     streams: StreamLook | None = None
+    """None: they were not looked at."""
     waiting: list[str] = field(default_factory=list)
     """In flight, and published by the next trainer that starts, or just now."""
 
     @property
-    def checks(self) -> list[CheckResult]:
-        return self.files.findings.results()
+    def restarts(self) -> list[Start]:
+        return self.history.starts[1:]
+
+    @property
+    def ended(self) -> bool:
+        """The run came to its own end."""
+        return self.history.end is not None and self.history.end.get("finished") is True
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
+        return all(result.ok for result in self.findings.values())
 
     @property
     def state(self) -> str:
-        if not self.files.history.starts:
+        if not self.history.starts:
             return "no trainer has started"
-        return "ended" if self.run_state.ended else "goes on" if self.run_state.at_work else "stopped before its end"
+        return "ended" if self.ended else "goes on" if self.at_work else "stopped before its end"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def audit_files(run_dir: Path) -> Audit:
+    """Of what needs no streams. Raises `OSError` where a file is there and cannot be read."""
+    findings, journal = Findings(), run_dir / JOURNAL
+    audit = Audit(findings, read_history(journal, findings), Replay(findings))
+    checkpoints = read_checkpoints(run_dir / "checkpoints", findings)
+    _replay(journal, audit, checkpoints)
+    audit.checkpoint = checkpoints[-1] if checkpoints else None
+    _check_lineage(run_dir / "lineage.json", audit)
+    _check_summary(run_dir / "summary.json", audit)
+    return audit
+
+
+def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
+    """Applies every event that counts, and compares each checkpoint when its moment comes."""
+    history, replay, findings = audit.history, audit.replay, audit.findings
+    starts = {start.offset: start for start in history.starts}
+    waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
+
+    def compare_up_to(offset: int) -> None:
+        while waiting and waiting[0].journal_bytes <= offset:
+            checkpoint = waiting.popleft()
+            for problem in _differences(checkpoint, replay):
+                findings.add(Check.CHECKPOINTS, f"{checkpoint.folder.name}: {problem}")
+
+    for offset, event, undone_by in events(journal, history, findings):
+        if event["event"] == "reserve":
+            replay.reserve(event)
+        if undone_by is not None:
+            undone_by.undo(event)
+            continue
+        compare_up_to(offset)
+        if offset in starts:
+            replay.start(starts[offset].version, starts[offset].incarnation)
+            audit.stepped = False
+        else:
+            replay.apply(offset, event)
+            audit.stepped = audit.stepped or event["event"] in ("step", "end")
+    compare_up_to(history.size)
+
+
+def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> bool:
+    if history.counts(checkpoint.journal_bytes):
+        return True
+    where = "is not there" if checkpoint.journal_bytes > history.size else "was undone"
+    problem = f"{checkpoint.folder.name}: byte {checkpoint.journal_bytes} of the journal, where it was taken, {where}"
+    findings.add(Check.CHECKPOINTS, problem)
+    return False
+
+
+def _check_lineage(path: Path, audit: Audit) -> None:
+    """Every start in the journal is one that lineage.json knows; one that died before it wrote there left none."""
+    history, findings, content = audit.history, audit.findings, _read_json(path)
+    if content is None:
+        if history.starts:
+            findings.add(Check.RESTARTS, f"there is no {path.name}")
+        return
+    known: list[int] = content.get("starts", [])
+    if known and not history.size:
+        findings[Check.JOURNAL].skipped = "no trainer has written to it yet"
+    last = 0
+    for start in history.starts:
+        told = known[start.incarnation - 1] if 0 < start.incarnation <= len(known) else None
+        if told != start.version:
+            problem = f"incarnation {start.incarnation} began from version {start.version}, {path.name} says {told}"
+            findings.add(Check.RESTARTS, problem)
+        if start.incarnation <= last:
+            findings.add(Check.RESTARTS, f"incarnation {start.incarnation} after incarnation {last}")
+        last = start.incarnation
+
+
+def _check_summary(path: Path, audit: Audit) -> None:
+    """The trainer's own summary, once it has ended. One that the runner wrote in its place knows no reasons."""
+    summary, replay = _read_json(path), audit.replay
+    if audit.history.end is None or summary is None or summary.get("sequence_reasons") is None:
+        audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
+        return
+    for name, derived in [
+        ("sequences", replay.counts.as_dict()),
+        ("sequence_reasons", {outcome.value: dict(counts) for outcome, counts in replay.reasons.items() if counts}),
+        ("policy_version", replay.version),
+    ]:
+        if summary.get(name) != derived:
+            audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal {derived}")
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    """None for what is not there or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
 
 
 async def audit_run(
@@ -65,13 +297,13 @@ async def audit_run(
     What seems lost in a run that goes on is called so only when a second look finds it neither ended nor anywhere.
     """
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
-    if lost and audit.run_state.at_work:
+    if lost and audit.at_work:
         await asyncio.sleep(again_s)
         before = set(lost)
         audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
         lost = [sequence_id for sequence_id in lost if sequence_id in before]
     for sequence_id in lost:
-        audit.files.findings.add(Check.LOST, sequence_id)
+        audit.findings.add(Check.LOST, sequence_id)
     return audit
 
 
@@ -80,155 +312,92 @@ async def _audit_once(
 ) -> tuple[Audit, list[str]]:
     """The audit, and the sequences that seem lost."""
     working = at_work()  # before the files are read: one that ends meanwhile has moved things
-    files = await asyncio.to_thread(audit_files, run_dir)
-    run_state = RunState(working and not files.ended, files.ended, not files.stepped)
-    audit = Audit(run, files, run_state)
+    audit = await asyncio.to_thread(audit_files, run_dir)
+    audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
-        files.findings.skip("the streams were not looked at", Check.UNKNOWN, Check.LOST)
+        for check in (Check.UNKNOWN, Check.LOST):
+            audit.findings[check].skipped = "the streams were not looked at"
         return audit, []
-    checkpoint = files.checkpoint
     try:
         async with open_streams() as bus:
-            seen = await look(bus, checkpoint.position if checkpoint else 0)
+            audit.streams = seen = await look(bus, audit.checkpoint.position if audit.checkpoint else 0)
     except BusError as error:
-        files.findings.add(Check.LOST, f"the streams cannot be read: {error}")
+        audit.findings.add(Check.LOST, f"the streams cannot be read: {error}")
         return audit, []
-    audit.streams = seen
-    if unknown_messages(seen, files.replay, run_state):
+    if _unknown_messages(audit, seen):
         # What was reserved since the journal was read may be out there too.
-        files.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
-    for sequence_id in unknown_messages(seen, files.replay, run_state):
-        files.findings.add(Check.UNKNOWN, sequence_id)
-    lost, audit.waiting = lost_sequences(seen, files.replay, checkpoint.held if checkpoint else (), run_state)
+        audit.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
+    for sequence_id in _unknown_messages(audit, seen):
+        audit.findings.add(Check.UNKNOWN, sequence_id)
+    lost, audit.waiting = _lost_sequences(audit, seen)
     return audit, lost
 
 
-def trained_per_version(audit: Audit) -> dict[int, int]:
-    """Sequences trained into each version that counts."""
-    trained = audit.files.replay.trained_by_version
-    return {version: trained.get(version, 0) for version in range(1, audit.files.replay.version + 1)}
+async def look(bus: Bus, durable: int) -> StreamLook:
+    """SEQUENCES up to its present end, and what is on PROMPTS before or after that. Raises `BusError`."""
+    prompts_before = await bus.pending_prompts()
+    info = await bus.sequences_info()
+    seen = StreamLook(durable, info.first_position, info.last_position)
+    async for entry in _entries(bus, info.last_position):
+        seen.messages += 1
+        try:
+            seen.add(entry.position, decode_sequence(entry.payload, expected_run=bus.run).sequence_id)
+        except MessageError:
+            seen.unreadable[entry.position] = entry.msg_id
+    seen.prompts = frozenset(group_id_of(prompt.msg_id) for prompt in (*prompts_before, *await bus.pending_prompts()))
+    seen.dead_letters = len(await bus.dead_letters())
+    return seen
 
 
-def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """`versions`: every version's count too."""
-    replay, trained = audit.files.replay, trained_per_version(audit)
-    seen = audit.streams
-    return {
-        "run": audit.run,
-        "state": audit.state,
-        "ok": audit.ok,
-        "version": replay.version,
-        "sequences": replay.counts.as_dict(),
-        "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
-        "restarts": [vars(restart) for restart in audit.files.restarts],
-        "trained_per_version": {
-            "min": min(trained.values(), default=0),
-            "median": median(trained.values()) if trained else 0,
-            "max": max(trained.values(), default=0),
-            **({"each": {str(version): count for version, count in trained.items()}} if versions else {}),
-        },
-        "streams": None if seen is None else {
-            "messages": seen.messages,
-            "first_position": seen.first_position,
-            "last_position": seen.last_position,
-            "durable_position": seen.durable,
-            "repeated": seen.repeated,
-            "unreadable": list(seen.unreadable),
-            "trained_and_not_purged": seen.trained_below(replay),
-            "groups_on_prompts": len(seen.prompts),
-            "dead_letters": seen.dead_letters,
-            "waiting_to_be_published": len(audit.waiting),
-        },
-        "checks": [
-            {"check": one.check.value, "ok": one.ok, "problems": one.count, "examples": one.examples,
-             "skipped": one.skipped}
-            for one in audit.checks
-        ],
-    }  # fmt: skip
-
-
-_OUTLIERS = 10
-
-
-def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
-    """`versions`: every version's count instead of the unusual ones'."""
-    replay = audit.files.replay
-    yield f"{audit.run}: {audit.state}, {1 + len(audit.files.restarts)} incarnation(s), version {number(replay.version)}"
-    yield ""
-    yield f"  {equation(replay.counts.as_dict())}"
-    for outcome in Outcome:
-        for reason, count in replay.reasons[outcome].most_common():
-            yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
-    for one in audit.files.restarts:
-        undid = (
-            f"{one.steps} steps, {number(one.trained)} sequences trained, {number(one.ended_otherwise)} ended otherwise, "
-            f"{number(one.groups)} groups issued"
-        )
-        yield f"  incarnation {one.incarnation} went on from version {one.version} and undid {undid}"
-    yield from _versions(trained_per_version(audit), versions)
-    yield from _streams(audit)
-    yield ""
-    for check in audit.checks:
-        yield from _check(check)
-    yield ""
-    failed = sum(not check.ok for check in audit.checks)
-    skipped = sum(bool(check.skipped) for check in audit.checks)
-    if failed:
-        yield f"{failed} of {len(audit.checks)} checks FAILED"
-    else:
-        yield f"what was looked at adds up; {skipped} checks were not made" if skipped else "everything adds up"
-
-
-def equation(counts: Mapping[str, int]) -> str:
-    """`issued 24 = trained 16 + dropped stale 0 + dropped filtered 0 + failed 0 + in flight 8`"""
-    ended = " + ".join(
-        f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued"
-    )
-    return f"issued {number(counts['issued'])} = {ended}"
-
-
-def _versions(trained: Mapping[int, int], every: bool) -> Iterator[str]:
-    if not trained:
+async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
+    """What the log holds up to position `last`."""
+    if (await bus.sequences_info()).first_position > last:
         return
-    middle = median(trained.values())
-    low, high = min(trained.values()), max(trained.values())
-    yield f"  sequences per version: min {low}, median {middle:g}, max {high}"
-    unusual = [version for version, count in trained.items() if count != middle]
-    furthest = sorted(unusual, key=lambda version: -abs(trained[version] - middle))
-    shown = list(trained) if every else sorted(furthest[:_OUTLIERS])
-    if shown:
-        more = "" if every or len(unusual) <= _OUTLIERS else f", and {len(unusual) - _OUTLIERS} more"
-        yield "    " + ", ".join(f"version {version}: {trained[version]}" for version in shown) + more
+    async with bus.read_sequences(1) as entries:
+        while True:
+            try:
+                async with asyncio.timeout(_QUIET_S):
+                    entry = await anext(entries)
+            except TimeoutError:
+                if (await bus.sequences_info()).first_position > last:
+                    return  # purged while we read
+                continue
+            if entry.position <= last:
+                yield entry
+            if entry.position >= last:
+                return
 
 
-def _streams(audit: Audit) -> Iterator[str]:
-    seen = audit.streams
-    if seen is None:
-        return
-    yield (
-        f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.first_position)} to "
-        f"{number(seen.last_position)}; durable up to {number(seen.durable)}"
-    )
-    unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
-    for count, what in [
-        (seen.repeated, "of them repeat a sequence: recognised, and trained once"),
-        (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
-        (seen.trained_below(audit.files.replay), "of them may be purged"),
-        (seen.dead_letters, "prompt groups are in the dead-letter stream"),
-        (len(audit.waiting), "sequences in flight are published by the trainer, now or at its next start"),
-    ]:
-        if count:
-            yield f"    {number(count)} {what}"
-    yield f"  PROMPTS holds {number(len(seen.prompts))} groups"
+def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
+    """Sequences in the log that were never issued, nor could have been: what was reserved may be out there unless the run
+    came to its end."""
+    replay, unknown = audit.replay, []
+    reserved = 0 if audit.ended else replay.reserved
+    for sequence_id in seen.positions:
+        group, sample = split_id(sequence_id)
+        may_be_issued = 0 <= group_number(group) < reserved and not replay.knows(group)
+        if not (replay.was_issued(group, sample) or may_be_issued):
+            unknown.append(sequence_id)
+    return unknown
 
 
-def _check(result: CheckResult) -> Iterator[str]:
-    if result.skipped and result.ok:
-        yield f"  -       {result.check}: {result.skipped}"
-    elif result.ok:
-        yield f"  ok      {result.check}"
-    else:
-        yield f"  FAILED  {result.check}: {number(result.count)}"
-        yield from (f"            {example}" for example in result.examples)
-        if result.count > len(result.examples):
-            yield "            ..."
+def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
+    """Sequences in flight that are neither in the log, nor held by the newest checkpoint, nor on PROMPTS: (lost, yet to be
+    published).
+
+    The newest group may be on its way to PROMPTS. A trainer that starts publishes each group again of which the streams show
+    nothing, so that those only wait for it.
+    """
+    lost: list[str] = []
+    waiting: list[str] = []
+    replay, held = audit.replay, audit.checkpoint.held if audit.checkpoint else ()
+    stored = {*seen.positions, *seen.unreadable.values(), *held}
+    above = {split_id(name)[0] for name, position in seen.positions.items() if position > seen.durable}
+    starting = not audit.stepped or not (audit.at_work or audit.ended)
+    for group, sample in replay.in_flight():
+        sequence_id = f"{group}.{sample}"
+        if group in seen.prompts or sequence_id in stored:
+            continue
+        unpublished = group == replay.newest_group and replay.untouched(group)
+        (waiting if unpublished or (starting and group not in above) else lost).append(sequence_id)
+    return lost, waiting

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 
 from pipelinerl.audit.journal import Event, parse_event, read_lines
@@ -45,7 +44,6 @@ class Check(StrEnum):
 class CheckResult:
     """`count` problems, of which `examples` are the first; `skipped`: why it was not looked at."""
 
-    check: Check
     count: int = 0
     examples: list[str] = field(default_factory=list)
     skipped: str = ""
@@ -55,25 +53,17 @@ class CheckResult:
         return self.count == 0
 
 
-class Findings:
-    """Problems by check."""
+class Findings(dict[Check, CheckResult]):
+    """The result of every check."""
 
     def __init__(self) -> None:
-        self._results = {check: CheckResult(check) for check in Check}
+        super().__init__({check: CheckResult() for check in Check})
 
     def add(self, check: Check, problem: str, times: int = 1) -> None:
-        result = self._results[check]
+        result = self[check]
         result.count += times
         if len(result.examples) < _EXAMPLES:
             result.examples.append(problem)
-
-    def skip(self, reason: str, *checks: Check) -> None:
-        """These were not looked at."""
-        for check in checks:
-            self._results[check].skipped = reason
-
-    def results(self) -> list[CheckResult]:
-        return list(self._results.values())
 
 
 _GROUP = re.compile(r"g(\d+)")
@@ -119,8 +109,9 @@ class Replay:
     def in_flight(self) -> Iterator[tuple[str, int]]:
         """(group, sample) in order of issue."""
         for group, mask in self._open.items():
-            for sample in samples_in(mask):
-                yield group, sample
+            for sample in range(self._samples[group]):
+                if mask >> sample & 1:
+                    yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
         """One event that counts; `offset` is for what is found. Events of other kinds change nothing."""
@@ -226,26 +217,29 @@ def group_number(group: str) -> int:
     return int(match[1]) if match else -1
 
 
-def samples_in(mask: int) -> Iterator[int]:
-    """Numbers of the bits that are set."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
-
-
 _KIND = re.compile(rb'\{"event": ?"(\w+)"')
 _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
-    """A trainer that started: which, from which version, and the bytes of the journal that counted for it."""
+    """A trainer that started: which, from which version, the bytes of the journal that counted for it, and what it undid of the
+    ledger between these and `offset`: steps, groups issued, sequences that had ended."""
 
     offset: int
+    keep: int
     incarnation: int
     version: int
-    keep: int
+    undid: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("steps", "groups", "trained", "ended_otherwise"), 0)
+    )
+
+    def undo(self, event: Event) -> None:
+        kind, ids = event["event"], event.get("ids")
+        self.undid["steps"] += kind == "step"
+        self.undid["groups"] += kind == "issue"
+        if kind == "close" and isinstance(ids, list):
+            self.undid["trained" if event.get("outcome") == Outcome.TRAINED else "ended_otherwise"] += len(ids)
 
 
 @dataclass
@@ -254,14 +248,12 @@ class History:
 
     starts: list[Start] = field(default_factory=list)
     size: int = 0
-    positions: dict[int, int] = field(default_factory=dict)
-    """Position in SEQUENCES of the checkpoint that became durable last, by version."""
     end: Event | None = None
     """The last event, if the last trainer left an `end`."""
 
-    def undone_by(self, offset: int) -> int | None:
-        """Index of the start that undid the byte at `offset`; None when it counts."""
-        return next((n for n, start in enumerate(self.starts) if start.keep <= offset < start.offset), None)
+    def undone_by(self, offset: int) -> Start | None:
+        """The start that undid the byte at `offset`; None when it counts."""
+        return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
         """Whether the journal's first `num_bytes` bytes end in what counts."""
@@ -271,7 +263,7 @@ class History:
 def read_history(path: Path, findings: Findings) -> History:
     """Of the whole lines that the file has now. No file is an empty history."""
     history = History()
-    floor = 0
+    floor, positions = 0, dict[int, int]()  # in SEQUENCES; of the checkpoint that became durable last, by version
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
@@ -286,16 +278,16 @@ def read_history(path: Path, findings: Findings) -> History:
                 if position < floor:
                     problem = f"the checkpoint of version {version} is at position {position}, after one at {floor}"
                     findings.add(Check.POSITIONS, problem)
-                history.positions[version] = position
+                positions[version] = position
                 floor = max(position, floor)
             elif event["event"] == "position":
                 floor = int(event["position"])
             else:
-                start = Start(offset, int(event["incarnation"]), int(event["version"]), int(event["keep"]))
+                start = Start(offset, int(event["keep"]), int(event["incarnation"]), int(event["version"]))
                 if not history.counts(start.keep):
                     ends = "which end in what was undone or not there yet"
                     findings.add(Check.RESTARTS, f"incarnation {start.incarnation} keeps {start.keep} bytes, {ends}")
-                floor = history.positions.get(start.version, 0)
+                floor = positions.get(start.version, 0)
                 history.starts.append(start)
         except (KeyError, TypeError, ValueError) as error:
             kind = event["event"] if event else ""
@@ -305,19 +297,13 @@ def read_history(path: Path, findings: Findings) -> History:
     return history
 
 
-def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, int | None]]:
-    """(offset, event, index of the start that undid it) of every event. A line that is none is a finding where it counts."""
-    edges = {0, history.size, *(edge for start in history.starts for edge in (start.keep, start.offset))}
-    parts = pairwise(sorted(edges))
-    end, undone_by = 0, None
+def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
+    """(offset, event, the start that undid it) of every event. A line that is none is a finding where it counts."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:
             return
-        while offset >= end:
-            begin, end = next(parts)
-            undone_by = history.undone_by(begin)
-        event = parse_event(line)
+        undone_by, event = history.undone_by(offset), parse_event(line)
         if offset < first:
             findings.add(Check.JOURNAL, f"byte {offset}: before any start")
         elif event is not None:
@@ -327,12 +313,10 @@ def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[i
 
 
 def _check_line_ends(path: Path, starts: list[Start], findings: Findings) -> None:
-    kept = [start for start in starts if start.keep]
-    if not kept:
-        return
-    with path.open("rb") as file:
-        for start in kept:
-            file.seek(start.keep - 1)
-            if file.read(1) != b"\n":
-                problem = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end within a line"
-                findings.add(Check.RESTARTS, problem)
+    for start in starts:
+        if start.keep:
+            with path.open("rb") as file:
+                file.seek(start.keep - 1)
+                if file.read(1) != b"\n":
+                    problem = f"incarnation {start.incarnation} keeps {start.keep} bytes, which end within a line"
+                    findings.add(Check.RESTARTS, problem)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipelinerl.commands.streams import RunStreams, add_server_arguments, holds_streams, streams_in_environment
+from pipelinerl.commands.streams import (
+    NAMED_IN,
+    RunStreams,
+    add_server_arguments,
+    holds_streams,
+    run_name,
+    streams_in_environment,
+)
 
 NAME = "audit"
 HELP = "derive a run's ledger again from its journal, checkpoints and streams"
@@ -23,9 +30,14 @@ def execute(args: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from pipelinerl.audit.audit import as_json, audit_run, lines
+    from pipelinerl.audit.audit import audit_run
+    from pipelinerl.audit.report import as_json, lines
+    from pipelinerl.errors import FieldError
 
-    run = _run_name(args.run_dir)
+    run = run_name(args.run_dir)
+    if not any((args.run_dir / file).is_file() for file in NAMED_IN):
+        what = "has neither run.json nor lineage.json: give the folder of a run"
+        raise FieldError("RUN_DIR", str(args.run_dir), what)
     streams = _streams(args, run)
     at_work = (lambda: True) if streams and streams.nats_url else (lambda: _trainer_lives(args.run_dir))
     audit = asyncio.run(audit_run(run, args.run_dir, streams.open if streams else None, at_work))
@@ -34,19 +46,6 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(audit, args.versions)))
     return 0 if audit.ok else 1
-
-
-def _run_name(run_dir: Path) -> str:
-    from pipelinerl.audit.files import LINEAGE, read_json
-    from pipelinerl.bus.protocol import check_run_name
-    from pipelinerl.errors import FieldError
-
-    for name in ("run.json", LINEAGE):
-        content = read_json(run_dir / name) if run_dir.is_dir() else None
-        if content is not None and "run" in content:
-            return check_run_name(str(content["run"]), "RUN_DIR")
-    what = "has neither run.json nor lineage.json" if run_dir.is_dir() else "is no folder"
-    raise FieldError("RUN_DIR", str(run_dir), f"{what}: give the folder of a run")
 
 
 def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:

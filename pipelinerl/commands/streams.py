@@ -105,20 +105,27 @@ def holds_streams(run_dir: Path) -> bool:
     return (run_dir / "nats" / _STORE).is_dir()
 
 
+NAMED_IN = ("run.json", "lineage.json")
+"""Files of a run's folder that say what the run is called: of a run on this machine, and the trainer's."""
+
+
 def run_name(run_dir: Path) -> str:
-    """What the run in this folder is called: `run.json` says so; without it, the folder's name. Raises `FieldError`."""
+    """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
     import json
 
     from pipelinerl.bus.protocol import check_run_name
 
     if not run_dir.is_dir():
-        raise FieldError("RUN_DIR", str(run_dir), "is no folder")
-    try:
-        name = json.loads((run_dir / "run.json").read_bytes())["run"]
-    except FileNotFoundError:
-        name = run_dir.resolve().name
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise FieldError("RUN_DIR", str(run_dir), f"its run.json cannot be read: {error!r}") from error
+        raise FieldError("RUN_DIR", str(run_dir), "is no folder: give the folder of a run")
+    name = run_dir.resolve().name
+    for file in NAMED_IN:
+        try:
+            name = json.loads((run_dir / file).read_bytes())["run"]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise FieldError("RUN_DIR", str(run_dir), f"its {file} cannot be read: {error!r}") from error
+        break
     return check_run_name(str(name), "RUN_DIR")
 
 

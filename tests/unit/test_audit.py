@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.audit.audit import Audit, as_json, audit_run, lines, trained_per_version
-from pipelinerl.audit.files import FilesAudit, audit_files
+from pipelinerl.audit.audit import Audit, audit_files, audit_run
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check, split_id
+from pipelinerl.audit.report import as_json, lines, trained_per_version
 from pipelinerl.rl.ledger import LedgerCounts
 from services.trainer.data.tracker import SequenceTracker
 from tests.unit.builders import make_group
@@ -64,9 +64,9 @@ class Journalist:
         return self.file.stat().st_size
 
 
-def failures(found: FilesAudit) -> dict[Check, tuple[int, str]]:
+def failures(found: Audit) -> dict[Check, tuple[int, str]]:
     """Failed checks: number of problems and the first one."""
-    return {one.check: (one.count, one.examples[0]) for one in found.findings.results() if not one.ok}
+    return {check: (one.count, one.examples[0]) for check, one in found.findings.items() if not one.ok}
 
 
 def failed(folder: Path, *events: Event) -> dict[Check, tuple[int, str]]:
@@ -122,9 +122,8 @@ def test_what_a_restart_undid_does_not_count(tmp_path: Path) -> None:
     assert failures(found) == {}
     assert found.replay.counts == LedgerCounts(issued=8, trained=5, in_flight=3)
     (restart,) = found.restarts
-    assert vars(restart) == {
-        "incarnation": 2, "version": 1, "steps": 1, "groups": 1, "trained": 2, "ended_otherwise": 1,
-    }  # fmt: skip
+    assert (restart.incarnation, restart.version) == (2, 1)
+    assert restart.undid == {"steps": 1, "groups": 1, "trained": 2, "ended_otherwise": 1}
 
 
 def test_restarts_nest(tmp_path: Path) -> None:
@@ -141,7 +140,9 @@ def test_restarts_nest(tmp_path: Path) -> None:
     found = audit_files(tmp_path)
     assert failures(found) == {}
     assert found.replay.counts == LedgerCounts(issued=6, trained=4, in_flight=2)
-    assert [(one.incarnation, one.steps, one.trained, one.ended_otherwise) for one in found.restarts] == [
+    assert [
+        (one.incarnation, *map(one.undid.get, ("steps", "trained", "ended_otherwise"))) for one in found.restarts
+    ] == [
         (2, 1, 1, 0),  # step 3
         (3, 0, 0, 0),
         (4, 2, 2, 1),  # step 2, step 3 of the second incarnation, and what the third had ended
@@ -329,7 +330,7 @@ def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
     content["books"]["ledger"]["in_flight"][0] = "g00000009.0"
     content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
     run_state.write_text(json.dumps(content))
-    found = next(one for one in audit_files(tmp_path).findings.results() if one.check is Check.CHECKPOINTS).examples
+    found = audit_files(tmp_path).findings[Check.CHECKPOINTS].examples
     assert "in flight there and not in the journal: g00000009.0; the other way round: g00000000.0" in found[0]
     assert "holds sequences that are not in flight: g00000008.0" in found[1]
 

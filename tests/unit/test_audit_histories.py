@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.audit.audit import Audit, as_json, audit_run, lines
+from pipelinerl.audit.audit import Audit, audit_run
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check
+from pipelinerl.audit.report import as_json, lines
 from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequence
 from tests.support.memory_bus import MemoryBus
@@ -34,7 +35,7 @@ async def audited(folder: Path, bus: MemoryBus, at_work: bool = False) -> Audit:
 
 
 def failures(audit: Audit) -> dict[Check, tuple[str, ...]]:
-    return {one.check: tuple(one.examples) for one in audit.checks if not one.ok}
+    return {check: tuple(one.examples) for check, one in audit.findings.items() if not one.ok}
 
 
 ACTIONS = (
@@ -142,7 +143,7 @@ async def test_the_report_of_a_run_with_streams(tmp_path: Path) -> None:
     async with after_a_restart(tmp_path) as (again, bus):
         audit = await audited(tmp_path, bus, at_work=True)
         assert failures(audit) == {}
-        assert audit.files.replay.counts == again.tracker.ledger.counts
+        assert audit.replay.counts == again.tracker.ledger.counts
         text = "\n".join(lines(audit))
         assert "unit: goes on, 2 incarnation(s), version 2" in text
         assert "SEQUENCES holds 11 messages, positions 1 to 11; durable up to 6" in text
