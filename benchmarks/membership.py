@@ -34,8 +34,7 @@ from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, c
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.services import available_cores
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

@@ -31,7 +31,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, build_manifest
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
-from services.trainer.weight_sync.session import TransferResult
+from services.trainer.weight_sync.updater import TransferResult
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

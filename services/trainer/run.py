@@ -46,8 +46,7 @@ from services.trainer.resume import Resume
 from services.trainer.server import TrainerService, initial_files
 from services.trainer.weight_sync.coordinator import Member
 from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 if TYPE_CHECKING:
     from services.trainer.policy_trainer import PolicyTrainer
@@ -92,7 +91,6 @@ class TrainingRun:
             on_member=self._member_changed,
             on_aborted=recorder.update_aborted,
             on_regroup=recorder.regrouped,
-            on_evicted=recorder.evicted,
         )
         self._feeder = Feeder(
             bus,

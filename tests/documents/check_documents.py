@@ -163,7 +163,7 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     from services.trainer.records import RunFiles
     from services.trainer.reporting.metrics import TrainerMetrics
     from services.trainer.reporting.recorder import Recorder
-    from services.trainer.weight_sync.session import UpdateRecord
+    from services.trainer.weight_sync.updater import UpdateRecord
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]

@@ -30,8 +30,7 @@ from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
 from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.sender import CollectivePort, WeightSender
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 from tests.faults.network import Place
 
 RUN = "faults"

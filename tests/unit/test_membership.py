@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,8 @@ from pipelinerl.kube.client import Pod
 from pipelinerl.kube.pods import KnownPods, PodEnd
 from services.trainer.weight_sync.coordinator import (
     Coordinator,
+    Evicted,
+    EvictionCause,
     FormGroup,
     Member,
     MembersDown,
@@ -17,17 +20,14 @@ from services.trainer.weight_sync.coordinator import (
     VersionReady,
 )
 from services.trainer.weight_sync.membership import (
+    MOST_AT_ONCE,
     MOST_REMEMBERED,
     MOST_RESTED,
-    Action,
-    BeginSide,
     Departures,
-    EndSide,
-    Joining,
     MemberChange,
-    MembershipLog,
+    Roster,
 )
-from services.trainer.weight_sync.session import actors_of, epoch_members
+from services.trainer.weight_sync.updater import actors_of, epoch_members
 
 IN_POD = Member("a", "a-1", pod_uid="u1")
 NAMELESS = Member("a", "a-1")
@@ -37,19 +37,37 @@ def deletion(uid: str = "u1", name: str = "a", *, still_running: bool = True) ->
     return PodEnd(name, uid, "its pod is being deleted", still_running)
 
 
-def test_a_pod_that_ends_takes_its_process_along_for_good() -> None:
+def leaves(*members: Member, still_running: bool = True) -> MembersLeaving:
+    return MembersLeaving(members, "its pod is being deleted", still_running)
+
+
+RENAMED, OTHER = Member("actor-0", "p", pod_uid="u1"), Member("a", "q", pod_uid="u2")
+
+
+@pytest.mark.parametrize(
+    ("end", "present", "departure", "left", "not_left"),
+    [
+        (deletion(), [IN_POD], leaves(IN_POD), [IN_POD], [Member("a", "a-2", pod_uid="u2")]),
+        (deletion(), [], None, [IN_POD], []),  # a registration that comes later is too late
+        (deletion("u9", "b"), [IN_POD], None, [], [Member("a", "a-2", pod_uid="u1")]),  # another pod's end
+        (deletion("u0", still_running=False), [IN_POD], None, [], [IN_POD]),  # an old pod of that name
+        (deletion(), [RENAMED, OTHER], leaves(RENAMED), [RENAMED], [OTHER]),  # known by its uid, whatever its name
+        # One that does not know its uid is known by its name and its process; an empty uid is nobody's.
+        (deletion(), [NAMELESS], leaves(NAMELESS), [NAMELESS], [Member("a", "a-2"), Member("b", "b-1")]),
+    ],
+)
+def test_a_pods_end_is_the_departure_of_its_process_and_of_nobody_else(end, present, departure, left, not_left) -> None:
     departures = Departures()
-    assert not departures.has_left(IN_POD)
-    assert departures.leaving(deletion(), {"a": IN_POD}) == MembersLeaving((IN_POD,), "its pod is being deleted", True)
-    assert departures.has_left(IN_POD)
-    assert not departures.has_left(Member("a", "a-2", pod_uid="u2")), "a new pod of the same name"
+    assert departures.leaving(end, {member.actor: member for member in present}) == departure
+    assert all(departures.has_left(member) for member in left)
+    assert not any(departures.has_left(member) for member in not_left)
 
 
 def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
     departures = Departures()
     departures.leaving(deletion(), {"a": IN_POD})
     gone = deletion(still_running=False)
-    assert departures.leaving(gone, {}) == MembersLeaving((IN_POD,), "its pod is being deleted", False)
+    assert departures.leaving(gone, {}) == leaves(IN_POD, still_running=False)
     assert departures.leaving(gone, {}) is None
     assert departures.has_left(IN_POD)
 
@@ -70,41 +88,6 @@ def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its
     assert departures.has_left(IN_POD)
 
 
-def test_a_registration_that_comes_after_the_pods_end_is_too_late() -> None:
-    departures = Departures()
-    assert departures.leaving(deletion(), {}) is None
-    assert departures.has_left(IN_POD)
-
-
-def test_a_container_that_starts_again_in_its_pod_has_not_left() -> None:
-    departures = Departures()
-    departures.leaving(deletion("u9", "b"), {"a": IN_POD})
-    assert not departures.has_left(Member("a", "a-2", pod_uid="u1"))
-
-
-def test_an_old_pods_end_does_not_touch_the_new_pod_of_that_name() -> None:
-    departures = Departures()
-    assert departures.leaving(deletion("u0", still_running=False), {"a": IN_POD}) is None
-    assert not departures.has_left(IN_POD)
-
-
-def test_an_actor_is_known_by_its_uid_whatever_its_name() -> None:
-    renamed = Member("actor-0", "p", pod_uid="u1")
-    assert Departures().leaving(deletion(), {"actor-0": renamed, "a": Member("a", "q", pod_uid="u2")}) == (
-        MembersLeaving((renamed,), "its pod is being deleted", True)
-    )
-
-
-def test_one_that_does_not_know_its_uid_is_known_by_its_name_and_its_process() -> None:
-    departures = Departures()
-    assert departures.leaving(deletion(), {"a": NAMELESS}) == MembersLeaving(
-        (NAMELESS,), "its pod is being deleted", True
-    )
-    assert departures.has_left(NAMELESS)
-    assert not departures.has_left(Member("a", "a-2"))
-    assert not departures.has_left(Member("b", "b-1")), "an empty uid is nobody's"
-
-
 def test_what_is_remembered_is_bounded() -> None:
     departures = Departures()
     for number in range(MOST_REMEMBERED + 1):
@@ -113,131 +96,148 @@ def test_what_is_remembered_is_bounded() -> None:
     assert departures.has_left(Member("a", "p", pod_uid="u1"))
 
 
-def test_an_arrival_is_told_once_and_again_after_an_eviction() -> None:
-    log = MembershipLog()
-    log.registered(IN_POD)
-    assert log.served(IN_POD, 1, 0) == [MemberChange("joined", IN_POD, 1, 0)]
-    assert log.served(IN_POD, 1, 1) == []
-    assert log.put_out("a", 2, 1, "too slow", left=False) == [MemberChange("evicted", IN_POD, 2, 1, "too slow")]
-    assert log.served(IN_POD, 3, 2) == [MemberChange("joined", IN_POD, 3, 2)]
-    again = Member("a", "a-2", pod_uid="u1")
-    log.registered(again)
-    assert log.served(again, 4, 3) == [MemberChange("joined", again, 4, 3)]
+A, B = Member("a", "a-1"), Member("b", "b-1")
 
 
-def test_a_departure_is_told_once_by_the_epoch_or_by_the_registration() -> None:
-    log = MembershipLog()
-    log.registered(IN_POD)
-    log.served(IN_POD, 1, 0)
-    assert log.put_out("a", 1, 0, "its pod", left=True) == [MemberChange("left", IN_POD, 1, 0, "its pod")]
-    assert log.gone("a", 1, 0, "its pod", left=True) == []
-    log.registered(IN_POD)
-    log.served(IN_POD, 2, 1)
-    assert log.gone("a", 2, 1, "stopped", left=False) == [MemberChange("evicted", IN_POD, 2, 1, "stopped")]
-    assert log.gone("a", 2, 1, "stopped", left=False) == []
+def put_out(roster: Roster, actor: str, *, left: bool = False) -> list[str]:
+    return [change.kind for change in roster.put_out(Evicted(actor, 1, "too slow", left), 3)]
 
 
-def test_one_that_never_served_is_told_of_when_an_epoch_puts_it_out_and_not_when_it_goes() -> None:
-    log = MembershipLog()
-    log.registered(IN_POD)
-    assert log.put_out("a", 1, -1, "did not come", left=False) == [
-        MemberChange("evicted", IN_POD, 1, -1, "did not come")
-    ]
-    assert log.gone("a", 1, -1, "stopped", left=False) == []
-    assert log.put_out("a", 1, -1, "unknown", left=False) == []
+def gone(roster: Roster, actor: str) -> list[str]:
+    return [change.kind for change in roster.gone(actor, 1, 3, "stopped", left=False)]
 
 
-A, B, C = Member("a", "a-1"), Member("b", "b-1"), Member("c", "c-1")
+def serves(roster: Roster, *members: Member, version: int = 3) -> list[MemberChange]:
+    return roster.served(members, 1, version)
 
 
-def serving(*members: Member, version: int = 3, most_at_once: int = 4) -> Joining:
-    """The epoch of `members` serves `version`."""
-    joining = Joining(most_at_once)
-    for member in members:
-        assert joining.up(member) == []
-    assert joining.formed(members) == []
-    assert joining.served(version, [member.actor for member in members]) == []
-    return joining
+def test_arrivals_and_departures_are_told_once() -> None:
+    roster, again = Roster(), Member("a", "a-2")
+    assert put_out(roster, "a") == [], "nobody knows it"
+    roster.up(A)
+    assert put_out(roster, "a") == ["evicted"], "whether it served anything or not"
+    assert serves(roster, A) == [MemberChange("joined", A, 1, 3)]
+    assert serves(roster, A, version=4) == []
+    late = Evicted("a", 2, "too slow", cause=EvictionCause.DEADLINE)
+    assert roster.put_out(late, 4) == [MemberChange("evicted", A, 2, 4, "too slow", EvictionCause.DEADLINE)]
+    assert [change.kind for change in serves(roster, A, version=5)] == ["joined"]
+    roster.up(again)
+    assert serves(roster, A, version=6) == [], "that process is no longer there"
+    assert serves(roster, again, version=6) == [MemberChange("joined", again, 1, 6)]
+    assert roster.put_out(Evicted("a", 2, "its pod", left=True), 6) == [MemberChange("left", again, 2, 6, "its pod")]
+    assert gone(roster, "a") == [], "an epoch has put it out before"
+    roster.up(A)
+    assert gone(roster, "a") == [], "it never served"
+    roster.up(A)
+    serves(roster, A)
+    assert roster.gone("a", 2, 3, "stopped", left=False) == [MemberChange("evicted", A, 2, 3, "stopped")]
+    assert gone(roster, "a") == []
 
 
-def test_before_the_first_version_there_is_nothing_to_bring() -> None:
-    joining = Joining()
-    assert joining.up(A) == []
-    assert joining.up(B) == []
+def test_who_has_met_is_known_by_its_process() -> None:
+    roster = Roster()
+    roster.up(A)
+    assert not roster.have_met([A])
+    roster.met([A, B])
+    assert roster.have_met([A])
+    assert not roster.have_met([A, B]), "b is not registered"
+    roster.up(Member("a", "a-2"))
+    assert not roster.have_met([Member("a", "a-2")])
 
 
-def test_a_joiner_is_brought_to_the_served_version_at_once_and_only_once() -> None:
-    joining = serving(A)
-    assert joining.up(B) == [BeginSide(B, 3)]
-    assert joining.up(B) == []
-    assert joining.side_served("b", 3) == []
-    assert joining.up(B) == []
+class Run:
+    """The epoch of `members` serves version 3. Side groups run as the roster says."""
+
+    def __init__(self, *members: Member) -> None:
+        self.roster, self.version, self.sides = Roster(), 3, dict[str, Member]()
+        self.epoch = {member.actor for member in members}
+        for member in members:
+            self.roster.up(member)
+        serves(self.roster, *members)
+
+    def up(self, *members: Member) -> tuple[list[str], list[str]]:
+        """Heartbeats; then the actors whose side groups end, and the processes for which one begins."""
+        for member in members:
+            self.roster.up(member)
+        ended, begun = self.roster.side_groups(self.version, self.epoch, self.sides)
+        for actor in ended:
+            del self.sides[actor]
+        self.sides |= {member.actor: member for member in begun}
+        return ended, [member.process for member in begun]
+
+    def side_fails(self, member: Member) -> None:
+        del self.sides[member.actor]
+        self.roster.side_failed(member)
+
+    def side_serves(self, member: Member, version: int) -> None:
+        del self.sides[member.actor]
+        serves(self.roster, member, version=version)
 
 
-def test_a_version_that_was_served_meanwhile_is_brought_too() -> None:
-    joining = serving(A)
-    joining.up(B)
-    assert joining.served(4, ["a"]) == []
-    assert joining.side_served("b", 3) == [BeginSide(B, 4)]
+def test_before_the_first_version_there_is_nothing_to_bring_and_nobody_serves() -> None:
+    run = Run()
+    run.version = -1
+    assert run.up(A, B) == ([], [])
+    assert run.roster.serving(-1) == {}
 
 
-def test_an_epoch_that_takes_it_ends_its_side_group() -> None:
-    joining = serving(A)
-    joining.up(B)
-    assert joining.formed([A, B]) == [EndSide("b")]
-    assert joining.served(4, ["a", "b"]) == []
-    assert joining.up(B) == []
+def test_a_joiner_is_brought_to_the_served_version_at_once_and_to_one_that_was_served_meanwhile() -> None:
+    run = Run(A)
+    assert run.up(B) == ([], ["b-1"])
+    assert run.up(B) == ([], [])
+    assert list(run.roster.serving(3)) == ["a"]
+    run.version = 4
+    serves(run.roster, A, version=4)
+    assert run.up() == ([], [])
+    run.side_serves(B, 3)
+    assert run.up() == ([], ["b-1"])
+    run.side_serves(B, 4)
+    assert run.up() == ([], [])
+    assert run.roster.serving(4) == {"a": A, "b": B}
 
 
-def test_whoever_was_put_out_is_tried_again_when_its_heart_beats() -> None:
-    joining = serving(A, B)
-    assert joining.left("b") == []
-    assert joining.served(4, ["a"]) == []
-    assert joining.up(A) == []
-    assert joining.up(B) == [BeginSide(B, 4)]
-    assert joining.side_failed("b") == []
-    assert joining.up(A) == []
-    assert joining.up(B) == [], "the second time it rests for two heartbeats"
-    assert joining.up(B) == [BeginSide(B, 4)]
-
-
-def test_whoever_fails_again_and_again_is_tried_less_and_less_often() -> None:
-    joining = serving(A)
-    assert joining.up(B) == [BeginSide(B, 3)]
-    beats = []
-    for _ in range(7):
-        assert joining.side_failed("b") == []
-        beats.append(1)
-        while not joining.up(B):
-            beats[-1] += 1
-    assert beats == [1, 2, 4, 8, MOST_RESTED, MOST_RESTED, MOST_RESTED]
-    joining.side_served("b", 3)
-    joining.served(4, ["a"])
-    assert joining.on_side == {"b"}
-    assert joining.side_failed("b") == []
-    assert joining.up(B) == [BeginSide(B, 4)], "once it has served, it is trusted again"
-
-
-def test_a_new_process_serves_nothing_yet() -> None:
-    joining = serving(A, B)
-    again = Member("b", "b-2")
-    assert joining.up(again) == [BeginSide(again, 3)]
-    assert joining.up(Member("b", "b-3")) == [EndSide("b"), BeginSide(Member("b", "b-3"), 3)]
-
-
-def test_a_new_process_that_the_epoch_has_taken_already_gets_no_side_group() -> None:
-    joining = serving(A, B)
-    again = Member("b", "b-2")
-    assert joining.left("b") == []
-    assert joining.formed([A, again]) == [], "the coordinator hears of a registration first"
-    assert joining.up(again) == []
+def test_a_side_group_ends_with_its_process_and_when_the_epoch_takes_it() -> None:
+    run, again = Run(A), Member("b", "b-2")
+    run.up(B)
+    assert run.up(again) == (["b"], ["b-2"])
+    run.epoch.add("b")
+    assert run.up(again) == (["b"], [])
+    run.epoch.clear()
+    gone(run.roster, "a")
+    assert run.up() == ([], ["b-2"])
+    gone(run.roster, "b")
+    assert run.up() == (["b"], [])
 
 
 def test_one_that_leaves_frees_its_place() -> None:
-    joining = serving(A, most_at_once=1)
-    assert joining.up(B) == [BeginSide(B, 3)]
-    assert joining.up(C) == []
-    assert joining.down("b") == [EndSide("b"), BeginSide(C, 3)]
+    run = Run(A)
+    crowd = [Member(f"c{number}", "p") for number in range(MOST_AT_ONCE + 1)]
+    assert len(run.up(*crowd)[1]) == MOST_AT_ONCE
+    gone(run.roster, "c1")
+    assert run.up() == (["c1"], ["p"])
+    assert f"c{MOST_AT_ONCE}" in run.sides
+
+
+def test_whoever_was_put_out_is_tried_again_less_and_less_often_until_it_serves() -> None:
+    run = Run(A, B)
+    run.epoch.discard("b")
+    put_out(run.roster, "b")
+    run.version = 4
+    assert run.up(A) == ([], []), "it rests until its heart beats"
+    beats = []
+    for _ in range(7):
+        beats.append(1)
+        while not run.up(B)[1]:
+            beats[-1] += 1
+        run.side_fails(B)
+    assert beats == [1, 2, 4, 8, MOST_RESTED, MOST_RESTED, MOST_RESTED]
+    while not run.up(B)[1]:
+        pass
+    run.side_serves(B, 4)
+    run.version = 5
+    assert run.up()[1] == ["b-1"]
+    run.side_fails(B)
+    assert run.up(B)[1] == ["b-1"], "once it has served, it is trusted again"
 
 
 def test_missing_ranks_are_those_of_their_actors() -> None:
@@ -245,51 +245,6 @@ def test_missing_ranks_are_those_of_their_actors() -> None:
     assert actors_of((1, 2, 3), members) == ("a", "b")
     assert actors_of((7,), members) == ("c",)
     assert actors_of((), members) == ()
-
-
-@given(st.data())
-def test_under_any_schedule_no_member_of_the_epoch_is_on_the_side_and_nobody_twice(data: st.DataObject) -> None:
-    joining, served, most = Joining(most_at_once=2), -1, 2
-    running: dict[str, int] = {}
-    epoch: set[str] = set()
-    processes = dict.fromkeys("abcd", 1)
-
-    def perform(actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case BeginSide(member, version):
-                    assert member.actor not in running
-                    assert member.actor not in epoch
-                    assert version == served
-                    running[member.actor] = version
-                case EndSide(actor):
-                    del running[actor]
-        assert len(running) <= most
-        assert joining.on_side == set(running)
-
-    for _ in range(data.draw(st.integers(1, 40))):
-        actor = data.draw(st.sampled_from("abcd"))
-        event = data.draw(st.sampled_from(["up", "restart", "down", "form", "left", "serve", "done", "fail"]))
-        if event in ("up", "restart"):
-            if event == "restart":
-                processes[actor] += 1
-                epoch.discard(actor)
-            perform(joining.up(Member(actor, f"{actor}-{processes[actor]}")))
-        elif event == "down":
-            epoch.discard(actor)
-            perform(joining.down(actor))
-        elif event == "form":
-            epoch = set(data.draw(st.sets(st.sampled_from("abcd"))))
-            perform(joining.formed([Member(name, f"{name}-{processes[name]}") for name in sorted(epoch)]))
-        elif event == "left":
-            epoch.discard(actor)
-            perform(joining.left(actor))
-        elif event == "serve":
-            served += 1
-            perform(joining.served(served, sorted(epoch)))
-        elif actor in running:
-            version = running.pop(actor)
-            perform(joining.side_served(actor, version) if event == "done" else joining.side_failed(actor))
 
 
 tensor_parallel_sizes = st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=20)

@@ -21,7 +21,7 @@ from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
-from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import UpdateRecord
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import step_figures
 

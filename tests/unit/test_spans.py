@@ -306,7 +306,7 @@ async def test_orders_and_answers_have_no_headers_without_a_trace() -> None:
     async with update_stage("a") as one:
         await one.send(0)
         kinds = ("epoch", "announce", "commit", "joined", "staged", "serving")
-        async with asyncio.timeout(10), one.updater._bus.watch_control(kinds) as messages:
+        async with asyncio.timeout(10), one.updater.bus.watch_control(kinds) as messages:
             assert [dict((await anext(messages)).headers) for _ in kinds] == [{}] * len(kinds)
 
 

@@ -18,7 +18,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded, discrepancy
 from services.trainer.reporting.recorder import group_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.session import UpdateRecord
+from services.trainer.weight_sync.updater import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import step_figures
 

@@ -16,8 +16,7 @@ from pipelinerl.v1 import trainer_pb2
 from services.trainer import loop
 from services.trainer.checkpoint.run_state import Start, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import stop_during_step, training_run
 

@@ -30,8 +30,7 @@ from services.trainer.learn.step import TRAIN
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)

@@ -40,10 +40,8 @@ from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_na
 from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
-from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.session import UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,14 +214,13 @@ class Recorder:
         """`serving`: actors at the served version when it changed, that of the change counted or not."""
         if change.kind == "joined":
             self.metrics.membership.joins.inc()
+        if change.cause is not None:
+            self.metrics.membership.evictions.labels(change.cause.value).inc()
         others = serving - {change.member.actor}
         self._events.member(change, len(others) + (change.kind == "joined"))
 
     def regrouped(self, epoch: int) -> None:
         self.metrics.membership.regroups.inc()
-
-    def evicted(self, cause: EvictionCause) -> None:
-        self.metrics.membership.evictions.labels(cause.value).inc()
 
     # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------
 

@@ -1,7 +1,8 @@
 """Who is in the weight-transfer group and what happens to one version, as a pure state machine stepped by events.
 
 The trainer's side of the protocol (docs/weight-updates.md). No clock, socket or thread: `step(event)` returns the
-actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included.
+actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included. What members
+answer is an event as it comes.
 
 Invariants that the tests drive every order of events against:
   * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's
@@ -21,6 +22,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+
+from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Attempts at one version with the same members after the first. Then each has to show alone that it can."""
@@ -82,12 +85,6 @@ class VersionReady:
 
 
 @dataclass(frozen=True)
-class MemberJoined:
-    actor: str
-    epoch: int
-
-
-@dataclass(frozen=True)
 class GroupBuilt:
     """The trainer's own end of the group stands."""
 
@@ -99,31 +96,6 @@ class BytesSent:
     epoch: int
     version: int
     checksum: int
-
-
-@dataclass(frozen=True)
-class MemberStaged:
-    actor: str
-    epoch: int
-    version: int
-    checksum: int
-
-
-@dataclass(frozen=True)
-class MemberServing:
-    actor: str
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class MemberFailed:
-    """It says so. `group_broke`: its group failed, which may be another member's doing."""
-
-    actor: str
-    epoch: int
-    reason: str
-    group_broke: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,21 +121,19 @@ class HoldCommits:
     above: int | None
 
 
+Answer = EpochJoined | Staged | Serving | Abort
+"""What a member says: it has joined, staged, serves, or has failed."""
+Membership = MemberUp | MembersDown | MembersLeaving
 Event = (
-    MemberUp
-    | MembersDown
-    | MembersLeaving
+    Membership
     | MemberReady
     | VersionReady
-    | MemberJoined
+    | HoldCommits
     | GroupBuilt
     | BytesSent
-    | MemberStaged
-    | MemberServing
-    | MemberFailed
     | TransferFailed
     | DeadlinePassed
-    | HoldCommits
+    | Answer
 )
 
 
@@ -254,15 +224,17 @@ class Phase(Enum):
     COMMITTING = "committing"
 
 
+_WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Staged, Phase.COMMITTING: Serving}
+
+
 @dataclass
 class _Round:
-    """What has been heard in the current phase of the current epoch."""
+    """What has been heard in the current epoch, of the group's forming or of one version's sending."""
 
-    joined: set[str] = field(default_factory=set)
+    answered: dict[str, int] = field(default_factory=dict)
+    """Members that have answered in this phase, with the checksum of what they staged."""
     built: bool = False
-    staged: dict[str, int] = field(default_factory=dict)
     sent_checksum: int | None = None
-    serving: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     """Processes that have left while their ranks were in the group: if the group breaks, or hangs, nobody else is to blame."""
 
@@ -304,7 +276,9 @@ class Coordinator:
             case MemberUp(member):
                 return self._member_up(member)
             case MembersDown(actors):
-                return self._members_down(actors)
+                self._forget(actors)
+                lost = set(actors) & set(self.members)
+                return self._lose(lost, "left, or its heartbeat stopped", EvictionCause.HEARTBEAT) if lost else []
             case MembersLeaving(members, reason, still_running):
                 return self._members_leaving(members, reason, still_running)
             case MemberReady(actor, process):
@@ -321,14 +295,10 @@ class Coordinator:
                     return []
                 lost = set(missing)
                 return self._lose(lost, reason, EvictionCause.MISSING) if lost else self._restart(reason)
-            case MemberFailed(actor, epoch, reason, group_broke):
-                if epoch != self.epoch or actor not in self.members:
-                    return []
-                if group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
-                    return self._restart(reason)
-                return self._lose({actor}, reason)
         if event.epoch != self.epoch:
             return []
+        if isinstance(event, Abort):
+            return self._member_failed(event)
         self._note(event)
         return self._advance()
 
@@ -355,11 +325,6 @@ class Coordinator:
         self._newcomers.discard(actor)
         return self._form() if self.phase is Phase.WAITING else []
 
-    def _members_down(self, actors: tuple[str, ...]) -> list[Action]:
-        self._forget(actors)
-        lost = set(actors) & set(self.members)
-        return self._lose(lost, "left, or its heartbeat stopped", EvictionCause.HEARTBEAT) if lost else []
-
     def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
         processes = {member.actor: member.process for member in members}
         self._forget(_of(processes, self.present))
@@ -372,7 +337,7 @@ class Coordinator:
             return self._lose(leaving, reason, left=True)
         for actor in leaving:
             self._round.left.add(self.members.pop(actor).process)
-            self._round.staged.pop(actor, None)
+            self._round.answered.pop(actor, None)
         self._group_stands = False
         return [Evicted(actor, self.epoch, reason, left=True) for actor in sorted(leaving)] + self._advance()
 
@@ -392,30 +357,29 @@ class Coordinator:
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
             return []
-        answered = {
-            Phase.FORMING: self._round.joined,
-            Phase.SENDING: set(self._round.staged),
-            Phase.COMMITTING: self._round.serving,
-        }[self.phase]
-        late = set(self.members) - answered
+        late = set(self.members) - self._round.answered.keys()
         if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
         if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
 
-    def _note(self, event: MemberJoined | GroupBuilt | BytesSent | MemberStaged | MemberServing) -> None:
-        match event:
-            case MemberJoined(actor, _) if actor in self.members:
-                self._round.joined.add(actor)
-            case GroupBuilt():
-                self._round.built = True
-            case BytesSent(_, version, checksum) if version == self.version:
-                self._round.sent_checksum = checksum
-            case MemberStaged(actor, _, version, checksum) if actor in self.members and version == self.version:
-                self._round.staged[actor] = checksum
-            case MemberServing(actor, _, version) if actor in self.members and version == self.version:
-                self._round.serving.add(actor)
+    def _member_failed(self, said: Abort) -> list[Action]:
+        if said.actor not in self.members:
+            return []
+        if said.group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
+            return self._restart(said.reason)
+        return self._lose({said.actor}, said.reason)
+
+    def _note(self, event: GroupBuilt | BytesSent | EpochJoined | Staged | Serving) -> None:
+        if isinstance(event, GroupBuilt):
+            self._round.built = True
+        elif not isinstance(event, EpochJoined) and event.version != self.version:
+            return
+        elif isinstance(event, BytesSent):
+            self._round.sent_checksum = event.checksum
+        elif event.actor in self.members and isinstance(event, _WAITED_FOR.get(self.phase, ())):
+            self._round.answered[event.actor] = event.checksum if isinstance(event, Staged) else 0
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -424,20 +388,24 @@ class Coordinator:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
 
     def _advance(self) -> list[Action]:
-        everyone = set(self.members)
-        if self.phase is Phase.FORMING and self._round.built and self._round.joined >= everyone:
+        answered, sent_checksum = self._round.answered, self._round.sent_checksum
+        complete = answered.keys() >= self.members.keys()
+        if self.phase is Phase.FORMING and self._round.built and complete:
             self._group_stands = True
             return self._send()
-        if self.phase is Phase.SENDING and self._round.sent_checksum is not None:
-            wrong = {a for a, checksum in self._round.staged.items() if checksum != self._round.sent_checksum}
+        if self.phase is Phase.SENDING and sent_checksum is not None:
+            wrong = {actor for actor, checksum in answered.items() if checksum != sent_checksum}
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             held = self._held_above is not None and self.version > self._held_above
-            if set(self._round.staged) >= everyone and not held:
-                self.phase = Phase.COMMITTING
+            if complete and not held:
+                self.phase, self._round.answered = Phase.COMMITTING, {}
                 return [SendCommit(self.epoch, self.version), self._new_deadline()]
-        if self.phase is Phase.COMMITTING and self._round.serving >= everyone:
-            return self._served()
+        if self.phase is Phase.COMMITTING and complete:
+            self.phase = Phase.IDLE
+            self._breaks = self._breaks and len(self.members) == 1
+            self._deadline_token += 1
+            return [VersionServed(self.version, self.epoch, tuple(self.members))]
         return []
 
     def _form(self) -> list[Action]:
@@ -465,12 +433,6 @@ class Coordinator:
         self._round = _Round()
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
-    def _served(self) -> list[Action]:
-        self.phase = Phase.IDLE
-        self._breaks = self._breaks and len(self.members) == 1
-        self._deadline_token += 1
-        return [VersionServed(self.version, self.epoch, tuple(self.members))]
-
     def _lose(
         self, actors: set[str], reason: str, cause: EvictionCause = EvictionCause.FAILED, *, left: bool = False
     ) -> list[Action]:
@@ -480,15 +442,13 @@ class Coordinator:
             if self.present.get(actor) == self.members.get(actor):
                 self._benched[actor] = next(self._failures)
         self._group_stands = False
+        if self.phase in (Phase.FORMING, Phase.SENDING):
+            return evicted + self._again(reason)
+        for actor in actors:
+            self.members.pop(actor, None)
         if self.phase is Phase.COMMITTING:
-            for actor in actors:
-                self.members.pop(actor, None)
             return evicted + (self._advance() if self.members else self._again(reason))
-        if not self._under_way:
-            for actor in actors:
-                self.members.pop(actor, None)
-            return evicted
-        return evicted + self._again(reason)
+        return evicted
 
     def _restart(self, reason: str) -> list[Action]:
         """The group broke, and it is not known by whom: the next meeting tells. One that breaks on and on is taken apart."""

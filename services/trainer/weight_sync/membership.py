@@ -1,36 +1,40 @@
-"""Who has come and gone, which actors get a side group of their own, and what each registered actor is doing. Pure.
+"""Who has come and gone, what is known of each registered actor, and which of them get a side group of their own. Pure.
 
 An actor that comes, or that was left out of an epoch, is brought to the newest served version at once on a group of the
-trainer and itself, beside the epoch of the others (`Joining`). Once it serves that, it is a member of the next epoch like any
-other; until then it cannot hold anybody up. `updater.py` performs the actions, one session for each. Not here: what happens
-within a transfer, and what a departure means for an epoch (`coordinator.py`).
+trainer and itself, beside the epoch of the others. Once it serves that, it is a member of the next epoch like any other; until
+then it cannot hold anybody up. Not here: what happens within a transfer, and what a departure means for an epoch
+(`coordinator.py`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
 from pipelinerl.kube.pods import PodEnd
-from services.trainer.weight_sync.coordinator import Member, MembersLeaving
+from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Member, MembersLeaving
 
 MOST_REMEMBERED = 4096
 """Pods that have ended: their processes' last heartbeats come within seconds."""
 
 
+Kind = Literal["joined", "left", "evicted"]
+
+
 @dataclass(frozen=True)
 class MemberChange:
     """One line of the run's history. `joined`: it serves `version` from now on. `left`: on somebody's wish. `evicted`: it was
-    put out of epoch `epoch`, or is no longer heard of."""
+    put out of epoch `epoch`, then with the `cause`, or is no longer heard of."""
 
-    kind: Literal["joined", "left", "evicted"]
+    kind: Kind
     member: Member
     epoch: int
     version: int
     reason: str = ""
+    cause: EvictionCause | None = None
 
 
 class Departures:
@@ -66,154 +70,116 @@ class Departures:
             self._ended.popitem(last=False)
 
 
-class MembershipLog:
-    """Tells each arrival and each departure once."""
-
-    def __init__(self) -> None:
-        self._registered: dict[str, Member] = {}
-        self._serving: dict[str, Member] = {}
-
-    def registered(self, member: Member) -> None:
-        self._registered[member.actor] = member
-
-    def served(self, member: Member, epoch: int, version: int) -> list[MemberChange]:
-        """Its version was brought to it, by an epoch or on a side group."""
-        if self._serving.get(member.actor) == member:
-            return []
-        self._serving[member.actor] = member
-        return [MemberChange("joined", member, epoch, version)]
-
-    def put_out(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Of an epoch, whether it served anything or not."""
-        member = self._serving.pop(actor, None) or self._registered.get(actor)
-        return [MemberChange("left" if left else "evicted", member, epoch, version, reason)] if member else []
-
-    def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """It is no longer registered. Nothing new when an epoch has put it out before."""
-        changes = self.put_out(actor, epoch, version, reason, left=left) if actor in self._serving else []
-        self._registered.pop(actor, None)
-        return changes
-
-
 MOST_AT_ONCE = 4
-"""Side transfers at a time: each has the whole version to send, and their sum is the trainer's uplink."""
+"""Side groups at a time: each has the whole version to send, and their sum is the trainer's uplink."""
 
 MOST_RESTED = 16
 """Heartbeats between two tries of an actor that fails again and again: each may cost the whole version's bytes."""
 
 
-@dataclass(frozen=True)
-class BeginSide:
+@dataclass
+class _Registered:
+    """What is known of one registered process."""
+
     member: Member
-    version: int
+    version: int = -1
+    """Newest that it is known to serve."""
+    joined: bool = False
+    """Its arrival has been told, and no departure since."""
+    met: bool = False
+    """A group was built with it: prepared, and so quick to come to the next."""
+    failures: int = 0
+    """In a row, in an epoch or on a side group."""
+    rest: int = 0
+    """Failed lately: heartbeats until the next try."""
 
 
-@dataclass(frozen=True)
-class EndSide:
-    """Give it up: the actor is gone, or the epoch takes over."""
+class Roster:
+    """Registered actors, in the order in which they came. Tells each arrival and each departure once."""
 
-    actor: str
+    def __init__(self) -> None:
+        self._actors: dict[str, _Registered] = {}
 
-
-Action = BeginSide | EndSide
-
-
-class Joining:
-    """Each method takes one event and returns the actions to perform, in order."""
-
-    def __init__(self, most_at_once: int = MOST_AT_ONCE) -> None:
-        self._most_at_once = most_at_once
-        self._served = -1
-        self._present: dict[str, Member] = {}
-        self._version: dict[str, int] = {}
-        """Newest version that each present process is known to serve."""
-        self._in_epoch: dict[str, Member] = {}
-        self._on_side: dict[str, BeginSide] = {}
-        self._failures: dict[str, int] = {}
-        """Failures in a row, in an epoch or on a side group."""
-        self._resting: dict[str, int] = {}
-        """Failed lately: heartbeats until the next try, 1, 2, 4, … `MOST_RESTED` of them."""
-
-    @property
-    def on_side(self) -> frozenset[str]:
-        """Actors whose side transfer is under way."""
-        return frozenset(self._on_side)
-
-    def up(self, member: Member) -> list[Action]:
+    def up(self, member: Member) -> None:
         """Registered, or sent a heartbeat. A new process of a known actor serves nothing yet."""
-        ended: list[Action] = []
-        if self._present.get(member.actor, member).process != member.process:
-            in_epoch = self._in_epoch.get(member.actor)
-            ended = self.down(member.actor)
-            if in_epoch == member:  # the epoch has been formed with the new process already
-                self._in_epoch[member.actor] = member
-        self._present[member.actor] = member
-        if self._resting.get(member.actor, 0) > 1:
-            self._resting[member.actor] -= 1
+        known = self._process(member)
+        if known is None:
+            self._actors[member.actor] = _Registered(member)
         else:
-            self._resting.pop(member.actor, None)
-        return ended + self._due()
+            known.member, known.rest = member, max(known.rest - 1, 0)
 
-    def down(self, actor: str) -> list[Action]:
-        """Left, or its heartbeat stopped."""
-        self._present.pop(actor, None)
-        self._version.pop(actor, None)
-        self._in_epoch.pop(actor, None)
-        self._resting.pop(actor, None)
-        self._failures.pop(actor, None)
-        return self._end(actor) + self._due()
+    def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
+        """It is no longer registered. Nothing new when an epoch has put it out before."""
+        known = self._actors.pop(actor, None)
+        if known is None or not known.joined:
+            return []
+        return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
-    def formed(self, members: Iterable[Member]) -> list[Action]:
-        """The epoch of the others has been formed with these: they need nothing beside it."""
-        self._in_epoch = {member.actor: member for member in members}
-        return [action for actor in self._in_epoch for action in self._end(actor)]
+    def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
+        """Of an epoch, whether it served anything or not."""
+        known = self._actors.get(evicted.actor)
+        if known is None:
+            return []
+        known.joined = False
+        _rest(known)
+        cause = None if evicted.left else evicted.cause
+        kind: Kind = "left" if evicted.left else "evicted"
+        return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, cause)]
 
-    def left(self, actor: str) -> list[Action]:
-        """Put out of the epoch."""
-        self._in_epoch.pop(actor, None)
-        self._rest(actor)
-        return []
+    def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
+        """The version was brought to them, by an epoch or on a side group."""
+        changes = []
+        for member in members:
+            known = self._process(member)
+            if known is not None:
+                known.version, known.failures = version, 0
+                if not known.joined:
+                    changes.append(MemberChange("joined", member, epoch, version))
+                known.joined = True
+        return changes
 
-    def served(self, version: int, members: Iterable[str]) -> list[Action]:
-        """The epoch serves `version`."""
-        self._served = version
-        self._version.update({actor: version for actor in members if actor in self._present})
-        return self._due()
+    def serving(self, version: int) -> dict[str, Member]:
+        """Actors that are known to serve `version`; nobody before a first one. May be called on any thread."""
+        actors = list(self._actors.values())
+        return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
-    def side_served(self, actor: str, version: int) -> list[Action]:
-        """Its side transfer is complete."""
-        if self._on_side.pop(actor, None) is not None:
-            self._version[actor] = version
-            self._failures.pop(actor, None)
-        return self._due()
+    def met(self, members: Iterable[Member]) -> None:
+        """A group was built with them."""
+        for known in map(self._process, members):
+            if known is not None:
+                known.met = True
 
-    def side_failed(self, actor: str) -> list[Action]:
-        """It did not come to its end."""
-        self._on_side.pop(actor, None)
-        self._rest(actor)
-        return self._due()
+    def have_met(self, members: Iterable[Member]) -> bool:
+        return all(known is not None and known.met for known in map(self._process, members))
 
-    def _rest(self, actor: str) -> None:
-        failures = self._failures[actor] = self._failures.get(actor, 0) + 1
-        self._resting[actor] = min(2 ** (failures - 1), MOST_RESTED)
+    def side_failed(self, member: Member) -> None:
+        """Its side group did not come to its end. It rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
+        known = self._process(member)
+        if known is not None:
+            _rest(known)
 
-    def _end(self, actor: str) -> list[Action]:
-        return [EndSide(actor)] if self._on_side.pop(actor, None) is not None else []
+    def side_groups(
+        self, version: int, epoch: Collection[str], running: Mapping[str, Member]
+    ) -> tuple[list[str], list[Member]]:
+        """Which side groups of those `running` end, because their actor is gone, is a new process, or is in the `epoch` now;
+        and who is to be brought to `version` on a new one."""
+        ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
+        busy = {*epoch, *running}.difference(set(ended) - set(epoch))
+        due = [
+            known.member
+            for actor, known in self._actors.items()
+            if known.version < version and not known.rest and actor not in busy
+        ]
+        return ended, due[: MOST_AT_ONCE - len(running) + len(ended)]
 
-    def _due(self) -> list[Action]:
-        """Begins as many side transfers as may begin, in the order in which the actors came."""
-        begun: list[Action] = []
-        for actor, member in self._present.items():
-            if len(self._on_side) >= self._most_at_once:
-                break
-            if self._needs(actor):
-                self._on_side[actor] = BeginSide(member, self._served)
-                begun.append(self._on_side[actor])
-        return begun
+    def _process(self, member: Member) -> _Registered | None:
+        known = self._actors.get(member.actor)
+        return known if known is not None and known.member.process == member.process else None
 
-    def _needs(self, actor: str) -> bool:
-        behind = self._version.get(actor, -1) < self._served
-        return behind and not any(actor in others for others in (self._in_epoch, self._on_side, self._resting))
+
+def _rest(known: _Registered) -> None:
+    known.failures += 1
+    known.rest = min(2 ** (known.failures - 1), MOST_RESTED)
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")

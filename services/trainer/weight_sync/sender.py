@@ -42,7 +42,7 @@ from pipelinerl.transfer.chunks import (
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
-from services.trainer.weight_sync.session import TransferResult
+from services.trainer.weight_sync.updater import TransferResult
 
 
 def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:

@@ -10,55 +10,253 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipelinerl.bus.protocol import Bus, Headers
-from pipelinerl.errors import MessageError, ServiceError
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
+
+from pipelinerl.bus.protocol import Bus
+from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.pods import PodEnd
 from pipelinerl.messages.control import (
     Abort,
+    Announce,
+    Commit,
     EpochJoined,
+    EpochMember,
+    EpochStart,
     Registration,
     Serving,
     Staged,
     decode_control,
 )
 from pipelinerl.service.retry import retry_forever
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import child, headers_of, root, trace_in, trace_of
+from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import (
-    MEMBER_STATES,
-    BeginSide,
-    Departures,
-    EndSide,
-    Joining,
-    MemberChange,
-    MembershipLog,
-    member_states,
-)
-from services.trainer.weight_sync.membership import Action as JoiningAction
-from services.trainer.weight_sync.session import (
-    Answer,
-    Order,
-    Outcome,
-    TransferContext,
-    TransferSession,
-    UpdateRecord,
-    trace_answer,
-)
+from services.trainer.weight_sync.membership import MEMBER_STATES, Departures, MemberChange, Roster, member_states
 
 if TYPE_CHECKING:
-    from services.trainer.weight_sync.sender import CollectivePort, Snapshot
+    from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, Snapshot
 
 log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": EpochJoined, "staged": Staged, "serving": Serving, "failed": Abort}
 """What actors say, by kind."""
+MEETING_SHARE = 0.8
+"""Of the deadline, for a group's members to meet: a meeting knows who did not come, and says so before the deadline of the
+phase, which would blame all whom it kept waiting."""
+PATIENCE_S = 3.0
+"""For the next rank once one has come, in a meeting of members that have met before: who died a moment ago is found out by
+this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
 MOST_REASONS = 16
 """Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """A version whose every byte has left. `checksum`: of the whole version, to compare with what receivers staged."""
+
+    checksum: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class UpdateRecord:
+    """What one version's update took. Seconds, bytes."""
+
+    version: int
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    round_trip_s: float = 0.0
+    receive_s: dict[str, float] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+
+class TransferSession:
+    """One transfer group and the state machine that directs it: the epoch of all actors, or the side group of a `joiner`, who
+    is then the only one spoken to.
+
+    Performs its coordinator's actions that concern the group itself: opening, announcing, broadcasting, committing, aborting,
+    deadlines; and records what the update took. The update's span lasts from its offer until every member serves the version,
+    or it is given up; members' spans follow the announcement or the commit that they answer.
+    """
+
+    def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
+        self._updater, self.coordinator, self.joiner = updater, coordinator, joiner
+        self.record = UpdateRecord(-1)
+        self._span: Span = INVALID_SPAN
+        self._commit_span: Span = INVALID_SPAN
+        self._snapshot: Snapshot | None = None
+        self._begun_at = 0.0
+        self._group: CollectiveGroup | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, version: int, snapshot: Snapshot) -> None:
+        """What the next `VersionReady` will send."""
+        self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
+        about: a.Attributes = {a.VERSION: version, **({a.ACTOR: self.joiner.actor} if self.joiner else {})}
+        self._span = root("weight_update", attributes=about)
+
+    async def step(self, event: c.Event) -> list[c.Action]:
+        """Takes an event of this session and performs what follows from it for the group; returns what follows from it."""
+        self._note(event)
+        actions = self.coordinator.step(event)
+        for action in actions:
+            await self._perform(action)
+        return actions
+
+    async def close(self) -> None:
+        """Ends what is under way, in bounded time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._stop_transfer()
+        self._end_spans("given up")
+
+    def _note(self, event: c.Event) -> None:
+        """Keeps the times that a member says of the version under way."""
+        if not isinstance(event, Staged | Serving):
+            return
+        if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
+            return
+        if isinstance(event, Staged):
+            self.record.receive_s[event.actor], self.record.prepare_s[event.actor] = event.receive_s, event.prepare_s
+            self._span.add_event("staged", {a.ACTOR: event.actor, a.BYTES: event.bytes})
+        else:
+            self.record.stall_s[event.actor] = event.stall_s
+            self._span.add_event("serving", {a.ACTOR: event.actor, a.STALL_S: event.stall_s})
+
+    async def _perform(self, action: c.Action) -> None:
+        updater, incarnation = self._updater, self._updater.incarnation
+        match action:
+            case c.FormGroup(epoch, members):
+                await self._form_group(epoch, members)
+            case c.SendVersion(epoch, version):
+                announce = Announce(
+                    incarnation=incarnation,
+                    epoch=epoch,
+                    version=version,
+                    manifest_id=updater.port.manifest.manifest_id,
+                    deadline_s=updater.deadline_s,
+                )
+                with self._order_span("announce", epoch) as span:
+                    await self._say("announce", announce, span)
+                assert self._group is not None
+                assert self._snapshot is not None
+                self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
+            case c.SendCommit(epoch, version):
+                self._commit_span = self._order_span("commit", epoch)
+                commit = Commit(incarnation=incarnation, epoch=epoch, version=version)
+                await self._say("commit", commit, self._commit_span)
+            case c.SendAbort(epoch, version, reason):
+                log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
+                self._span.add_event("aborted", {a.REASON: reason})
+                self._end_commit_span(reason)
+                abort = Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
+                await self._say("abort", abort)
+                await self._stop_transfer()
+            case c.SetDeadline(token):
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = asyncio.get_running_loop().call_later(
+                    updater.deadline_s, updater.post, self, c.DeadlinePassed(token)
+                )
+            case c.WaitingForMembers():
+                await self._stop_transfer()
+            case c.VersionServed():
+                self.record.round_trip_s = time.monotonic() - self._begun_at
+                self._snapshot = None
+                self._end_spans()
+            case c.Evicted(actor, epoch, reason):
+                log.warning("actor %s leaves epoch %d: %s", actor, epoch, reason)
+                self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
+
+    async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
+        await self._stop_transfer()
+        updater = self._updater
+        world_size = 1 + sum(member.ranks for member in members)
+        patience_s = PATIENCE_S if updater.roster.have_met(members) else None
+        try:
+            group = await updater.port.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
+        except TransferError as error:
+            updater.post(self, c.TransferFailed(epoch, str(error)))
+            return
+        self._group = group
+        start = EpochStart(
+            incarnation=updater.incarnation,
+            epoch=epoch,
+            store_address=group.store_address,
+            backend=updater.port.backend,
+            world_size=world_size,
+            members=epoch_members(members),
+            manifest_id=updater.port.manifest.manifest_id,
+            deadline_s=updater.deadline_s,
+        )
+        await self._say("epoch", start)
+        self._task = updater.tasks.create_task(self._await_group(group, epoch, members))
+
+    async def _await_group(self, group: CollectiveGroup, epoch: int, members: tuple[c.Member, ...]) -> None:
+        try:
+            await group.built()
+        except TransferError as error:
+            missing = actors_of(error.ranks, members) if isinstance(error, RanksMissing) else ()
+            self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
+        else:
+            self._updater.roster.met(members)
+            self._updater.post(self, c.GroupBuilt(epoch))
+
+    async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
+        try:
+            with child(trace_of(self._span), "weight_update.transfer", attributes={a.EPOCH: epoch}):
+                sent = await group.broadcast(snapshot, self._updater.deadline_s)
+        except TransferError as error:
+            self._updater.post(self, c.TransferFailed(epoch, str(error)))
+            return
+        self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
+        self._updater.post(self, c.BytesSent(epoch, version, sent.checksum))
+
+    async def _stop_transfer(self) -> None:
+        task, group = self._task, self._group
+        self._task = self._group = None
+        if task is not None:
+            task.cancel()  # before anything is waited for: one that has not begun must not
+        if group is not None:
+            await group.abandon()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _say(self, kind: str, order: EpochStart | Announce | Commit | Abort, span: Span = INVALID_SPAN) -> None:
+        """To all actors, or to the joiner alone."""
+        payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
+        headers, bus = headers_of(trace_of(span)), self._updater.bus
+        await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
+
+    def _order_span(self, kind: str, epoch: int) -> Span:
+        """Of saying `kind` to the members."""
+        attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
+        return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
+
+    def _end_commit_span(self, failure: str = "") -> None:
+        if failure:
+            self._commit_span.set_status(Status(StatusCode.ERROR, failure))
+        self._commit_span.end()
+        self._commit_span = INVALID_SPAN
+
+    def _end_spans(self, failure: str = "") -> None:
+        """Served by all, or given up for a reason. Only the first call counts."""
+        self._end_commit_span(failure)
+        if failure:
+            self._span.set_status(Status(StatusCode.ERROR, failure))
+        self._span.end()
+        self._span = INVALID_SPAN
 
 
 class WeightUpdater:
@@ -66,7 +264,7 @@ class WeightUpdater:
 
     Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_aborted`: version,
     epoch, actor (empty: all of the epoch) and reason of an update that is begun again. `on_regroup`: the group of all members
-    is formed again, as this epoch; `on_evicted`: one was put out of it.
+    is formed again, as this epoch.
     """
 
     def __init__(
@@ -82,33 +280,27 @@ class WeightUpdater:
         on_member: Callable[[MemberChange], None] = lambda change: None,
         on_aborted: Callable[[int, int, str, str], None] = lambda version, epoch, actor, reason: None,
         on_regroup: Callable[[int], None] = lambda epoch: None,
-        on_evicted: Callable[[c.EvictionCause], None] = lambda cause: None,
     ) -> None:
-        self._bus, self._port = bus, port
-        self._incarnation, self._join_timeout_s = incarnation, join_timeout_s
-        self._on_served, self._on_joined = on_served, on_joined
-        self._on_member, self._on_aborted = on_member, on_aborted
-        self._on_regroup, self._on_evicted = on_regroup, on_evicted
-        self._formed_before = False
+        self.bus, self.port, self.incarnation, self.deadline_s = bus, port, incarnation, deadline_s
+        self._join_timeout_s = join_timeout_s
+        self._on_served, self._on_joined, self._on_member = on_served, on_joined, on_member
+        self._on_aborted, self._on_regroup = on_aborted, on_regroup
+        self.tasks: asyncio.TaskGroup
+        self.roster, self._departures = Roster(), Departures()
         self._draining: set[str] = set()
         """Actors that were told to end and are still registered."""
-        self._departures, self._membership_log = Departures(), MembershipLog()
         self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
         self._epochs = count(1)
-        self._context = TransferContext(port, self._say, self._post, self._spawn, incarnation, deadline_s)
-        self._main = TransferSession(self._context, c.Coordinator(self._epochs))
+        self._main = TransferSession(self, c.Coordinator(self._epochs))
         self._sides: dict[str, TransferSession] = {}
-        self._joining = Joining()
-        self._idle = asyncio.Event()
+        self._formed_before = False
+        self._idle, self._offered = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._members_changed = asyncio.Condition()
         self._served_changed = asyncio.Condition()
         self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
-        self._serving: dict[str, c.Member] = {}
-        self._tasks: asyncio.TaskGroup
         self._reasons: dict[str, str] = {}
-        self._offered = asyncio.Event()
         self.served_version = -1
         self.evictions = 0
         self.bad_messages = 0
@@ -124,18 +316,13 @@ class WeightUpdater:
     @property
     def serving(self) -> dict[str, c.Member]:
         """Actors that are known to serve `served_version`: whom to ask while it is held."""
-        return dict(self._serving)
-
-    @property
-    def joining(self) -> frozenset[str]:
-        """Actors that are being brought to the served version on side groups."""
-        return frozenset(self._sides)
+        return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
         """Of each registered actor, by name. May be read on any thread."""
         present, draining = set(self._main.coordinator.present), set(self._draining)
-        return member_states(present, set(self._serving), set(self._sides), draining)
+        return member_states(present, set(self.serving), set(self._sides), draining)
 
     @property
     def member_states(self) -> dict[str, int]:
@@ -168,13 +355,13 @@ class WeightUpdater:
         self._under_way = snapshot
         self._main.begin(version, snapshot)
         self._offered.set()
-        self._post(self._main, c.VersionReady(version))
+        self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
         """An actor's pod is being deleted, or has ended: its departure, whatever its heart does."""
         leaving = self._departures.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
-            self._post(None, leaving)
+            self.post(None, leaving)
 
     async def all_served(self) -> None:
         """Returns when the epoch has nothing under way."""
@@ -183,24 +370,24 @@ class WeightUpdater:
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
         """Enters once `version`, offered before, is served; while inside, no later one is committed. Staging goes on."""
-        self._post(self._main, c.HoldCommits(above=version))
+        self.post(self._main, c.HoldCommits(above=version))
         try:
             async with self._served_changed:
                 await self._served_changed.wait_for(lambda: self.served_version >= version)
             yield
         finally:
-            self._post(self._main, c.HoldCommits(above=None))
+            self.post(self._main, c.HoldCommits(above=None))
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when no actor comes to serve the first version."""
-        manifest = self._port.manifest.to_bytes()
-        await retry_forever(lambda: self._bus.publish_control("manifest", manifest), "say 'manifest'")
+        manifest = self.port.manifest.to_bytes()
+        await retry_forever(lambda: self.bus.publish_control("manifest", manifest), "say 'manifest'")
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self._watch_members())
-                self._tasks.create_task(self._watch_answers())
-                self._tasks.create_task(self._step_events())
-                self._tasks.create_task(self._first_served_in_time())
+            async with asyncio.TaskGroup() as self.tasks:
+                self.tasks.create_task(self._watch_members())
+                self.tasks.create_task(self._watch_answers())
+                self.tasks.create_task(self._step_events())
+                self.tasks.create_task(self._first_served_in_time())
         finally:
             for session in (self._main, *self._sides.values()):
                 await session.close()
@@ -220,11 +407,11 @@ class WeightUpdater:
     # --- events in ------------------------------------------------------------------------------------------------
 
     async def _watch_members(self) -> None:
-        async with self._bus.watch_members() as events:
+        async with self.bus.watch_members() as events:
             async for event in events:
                 if event.payload is None:
                     self._draining.discard(event.actor)
-                    self._post(None, c.MembersDown((event.actor,)))
+                    self.post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
                     said = decode_control(event.payload, Registration)
@@ -235,29 +422,31 @@ class WeightUpdater:
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 if said.phase == "draining":
                     self._draining.add(said.actor)
-                    self._post(None, c.MembersLeaving((member,), "it was told to end"))
+                    self.post(None, c.MembersLeaving((member,), "it was told to end"))
                 else:
                     self._draining.discard(said.actor)
-                    self._post(None, c.MemberUp(member))
+                    self.post(None, c.MemberUp(member))
 
     async def _watch_answers(self) -> None:
-        async with self._bus.watch_control(tuple(ANSWER_TYPES)) as messages:
+        async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    answer: Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error)
                     continue
-                trace_answer(message)
+                about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
+                trace = trace_in(message.headers)  # the last span on the member's side follows into the trainer
+                child(trace, "weight_update.answer", kind=SpanKind.CONSUMER, attributes=about).end()
                 self._hear(answer)
 
-    def _hear(self, answer: Answer) -> None:
-        """Posts the event of an answer to this incarnation, to the session that it is about; nobody else's.
+    def _hear(self, answer: c.Answer) -> None:
+        """Posts an answer to this incarnation to the session that it is about; nobody else's.
 
         That of an epoch that is over goes to the main session, which ignores it.
         """
-        ours = answer.incarnation == self._incarnation
+        ours = answer.incarnation == self.incarnation
         if isinstance(answer, Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
@@ -266,8 +455,7 @@ class WeightUpdater:
         if isinstance(answer, EpochJoined):
             self._reasons.pop(answer.actor, None)
         sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
-        session = next(sides, self._main)
-        self._post(session, session.event_of(answer))
+        self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
         """What an actor said itself is not replaced by what was seen of it from here."""
@@ -277,7 +465,7 @@ class WeightUpdater:
 
     # --- what follows from them -------------------------------------------------------------------------------------
 
-    def _post(self, session: TransferSession | None, event: c.Event) -> None:
+    def post(self, session: TransferSession | None, event: c.Event) -> None:
         """`session` None: of the membership, which concerns all sessions."""
         self._events.put_nowait((session, event))
 
@@ -295,123 +483,90 @@ class WeightUpdater:
                     await self._step_side(session, event)
 
     async def _membership(self, event: c.Event) -> None:
-        if isinstance(event, c.MemberUp):
-            if self._departures.has_left(event.member):
-                return
-            self._membership_log.registered(event.member)
+        if isinstance(event, c.MemberUp) and self._departures.has_left(event.member):
+            return
         await self._step_main(event)
         match event:
             case c.MemberUp(member):
-                self._forget(member.actor, but=member.process)
-                await self._side(self._joining.up(member))
+                self.roster.up(member)
             case c.MembersDown(actors):
                 for actor in actors:
-                    await self._gone(actor, "left, or its heartbeat stopped", left=False)
+                    self._gone(actor, "left, or its heartbeat stopped", left=False)
             case c.MembersLeaving(members, reason):
                 for member in members:
                     if member.actor not in self._main.coordinator.present:  # else another process of that name is there
-                        await self._gone(member.actor, reason, left=True)
+                        self._gone(member.actor, reason, left=True)
+        await self._tend_sides()
         async with self._members_changed:
             self._members_changed.notify_all()
 
-    async def _gone(self, actor: str, reason: str, *, left: bool) -> None:
-        self._forget(actor)
-        self._tell(self._membership_log.gone(actor, self.epoch, self.served_version, reason, left=left))
-        await self._side(self._joining.down(actor))
+    def _gone(self, actor: str, reason: str, *, left: bool) -> None:
+        self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
             self._on_member(change)
 
-    def _forget(self, actor: str, but: str = "") -> None:
-        """Processes of this name, except `but`, no longer count as having met, or as serving."""
-        for member in {*self._context.met, *self._serving.values()}:
-            if member.actor == actor and member.process != but:
-                self._context.met.discard(member)
-                if self._serving.get(actor) == member:
-                    del self._serving[actor]
-
     async def _step_main(self, event: c.Event) -> None:
-        for outcome in await self._main.step(event):
-            await self._side(self._main_outcome(outcome))
-            if isinstance(outcome, c.VersionServed):
-                await self._finish(outcome.version)
-
-    def _main_outcome(self, outcome: Outcome) -> list[JoiningAction]:
-        match outcome:
-            case c.FormGroup(epoch, members):
-                if self._formed_before:
-                    self._on_regroup(epoch)
-                self._formed_before = True
-                return self._joining.formed(members)
-            case c.Evicted(actor, epoch, reason, left, cause):
-                if not left:
-                    self.evictions += 1
-                    self._on_evicted(cause)
-                self._note_reason(actor, reason)
-                self._tell(self._membership_log.put_out(actor, epoch, self.served_version, reason, left=left))
-                return self._joining.left(actor)
-            case c.SendAbort(epoch, version, reason):
-                self._on_aborted(version, epoch, "", reason)
-                return []
-            case c.WaitingForMembers(version):
-                log.warning("no actor is left: version %d waits for one to register", version)
-                return self._joining.formed(())
-            case c.VersionServed(version, _, members):
-                self._served_snapshot, self._under_way = self._under_way, None
-                self._serving = dict(self._main.coordinator.members)
-                for member in self._serving.values():
-                    self._tell(self._membership_log.served(member, self.epoch, version))
-                return self._joining.served(version, members)
-
-    async def _side(self, actions: list[JoiningAction]) -> None:
-        for action in actions:
+        for action in await self._main.step(event):
             match action:
-                case BeginSide(member, version):
-                    await self._begin_side(member, version)
-                case EndSide(actor):
-                    await self._sides.pop(actor).close()
+                case c.FormGroup(epoch):
+                    if self._formed_before:
+                        self._on_regroup(epoch)
+                    self._formed_before = True
+                case c.Evicted(actor, _, reason, left):
+                    self.evictions += not left
+                    self._note_reason(actor, reason)
+                    self._tell(self.roster.put_out(action, self.served_version))
+                case c.SendAbort(epoch, version, reason):
+                    self._on_aborted(version, epoch, "", reason)
+                case c.WaitingForMembers(version):
+                    log.warning("no actor is left: version %d waits for one to register", version)
+                case c.VersionServed(version, epoch):
+                    self._served_snapshot, self._under_way = self._under_way, None
+                    self.served_version = version
+                    self._tell(self.roster.served(self.members.values(), epoch, version))
+                    self._on_served(self._main.record)
+                    self._idle.set()
+                    async with self._served_changed:
+                        self._served_changed.notify_all()
+                case _:
+                    continue
+            await self._tend_sides()
 
-    async def _begin_side(self, member: c.Member, version: int) -> None:
-        log.info("actor %s is brought to version %d on a side group", member.actor, version)
-        session = TransferSession(self._context, c.Coordinator(self._epochs), joiner=member.actor)
-        assert self._served_snapshot is not None, "nobody is brought to a version before one is served"
-        session.begin(version, self._served_snapshot)
-        self._sides[member.actor] = session
-        session.coordinator.step(c.MemberUp(member))
-        await self._step_side(session, c.VersionReady(version))
+    async def _tend_sides(self) -> None:
+        """Ends the side groups that are over, and begins those that may begin."""
+        running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
+        ended, due = self.roster.side_groups(self.served_version, self.members, running)
+        for actor in ended:
+            await self._sides.pop(actor).close()
+        for member in due:
+            log.info("actor %s is brought to version %d on a side group", member.actor, self.served_version)
+            session = self._sides[member.actor] = TransferSession(self, c.Coordinator(self._epochs), member)
+            assert self._served_snapshot is not None, "nobody is brought to a version before one is served"
+            session.begin(self.served_version, self._served_snapshot)
+            session.coordinator.step(c.MemberUp(member))
+            await self._step_side(session, c.VersionReady(self.served_version))
 
     async def _step_side(self, session: TransferSession, event: c.Event) -> None:
-        for outcome in await session.step(event):
-            actor = next(actor for actor, other in self._sides.items() if other is session)
-            if isinstance(outcome, c.VersionServed):
-                member = session.coordinator.members[actor]
-                if outcome.version == self.served_version:
-                    self._serving[actor] = member
-                self._tell(self._membership_log.served(member, outcome.epoch, outcome.version))
-                self._post(self._main, c.MemberReady(actor, member.process))
-                await self._sides.pop(actor).close()
-                self._on_joined(actor, session.record)
-                await self._side(self._joining.side_served(actor, outcome.version))
-            elif isinstance(outcome, c.SendAbort):
-                self._on_aborted(outcome.version, outcome.epoch, actor, outcome.reason)
-            elif isinstance(outcome, c.WaitingForMembers):
-                await self._sides.pop(actor).close()
-                await self._side(self._joining.side_failed(actor))
-
-    async def _finish(self, version: int) -> None:
-        self.served_version = version
-        self._on_served(self._main.record)
-        self._idle.set()
-        async with self._served_changed:
-            self._served_changed.notify_all()
-
-    async def _say(self, kind: str, order: Order, actor: str, headers: Headers) -> None:
-        payload = order.SerializeToString()
-        await retry_forever(lambda: self._bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.create_task(work)
+        assert session.joiner is not None
+        joiner, actor = session.joiner, session.joiner.actor
+        for action in await session.step(event):
+            match action:
+                case c.VersionServed(version, epoch):
+                    self._tell(self.roster.served([joiner], epoch, version))
+                    self.post(self._main, c.MemberReady(actor, joiner.process))
+                    await self._sides.pop(actor).close()
+                    self._on_joined(actor, session.record)
+                case c.SendAbort(epoch, version, reason):
+                    self._on_aborted(version, epoch, actor, reason)
+                    continue
+                case c.WaitingForMembers():
+                    await self._sides.pop(actor).close()
+                    self.roster.side_failed(joiner)
+                case _:
+                    continue
+            await self._tend_sides()
 
 
 def coalesce_departures(
@@ -432,3 +587,24 @@ def coalesce_departures(
         else:
             merged.append((session, event))
     return merged
+
+
+def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
+    """Rank layout: rank 0 is the trainer, then each actor's ranks in the members' order. Pure."""
+    laid_out, next_rank = [], 1
+    for member in members:
+        laid_out.append(
+            EpochMember(actor=member.actor, process=member.process, first_rank=next_rank, ranks=member.ranks)
+        )
+        next_rank += member.ranks
+    return tuple(laid_out)
+
+
+def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
+    """Whose ranks these are, each actor once. Pure."""
+    wanted = set(ranks)
+    return tuple(
+        member.actor
+        for member in epoch_members(members)
+        if wanted & set(range(member.first_rank, member.first_rank + member.ranks))
+    )
