@@ -23,8 +23,9 @@ from grpc import aio
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import FinishReason, finish_reason_to_proto
 from pipelinerl.messages.validation import building
-from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, RenewedChannel, explained
+from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ class VerifierClient:
 
     async def __aenter__(self) -> VerifierClient:
         """Raises `FieldError` on `tls_dir` when its files cannot be used."""
-        self._channel = RenewedChannel(self.target, self._tls_dir, options=CHANNEL_OPTIONS)
+        self._files = RenewedCertificates(self._tls_dir, "client") if self._tls_dir is not None else None
+        self._channel = self._opened()
         return self
 
     async def __aexit__(
@@ -149,9 +151,9 @@ class VerifierClient:
 
         async def call() -> verifier_pb2.VerifyResponse:
             nonlocal doubtful, deadline_s
-            stub = verifier_pb2_grpc.VerifierServiceStub(self._channel.current())
+            channel = self._channel
             try:
-                return await stub.Verify(request, timeout=deadline_s)
+                return await verifier_pb2_grpc.VerifierServiceStub(channel).Verify(request, timeout=deadline_s)
             except aio.AioRpcError as error:
                 self._on_failed_try(error.code().name)
                 doubtful += error.code() in _DOUBTFUL
@@ -159,6 +161,8 @@ class VerifierClient:
                     raise ServiceError(f"verifier {self.target} refused a batch: {self._text(error)}") from error
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
+                if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
+                    await self._renew()
                 raise
 
         return await retry_forever(
@@ -168,6 +172,17 @@ class VerifierClient:
             backoff=self._backoff,
             explain=self._text,
         )
+
+    def _opened(self) -> aio.Channel:
+        certificates = self._files.certificates if self._files is not None else None
+        return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
+
+    async def _renew(self) -> None:
+        """Opens another channel where the certificates were renewed: a channel keeps those that it was opened with, and its new
+        connections are refused once they have expired. Other calls under way on it are cancelled, and tried again."""
+        if self._files is not None and self._files.renew():
+            replaced, self._channel = self._channel, self._opened()
+            await replaced.close()
 
     def _text(self, error: Exception) -> str:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)

@@ -1,7 +1,7 @@
-"""gRPC for every service: servers with health, reflection and an error boundary, and channels that renew their certificates.
+"""gRPC for every service: servers with health, reflection and an error boundary, and channels with certificates.
 
 A server decides when a port is taken and what an error looks like to a caller. A channel keeps the certificate it was opened
-with; `RenewedChannel` is for callers that live longer than certificates do. Nothing here makes a call or waits for one.
+with. Nothing here makes a call or waits for one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.service.address import host_port
-from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, RenewedCertificates, read_certificates
+from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, read_certificates
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +31,6 @@ STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
 """After which a client is asked to connect again, without a call being cut: it then looks its name up anew and finds servers
 that were added, and both sides show renewed certificates."""
-LOOK_EVERY_S = 5.0
-"""Between two looks at the certificate files; a Secret takes a minute to reach a pod anyway."""
-_ENDED_WITHIN_S = 3600.0
-"""For calls under way on a channel that was replaced."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (
@@ -50,18 +45,11 @@ _SERVER_OPTIONS = (
 )
 Options = Sequence[tuple[str, Any]]
 
-_KINDS = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-
 
 class ErrorBoundary(aio.ServerInterceptor):
     """`UserError` becomes INVALID_ARGUMENT; anything else INTERNAL, with the error's name and the start of its text.
 
-    What a handler itself aborts with passes unchanged.
+    What a handler itself aborts with passes unchanged, and so do the library's own services.
     """
 
     async def intercept_service(
@@ -69,29 +57,26 @@ class ErrorBoundary(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
-        return handler and _guarded(handler, handler_call_details.method)
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
 
+        async def call(request: Any, context: aio.ServicerContext) -> Any:
+            async with _errors_answered(context, method):
+                return await handler.unary_unary(request, context)
 
-def _guarded(handler: Any, method: str) -> Any:
-    name, make = _KINDS[handler.request_streaming, handler.response_streaming]
-    behaviour = getattr(handler, name)
+        async def stream(request: Any, context: aio.ServicerContext) -> AsyncIterator[Any]:
+            async with _errors_answered(context, method):
+                async for response in handler.unary_stream(request, context):
+                    yield response
 
-    async def call(request: Any, context: aio.ServicerContext) -> Any:
-        async with _errors_answered(context, method):
-            return await behaviour(request, context)
-
-    async def stream(request: Any, context: aio.ServicerContext) -> AsyncIterator[Any]:
-        async with _errors_answered(context, method):
-            async for response in behaviour(request, context):
-                yield response
-
-    guarded = behaviour
-    if inspect.isasyncgenfunction(behaviour):
-        guarded = stream
-    elif inspect.iscoroutinefunction(behaviour):
-        guarded = call
-    return make(guarded, handler.request_deserializer, handler.response_serializer)
+        if handler is None:
+            return None
+        types = handler.request_deserializer, handler.response_serializer
+        if inspect.iscoroutinefunction(handler.unary_unary):
+            return grpc.unary_unary_rpc_method_handler(call, *types)
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(stream, *types)
+        return handler
 
 
 @asynccontextmanager
@@ -164,14 +149,22 @@ async def serve_grpc(
         await asyncio.shield(server.stop(stop_grace_s))
 
 
-def open_channel(target: str, tls_dir: Path | None, name_override: str = "", options: Options = ()) -> aio.Channel:
-    """A channel to `target` (host:port, or dns:///name:port), with the certificates in `tls_dir`; None = plain text.
+def open_channel(
+    target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()
+) -> aio.Channel:
+    """A channel to `target` (host:port, or dns:///name:port), with certificates or those in a folder; None = plain text.
 
     `name_override`: the name that the server's certificate must hold, where `target` is an address.
-    Raises `FieldError` on `tls_dir` when its files cannot be used.
+    Raises `FieldError` on `tls_dir` when the folder's files cannot be used.
     """
-    certificates = read_certificates(tls_dir, "client") if tls_dir is not None else None
-    return _open(target, certificates, name_override, options)
+    every = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0), *options]
+    if tls is None:
+        return aio.insecure_channel(target, options=every)
+    if name_override:
+        every.append(("grpc.ssl_target_name_override", name_override))
+    found = read_certificates(tls, "client") if isinstance(tls, Path) else tls
+    credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.certificate)
+    return aio.secure_channel(target, credentials, options=every)
 
 
 def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
@@ -189,55 +182,3 @@ def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     elif closed_at_once:
         hint = f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)"
     return f"{error.code().name}: {details}{hint}"
-
-
-class RenewedChannel:
-    """A channel that is replaced when the files in `tls_dir` are. Calls under way end on the one they began on."""
-
-    def __init__(
-        self,
-        target: str,
-        tls_dir: Path | None,
-        name_override: str = "",
-        options: Options = (),
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Raises `FieldError` on `tls_dir` when its files cannot be used."""
-        self._target, self._name, self._options = target, name_override, options
-        self._files = RenewedCertificates(tls_dir, "client") if tls_dir is not None else None
-        self._clock = clock
-        self._looked_at = clock()
-        self._channel = self._opened()
-        self._replaced: set[asyncio.Task[None]] = set()
-
-    def current(self) -> aio.Channel:
-        """The channel for the next call."""
-        if self._files is not None and self._clock() - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = self._clock()
-            if self._files.renew():
-                ending = asyncio.ensure_future(self._channel.close(_ENDED_WITHIN_S))
-                self._replaced.add(ending)
-                ending.add_done_callback(self._replaced.discard)
-                self._channel = self._opened()
-        return self._channel
-
-    async def close(self) -> None:
-        for ending in list(self._replaced):
-            ending.cancel()
-        await asyncio.gather(*self._replaced, return_exceptions=True)
-        await self._channel.close()
-
-    def _opened(self) -> aio.Channel:
-        certificates = self._files.certificates if self._files is not None else None
-        return _open(self._target, certificates, self._name, self._options)
-
-
-def _open(target: str, certificates: Certificates | None, name_override: str, options: Options) -> aio.Channel:
-    every = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0), *options]
-    if certificates is None:
-        return aio.insecure_channel(target, options=every)
-    if name_override:
-        every.append(("grpc.ssl_target_name_override", name_override))
-    credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.certificate)
-    return aio.secure_channel(target, credentials, options=every)

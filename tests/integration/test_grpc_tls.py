@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.verification import VerifierClient, VerifyItem
-from pipelinerl.service.grpc import GrpcServer, RenewedChannel, explained, open_channel, serve_grpc
+from pipelinerl.service.grpc import GrpcServer, explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -57,13 +57,15 @@ def files(tmp_path: Path, authority: Authority) -> Callable[..., Path]:
 
 
 @asynccontextmanager
-async def serving(tls_dir: Path | None, servicer: Answering | None = None) -> AsyncIterator[GrpcServer]:
+async def serving(
+    tls_dir: Path | None, servicer: Answering | None = None, **options: float
+) -> AsyncIterator[GrpcServer]:
     def register(server: aio.Server) -> None:
         if servicer is not None:
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
     credentials = server_credentials(tls_dir)
-    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials) as server:
+    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials, **options) as server:
         await server.set_serving(True)
         yield server
 
@@ -178,69 +180,28 @@ async def test_an_actor_client_with_unusable_files_is_no_users_mistake(tmp_path:
 async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_on(
     files: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A whole new CA on both sides: the old certificates are of no use to a new connection."""
+    """A whole new CA on both sides: the old certificates are of no use to a new connection. What is wrong is in the log; once
+    the files are right, the call goes through."""
     server_files, client_files = files("server", HOST), files("client", "caller")
-    first, servicer, now = serial_of(client_files / "tls.crt"), Answering(), 0.0
-    async with serving(server_files, servicer) as server:
-        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, clock=lambda: now)
+    first, servicer, renewed = serial_of(client_files / "tls.crt"), Answering(), asyncio.Event()
+    async with (
+        serving(server_files, servicer, connection_age_s=0.2) as server,
+        VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client,
+    ):
 
-        async def call() -> None:
-            stub = verifier_pb2_grpc.VerifierServiceStub(channel.current())
-            await stub.Verify(verifier_pb2.VerifyRequest(), timeout=5)
+        async def keep_asking() -> None:
+            while not renewed.is_set():
+                await client.verify([ITEM])
 
-        await call()
+        await client.verify([ITEM])
         replacing = Authority("the next")
         replacing.issue(server_files, HOST)
         (client_files / "tls.key").write_text("half a renewal")
-        now = 5.0
-        await call()  # on the connection that there is
-        assert "cannot be used" in caplog.text
-        replacing.issue(client_files, "caller")
-        await call()  # looks at the files no more often than every 5 s
-        now = 10.0
-        await call()
-        await channel.close()
-    assert servicer.callers == [first, first, first, serial_of(client_files / "tls.crt")]
-
-
-async def test_a_call_under_way_ends_on_the_replaced_channel(files: Callable[..., Path]) -> None:
-    server_files, client_files = files("server", HOST), files("client", "caller")
-    called, answer, now = asyncio.Event(), asyncio.Event(), 0.0
-
-    class Slow(Answering):
-        async def Verify(
-            self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-        ) -> verifier_pb2.VerifyResponse:
-            called.set()
-            await answer.wait()
-            return await super().Verify(request, context)
-
-    async with serving(server_files, Slow()) as server:
-        channel = RenewedChannel(f"{HOST}:{server.port}", client_files, clock=lambda: now)
-        before = channel.current()
-        slow = asyncio.ensure_future(verifier_pb2_grpc.VerifierServiceStub(before).Verify(verifier_pb2.VerifyRequest()))
-        await called.wait()
-        files("client", "caller")
-        now = 60.0
-        assert channel.current() is not before
-        answer.set()
-        await slow
-        await channel.close()
-
-
-async def test_a_verifier_client_waits_for_certificates_that_fit(
-    files: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is wrong is in the log; once the files are right, the call goes through."""
-    monkeypatch.setattr("pipelinerl.service.grpc.LOOK_EVERY_S", 0.0)
-    client_files = files("client", "caller", by=Authority("another"))
-    async with (
-        serving(files("server", HOST), Answering()) as server,
-        VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client,
-    ):
-        asked = asyncio.create_task(client.verify([ITEM]))
+        asking = asyncio.create_task(keep_asking())
         async with asyncio.timeout(20):
-            while "not valid under" not in caplog.text:
+            while not ("cannot be used" in caplog.text and "not valid under" in caplog.text):
                 await asyncio.sleep(0.01)
-            files("client", "caller")
-            assert (await asked)[0].ok
+            replacing.issue(client_files, "caller")
+            renewed.set()
+            await asking
+    assert list(dict.fromkeys(servicer.callers)) == [first, serial_of(client_files / "tls.crt")]
