@@ -54,7 +54,7 @@ class Stage:
     """A case with everything it needs running: engine, NATS, verifier."""
 
     def __init__(
-        self, case: Case, groups: list[PromptGroup], engine: VllmEngine, bus: jetstream.JetStreamBus,
+        self, case: Case, groups: list[PromptGroup], engine: VllmEngine, bus: jetstream.Bus,
         verifier: VerifierClient,
     ) -> None:  # fmt: skip
         self.case, self.groups, self._engine, self._bus, self._verifier = case, groups, engine, bus, verifier
@@ -96,7 +96,7 @@ async def process(launch: Launch) -> AsyncIterator[ServiceProcess]:
 
 
 @asynccontextmanager
-async def streams(run_dir: RunDir) -> AsyncIterator[jetstream.JetStreamBus]:
+async def streams(run_dir: RunDir) -> AsyncIterator[jetstream.Bus]:
     async with (
         NatsServer(run_dir.nats_store, log_file=run_dir.log("nats")) as server,
         jetstream.connect(server.url, run_dir.name) as bus,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, decode_sequence, encode_group
 from pipelinerl.messages.verification import VerifierClient

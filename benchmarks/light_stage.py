@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.light_members import Break, LightMember, MemberSpec, light_member
-from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe

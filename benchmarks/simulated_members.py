@@ -15,8 +15,8 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.control import (
     Announce,
     Backend,

@@ -30,7 +30,8 @@ from pipelinerl.audit.replay import (
     read_history,
     split_id,
 )
-from pipelinerl.bus.protocol import Bus, LogEntry, group_id_of
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import LogEntry, group_id_of
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
@@ -344,7 +345,7 @@ async def look(bus: Bus, durable: int) -> StreamLook:
             seen.add(entry.position, decode_sequence(entry.payload, expected_run=bus.run).sequence_id)
         except MessageError:
             seen.unreadable[entry.position] = entry.msg_id
-    seen.prompts = frozenset(group_id_of(prompt.msg_id) for prompt in (*prompts_before, *await bus.pending_prompts()))
+    seen.prompts = frozenset(map(group_id_of, (*prompts_before, *await bus.pending_prompts())))
     seen.dead_letters = len(await bus.dead_letters())
     return seen
 

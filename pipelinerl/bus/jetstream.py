@@ -1,30 +1,26 @@
 """The bus over NATS JetStream.
 
 Four streams, one durable consumer and one key-value bucket per run, one connection per process. It does not start a server
-(`pipelinerl.local.nats` does) and does not change streams that exist. It never publishes twice: what to do about a failure is
-the caller's decision, and a message with an id can be repeated unharmed.
+(`pipelinerl.local.nats` does) and does not change streams that exist. It neither publishes twice nor drops anything: a stream
+that is full or unreachable raises `BusError`, and the caller keeps what it holds. A message with an id may be repeated.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
-import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
 
 from pipelinerl.bus.link import (
-    NatsAccess,
-    NatsLink,
+    AckSubject,
+    Connection,
     bus_errors,
     is_cluster_forming,
     is_stream_full,
@@ -35,32 +31,29 @@ from pipelinerl.bus.protocol import (
     ControlMessage,
     Headers,
     LogEntry,
-    MemberEvent,
-    PendingPrompt,
     StreamInfo,
     StreamLimits,
     Subjects,
     check_actor_name,
     check_control,
-    used_before,
     watched,
 )
 from pipelinerl.bus.reader import (
+    MSG_ID,
     MemberWatch,
     OrderedReader,
-    Received,
+    PromptDelivery,
+    PromptQueue,
     headers_given,
     stored_messages,
     stream_info,
 )
 from pipelinerl.bus.streams import ACTORS, actors_consumer, members_bucket, stream_configs
-from pipelinerl.bus.work_queue import NatsPrompt, PromptPuller
-from pipelinerl.errors import BusError, NotPermitted, PayloadTooLarge
+from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
 from pipelinerl.service.retry import Backoff, retry_forever
 
 _log = logging.getLogger(__name__)
 
-_MSG_ID = "Nats-Msg-Id"
 _NS = 1_000_000_000
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
@@ -81,7 +74,7 @@ async def connect(
     tls_dir: Path | None = None,
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
-) -> AsyncIterator[JetStreamBus]:
+) -> AsyncIterator[Bus]:
     """The bus of `run` at `url` (several servers of a cluster: separated by commas).
 
     `name` is shown by NATS's monitoring; `credentials` is a file with `user:password` or a .creds file; `tls_dir` holds
@@ -89,60 +82,44 @@ async def connect(
     Raises `BusError` naming the url when no server answers in time, `FieldError` for a bad run name or file.
     """
     subjects = Subjects(run)
-    link = NatsLink(url, NatsAccess(url, credentials, tls_dir), request_timeout_s)
-    async with link.opened(name or run, connect_timeout_s):
-        bus = JetStreamBus(link, subjects, limits or StreamLimits())
-        await bus.open()
+    connection = Connection(url, credentials, tls_dir, request_timeout_s)
+    async with connection.opened(name or run, connect_timeout_s):
+        bus = Bus(connection, subjects, limits or StreamLimits())
         try:
             yield bus
         finally:
             await bus.close()
 
 
-class JetStreamBus:
-    """Implements `Bus`. Made by `connect`."""
+class Bus:
+    """One run's streams. Made by `connect`.
 
-    def __init__(self, link: NatsLink, subjects: Subjects, limits: StreamLimits) -> None:
-        self.run, self.limits = subjects.run, limits
-        self._link, self._subjects = link, subjects
-        self._puller = PromptPuller(link, subjects.prompts_stream, ACTORS)
+    Every call is bounded in time and raises `BusError` when the server does not answer. The iterators are not: they wait,
+    across reconnections, until the context is left. Cancelling a wait (`anext` too) never loses a message.
+    """
+
+    def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
+        self.connection, self.run, self.limits = connection, subjects.run, limits
+        self._subjects = subjects
+        self._queue = PromptQueue(connection, subjects.prompts_stream)
         self._limit_texts: dict[str, str] = {}
-        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # publishes by token: subject, answer
-        self._tokens = map(str, itertools.count())
-        self._inbox = link.client.new_inbox() + "."
 
     @property
     def max_payload_bytes(self) -> int:
-        return self._link.client.max_payload
-
-    @property
-    def is_connected(self) -> bool:
-        return self._link.is_connected
-
-    async def open(self) -> None:
-        """Subscribes the inbox of acknowledgements; nats-py renews that after a reconnection. `connect` calls it.
-
-        Raises `NotPermitted` when this user may not."""
-        inbox = f"{self._inbox}*"
-        refused: list[str] = []
-        self._link.refused.add(refused.append)
-        with bus_errors(f"subscribing at {self._link.url}"):
-            await self._link.client.subscribe(inbox, cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
-            for _ in range(2):
-                await self._link.client.flush()
-        self._link.refused.discard(refused.append)
-        if inbox.lower() in refused:
-            raise NotPermitted(self._link.user, inbox, "subscribe")
-        self._link.disconnected.add(self._on_disconnect)
-        self._link.refused.add(self._on_refusal)
+        """Largest message, headers included (a message id costs about 30 bytes more than its length)."""
+        return self.connection.max_payload
 
     async def close(self) -> None:
         """Hands back a prompt group that was delivered and not taken. `connect` calls it."""
-        await self._puller.close()
+        await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """As `Bus` says. A cluster of servers that has no leader yet is waited for, `CREATE_WITHIN_S` at most."""
+        """Creates PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket; keeps what is there, limits included.
+
+        `fresh`: raises `FieldError`, and creates nothing, when anything was ever published to one of the first three.
+        Ids start again with each run, so that another run's messages would be taken for this one's. A cluster of servers that
+        has no leader yet is waited for, `CREATE_WITHIN_S` at most.
+        """
         deadline = time.monotonic() + CREATE_WITHIN_S
         await retry_forever(
             lambda: self._create_streams(fresh),
@@ -152,164 +129,147 @@ class JetStreamBus:
         )
 
     async def _create_streams(self, fresh: bool) -> None:
-        subjects = self._subjects
+        subjects, js = self._subjects, self.connection.js
         filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.control_stream)
         if fresh and (used := [stream for stream in filled if await self._last_position(stream)]):
-            raise used_before(self.run, used)
+            raise FieldError(
+                "run",
+                self.run,
+                f"{' and '.join(used)} on this NATS server hold messages of an earlier run of this name; give another run "
+                f"name, or delete that run's streams: {', '.join(subjects.every_stream)} (`nats stream rm NAME`)",
+            )
         for config in stream_configs(subjects, self.limits):
             await self._ensure_stream(config)
         if await self._last_position(subjects.members_stream) is None:
-            with bus_errors(f"creating the membership bucket at {self._link.url} (needs nats-server 2.11)"):
-                await self._link.js.create_key_value(members_bucket(subjects, self.limits))
+            with bus_errors(f"creating the membership bucket at {self.connection.url} (needs nats-server 2.11)"):
+                await js.create_key_value(members_bucket(subjects, self.limits))
         with bus_errors(f"creating the consumer of {subjects.prompts_stream}"):
             try:
-                await self._link.js.consumer_info(subjects.prompts_stream, ACTORS)
+                await js.consumer_info(subjects.prompts_stream, ACTORS)
             except nats.js.errors.NotFoundError:
-                await self._link.js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
+                await js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
 
     async def delete_streams(self) -> None:
         for stream in self._subjects.every_stream:
             with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
-                await self._link.js.delete_stream(stream)
+                await self.connection.js.delete_stream(stream)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        """Position in the queue once stored; a repeated `msg_id` within the window is stored once (a group that is
+        handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
-    async def next_prompt(self, timeout_s: float) -> NatsPrompt | None:
-        return await self._puller.next(timeout_s)
+    async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
+        """Next group of the work queue, or None when none came within `timeout_s` (> 0). Raises `BusError` when there
+        is no connection or the streams do not exist."""
+        return await self._queue.next(timeout_s)
+
+    async def pending_prompts(self) -> dict[str, int]:
+        """Positions of all messages of the queue, by their ids and in order, delivered or not: groups that nobody has finished.
+        Takes none. One that is acknowledged or published meanwhile may be in it or not."""
+        found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
+        return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
+
+    async def prompts_info(self) -> StreamInfo:
+        """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
+        return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
+        """Position in the log once stored; a repeated `msg_id` within the window is stored once.
+        Raises `PayloadTooLarge`, `BusError`."""
         stream, subject = self._subjects.sequences_stream, self._subjects.sequences
         return await self._store_once(stream, subject, payload, msg_id, headers)
 
-    @contextlib.asynccontextmanager
-    async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
+    def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
+        """The log from `from_position` (>= 1) on, waiting at its end for more, within `async with`. Positions that were purged
+        are left out."""
         stream = self._subjects.sequences_stream
-        async with OrderedReader(self._link, stream, from_position=max(1, from_position)) as reader:
-            yield _Messages(reader, _log_entry)
+        return OrderedReader(self.connection, stream, _log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
+        """Removes what is below, at most up to the log's end. Positions go on where they were."""
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
             # Beyond the end, the server would go on counting from there.
             end = (await self.sequences_info()).last_position
-            await self._link.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
+            await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
+
+    async def sequences_info(self) -> StreamInfo:
+        return await stream_info(self.connection, self._subjects.sequences_stream)
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
+        """Keeps a message that was given up; a repeated `msg_id` within the window is stored once.
+        Raises `PayloadTooLarge`, `BusError`."""
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
-        found = await stored_messages(self._link, self._subjects.dead_stream, self._subjects.dead)
+        """Payloads of all that are kept, the oldest first."""
+        found = await stored_messages(self.connection, self._subjects.dead_stream, self._subjects.dead)
         return [message.data or b"" for message in found]
 
-    async def prompts_info(self) -> StreamInfo:
-        return await stream_info(self._link, self._subjects.prompts_stream)
-
-    async def pending_prompts(self) -> list[PendingPrompt]:
-        found = await stored_messages(self._link, self._subjects.prompts_stream, self._subjects.prompts)
-        return [PendingPrompt(message.seq or 0, (message.headers or {}).get(_MSG_ID, "")) for message in found]
-
-    async def sequences_info(self) -> StreamInfo:
-        return await stream_info(self._link, self._subjects.sequences_stream)
-
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
+        """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
+        the second. Raises `BusError`."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
-    @contextlib.asynccontextmanager
-    async def watch_control(
-        self, kinds: Sequence[str], actor: str = ""
-    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
-        subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
+    def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
+        """The last message of each matching subject, then every new one, in stream order, within `async with`.
+        An answer kind (`staged`) matches the answers of all actors; an order (`commit`) matches those to all, and those
+        to `actor` alone (`EVERY_ACTOR`: to any one)."""
         prefix = self._subjects.control("")
 
-        def control_message(received: Received) -> ControlMessage:
-            message, ack = received
+        def control_message(message: Msg, ack: AckSubject) -> ControlMessage:
             kind, _, name = message.subject.removeprefix(prefix).partition(".")
-            return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message.headers))
+            return ControlMessage(kind, name, message.data, ack.stream_position, headers_given(message))
 
-        async with OrderedReader(self._link, self._subjects.control_stream, subjects) as reader:
-            yield _Messages(reader, control_message)
+        subjects = tuple(self._subjects.control(*pair) for pair in watched(kinds, actor))
+        return OrderedReader(self.connection, self._subjects.control_stream, control_message, subjects=subjects)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
+        """Registers or refreshes; the entry expires after `member_ttl_s`."""
         await self._store(self._subjects.member(check_actor_name(actor)), payload, {})
 
     async def remove_member(self, actor: str) -> None:
         await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
 
-    @contextlib.asynccontextmanager
-    async def watch_members(self) -> AsyncIterator[AsyncIterator[MemberEvent]]:
-        stream = self._subjects.members_stream
-        with bus_errors(f"watching members at {self._link.url}"):
-            ttl_s = (await self._link.js.stream_info(stream)).config.max_age
-        every = self._subjects.member("*")
-        async with OrderedReader(self._link, stream, (every,), snapshot_again=True) as reader:
-            yield MemberWatch(reader, ttl_s or self.limits.member_ttl_s)
+    def watch_members(self) -> MemberWatch:
+        """Present members first, then every put and removal, expiry included, within `async with`. Heartbeats arrive as puts; a
+        removal comes once."""
+        return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
     async def _store_once(
         self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS
     ) -> int:
         try:
-            return await self._store(subject, payload, {**headers, _MSG_ID: msg_id})
+            return await self._store(subject, payload, {**headers, MSG_ID: msg_id})
         except BusError as error:
             if is_stream_full(error):
                 raise BusError(f"{stream} is full: {await self._limits_of(stream)}") from error
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Position in the stream, once acknowledged; any number of tasks may wait at once.
-
-        The same as nats-py's `js.publish` at half its cost per message (no task, no random token, no full reading of the
-        answer). Raises `PayloadTooLarge`, `NotPermitted`, and `BusError` when it is not acknowledged in time.
-        """
+        """Position in the stream, once acknowledged. Raises `PayloadTooLarge`, `NotPermitted`, and `BusError` when it is not
+        acknowledged in time."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
             raise PayloadTooLarge(subject, size, self.max_payload_bytes)
-        await self._link.wait_connected(self._link.request_timeout_s)
+        await self.connection.wait_connected()
         with bus_errors(f"publishing {len(payload)} bytes on {subject}"):
-            answer = await self._exchange(subject, payload, headers)
-            if answer.headers and answer.headers.get("Status") == "503":
-                raise nats.js.errors.NoStreamResponseError
-            acknowledgement = json.loads(answer.data)
+            acknowledgement = json.loads(
+                (await self.connection.request(subject, payload, headers=headers or None)).data
+            )
             if "error" in acknowledgement:
                 raise nats.js.errors.APIError.from_error(acknowledgement["error"])
             return int(acknowledgement["seq"])
 
-    async def _exchange(self, subject: str, payload: bytes, headers: dict[str, str]) -> Msg:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Msg] = loop.create_future()
-        token = next(self._tokens)
-        self._waiting[token] = (subject, answer)
-        timer = loop.call_later(self._link.request_timeout_s, _fail, answer, nats.errors.TimeoutError())
-        try:
-            await self._link.client.publish(subject, payload, reply=self._inbox + token, headers=headers or None)
-            return await answer
-        finally:
-            timer.cancel()
-            del self._waiting[token]
-
-    async def _on_answer(self, message: Msg) -> None:
-        _subject, answer = self._waiting.get(message.subject[len(self._inbox) :], ("", None))
-        if answer is not None and not answer.done():
-            answer.set_result(message)
-
-    def _on_disconnect(self) -> None:
-        """The answers to what was sent are lost; whether it was stored is not known."""
-        for _subject, answer in self._waiting.values():
-            _fail(answer, nats.errors.Error("connection lost before the acknowledgement"))
-
-    def _on_refusal(self, lowered: str) -> None:
-        for subject, answer in self._waiting.values():
-            if subject.lower() == lowered:
-                _fail(answer, NotPermitted(self._link.user, subject))
-
     async def _limits_of(self, stream: str) -> str:
         """As they are in the server: whoever made the stream decided. They never change, so one question is enough."""
         if stream not in self._limit_texts:
-            with bus_errors(f"looking at {stream} at {self._link.url}"):
-                config = (await self._link.js.stream_info(stream)).config
+            with bus_errors(f"looking at {stream} at {self.connection.url}"):
+                config = (await self.connection.js.stream_info(stream)).config
             limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
             shown = " and ".join(f"{most} {unit}" for unit, most in limits.items() if (most or 0) > 0)
             self._limit_texts[stream] = f"it may hold {shown}"
@@ -317,11 +277,11 @@ class JetStreamBus:
 
     async def _ensure_stream(self, wanted: StreamConfig) -> None:
         assert wanted.name is not None
-        with bus_errors(f"creating {wanted.name} at {self._link.url}"):
+        with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
             try:
-                there = (await self._link.js.stream_info(wanted.name)).config
+                there = (await self.connection.js.stream_info(wanted.name)).config
             except nats.js.errors.NotFoundError:
-                await self._link.js.add_stream(wanted)
+                await self.connection.js.add_stream(wanted)
                 return
         for what, is_so, asked_for in (
             ("servers that keep it", there.num_replicas, wanted.num_replicas),
@@ -336,37 +296,13 @@ class JetStreamBus:
     async def _last_position(self, stream: str) -> int | None:
         """0 for a stream that nothing was ever published to, None where there is none."""
         try:
-            return (await stream_info(self._link, stream)).last_position
+            return (await stream_info(self.connection, stream)).last_position
         except BusError as error:
             if is_stream_missing(error):
                 return None
             raise
 
 
-def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)
-
-
-_Item = TypeVar("_Item")
-
-
-class _Messages(Generic[_Item]):
-    """What `convert` makes of each message of `reader`. Not a generator: one whose `anext` is cancelled would be over."""
-
-    def __init__(self, reader: OrderedReader, convert: Callable[[Received], _Item]) -> None:
-        self._reader, self._convert = reader, convert
-
-    def __aiter__(self) -> _Messages[_Item]:
-        return self
-
-    async def __anext__(self) -> _Item:
-        return self._convert(await self._reader.next_message())
-
-
-def _log_entry(received: Received) -> LogEntry:
-    message, ack = received
-    msg_id = (message.headers or {}).get(_MSG_ID, "")
-    return LogEntry(
-        ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, headers_given(message.headers)
-    )
+def _log_entry(message: Msg, ack: AckSubject) -> LogEntry:
+    msg_id = (message.headers or {}).get(MSG_ID, "")
+    return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, headers_given(message))

@@ -1,9 +1,9 @@
 """One connection to NATS: opening it, staying connected, and what goes wrong on it as `BusError`.
 
-nats-py's client, with what it lacks: refusals that reach the task that waits, and logins and certificates that are read again
-for each connection. What cannot be read is an error at the start; later the last that could be read is used, and a warning
-logged, so that a half-renewed file costs nothing. A password is neither shown nor sent to a server without TLS where TLS was
-asked for. It knows nothing of runs, streams or sequences.
+nats-py's client, with what it lacks: refusals that reach the task that waits, requests that end with the connection, and
+logins and certificates that are read again for each connection. What cannot be read is an error at the start; later the last
+that could be read is used, and a warning logged, so that a half-renewed file costs nothing. A password is neither shown nor
+sent to a server without TLS where TLS was asked for. It knows nothing of runs, streams or sequences.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -30,76 +30,27 @@ from pipelinerl.bus.permissions import inbox_prefix
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, check_ca, check_pair, read_file
 
+if TYPE_CHECKING:
+    from pipelinerl.bus.reader import Puller
+
 _log = logging.getLogger(__name__)
 
 _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
-@dataclass(frozen=True)
-class Login:
-    """`creds_file` is a NATS .creds file; else `user` and `password`, both empty for none."""
-
-    user: str = ""
-    password: str = field(default="", repr=False)
-    creds_file: str = ""
-
-
-class NatsAccess:
-    """Login and certificates for the servers in `url`, for as long as a connection lives."""
-
-    def __init__(self, url: str, credentials: Path | None = None, tls_dir: Path | None = None) -> None:
-        """Raises `FieldError` when a file cannot be used."""
-        self._credentials, self._tls_dir = credentials, tls_dir
-        self._login = read_login(credentials)
-        self._context = tls_context(tls_dir)
-        self.user = self._login.user or _user_in(url)
-        """Who this is; empty where a .creds file says it, or nobody asks."""
-        self.requires_tls = tls_dir is not None or any(
-            server.strip().lower().startswith("tls://") for server in url.split(",")
-        )
-
-    @property
-    def ca(self) -> str:
-        """Whose signature the server's certificate needs, for messages."""
-        return f"{self._tls_dir / CA}" if self._tls_dir else "the machine's CAs; is nats_tls_dir missing?"
-
-    def options(self) -> dict[str, Any]:
-        """nats-py's arguments of `connect`."""
-        login = {"user_credentials": self._login.creds_file} if self._login.creds_file else {}
-        if self._login.user:
-            login = {"user": self._login.user, "password": self._login.password}
-        return {"inbox_prefix": inbox_prefix(self.user), **login}
-
-    def login(self) -> Login:
-        """The newest."""
-        try:
-            self._login = read_login(self._credentials)
-        except FieldError as error:
-            _log.warning("logging in to NATS as before: %s", error)
-        return self._login
-
-    def tls_context(self) -> ssl.SSLContext:
-        """Made from the newest files."""
-        try:
-            self._context = tls_context(self._tls_dir)
-        except FieldError as error:
-            _log.warning("connecting to NATS with the certificates of before: %s", error)
-        return self._context
-
-
-def read_login(credentials: Path | None) -> Login:
-    """From a file with `user:password` or a NATS .creds file. Raises `FieldError` on `nats_credentials`."""
+def read_login(credentials: Path | None) -> dict[str, str]:
+    """nats-py's options for a file with `user:password` or a NATS .creds file. Raises `FieldError` on `nats_credentials`."""
     if credentials is None:
-        return Login()
+        return {}
     text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
     if "BEGIN NATS USER JWT" in text:
         if importlib.util.find_spec("nkeys") is None:
             raise FieldError(_CREDENTIALS, str(credentials), "a .creds file needs nkeys: pip install nkeys")
-        return Login(creds_file=str(credentials))
+        return {"user_credentials": str(credentials)}
     user, colon, password = text.partition(":")
     if not colon or not user:
         raise FieldError(_CREDENTIALS, str(credentials), "the file must hold user:password or be a .creds file")
-    return Login(user, password)
+    return {"user": user, "password": password}
 
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
@@ -122,84 +73,6 @@ def _user_in(url: str) -> str:
     with contextlib.suppress(ValueError):  # a malformed one is told of when it is connected to
         return urlsplit(url.split(",")[0]).username or ""
     return ""
-
-
-_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
-_ENDS_NOTHING = ("permissions violation", "stale connection")
-
-
-class NatsClient(Client):
-    """`refused` holds functions to call with a subject, in lower case, that the server does not let this user use.
-
-    It outlives the end of a connection that the server gives a reason for (its users were changed): nats-py would close for
-    ever.
-    """
-
-    def __init__(self, access: NatsAccess) -> None:
-        super().__init__()
-        self._access = access
-        self.refused: set[Callable[[str], None]] = set()
-
-    @property
-    def ssl_context(self) -> ssl.SSLContext:
-        """Asked for at each connection."""
-        return self._access.tls_context()
-
-    async def request(
-        self,
-        subject: str,
-        payload: bytes = b"",
-        timeout: float = 0.5,
-        old_style: bool = False,
-        headers: dict[str, Any] | None = None,
-    ) -> Msg:
-        """As nats-py does; raises `NotPermitted` as soon as the server refuses the subject."""
-        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def on_refusal(lowered: str) -> None:
-            if lowered == subject.lower() and not refused.done():
-                refused.set_result(None)
-
-        self.refused.add(on_refusal)
-        asking = asyncio.ensure_future(super().request(subject, payload, timeout, old_style, headers))
-        try:
-            await asyncio.wait((asking, refused), return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
-            raise NotPermitted(self._access.user, subject)
-        finally:
-            self.refused.discard(on_refusal)
-            asking.cancel()
-
-    def tell_refusal(self, text: str) -> None:
-        """Calls `refused` where `text` of an error is of one."""
-        if found := _REFUSAL.search(text):
-            for tell in list(self.refused):
-                tell(found[2].lower())
-
-    def _connect_command(self) -> bytes:
-        if self._access.requires_tls and not self._server_info.get("tls_required"):
-            raise nats.errors.Error("the server speaks plain text, and TLS was asked for: it is told no password")
-        login = self._access.login()
-        if login.user:
-            self.options["user"], self.options["password"] = login.user, login.password
-        return super()._connect_command()
-
-    async def _process_connect_init(self) -> None:
-        try:
-            await super()._process_connect_init()
-        except OSError:  # TLS errors are of these
-            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
-            if self._transport is not None:
-                self._transport.close()
-                self._transport = None
-            raise
-
-    async def _process_err(self, err_msg: str) -> None:
-        if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
-            await self._process_op_err(nats.errors.Error(f"the server ended the connection: {err_msg.strip(chr(39))}"))
-        else:
-            await super()._process_err(err_msg)
 
 
 _RECONNECT_WAIT_S = 0.5
@@ -292,7 +165,7 @@ def is_stream_full(error: BusError) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, nats.js.errors.NoStreamResponseError):
+    if isinstance(error, nats.errors.NoRespondersError):
         return "no stream takes this subject: the run's streams are not there (yet), or JetStream is off"
     if isinstance(error, nats.js.errors.ServiceUnavailableError) and not error.description:
         return "JetStream is off: start nats-server with -js"
@@ -305,62 +178,107 @@ def _reason(error: Exception) -> str:
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
-class NatsLink:
-    """A connection, within `opened`. `disconnected` and `reconnected` hold functions to call when that happens, `refused` those
-    to call with a subject, in lower case, that the server does not let this user use."""
+_REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"([^"]*)"', re.IGNORECASE)
+_ENDS_NOTHING = ("permissions violation", "stale connection")
 
-    def __init__(self, url: str, access: NatsAccess, request_timeout_s: float) -> None:
-        """`url`: one server or several, separated by commas."""
+
+class Connection(Client):
+    """nats-py's client, connected within `opened`. `pullers` hear of reconnections and refusals.
+
+    It outlives the end of a connection that the server gives a reason for (its users were changed): nats-py would close for
+    ever.
+    """
+
+    def __init__(
+        self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
+    ) -> None:
+        """`url`: one server or several, separated by commas. Raises `FieldError` when a file cannot be used."""
+        super().__init__()
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
-        self._servers, self._access, self.user = url.split(","), access, access.user
-        self.client = NatsClient(access)
-        self.js = self.client.jetstream(timeout=request_timeout_s)
-        self.disconnected: set[Callable[[], None]] = set()
-        self.reconnected: set[Callable[[], None]] = set()
-        self.refused = self.client.refused
-        self._connected, self._was_connected = asyncio.Event(), False
-        self._last_error = ""
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connected.is_set()
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        """Raises `BusError` when there is no connection within `timeout_s`."""
-        if self._connected.is_set():
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._connected.wait()
-        except TimeoutError:
-            raise BusError(f"not connected to {self.url}: {self._last_error or 'connection lost'}") from None
-
-    async def request(self, subject: str, payload: bytes) -> None:
-        """Sends and waits for any answer. Raises `BusError`."""
-        await self.wait_connected(self.request_timeout_s)
-        with bus_errors(f"request on {subject}"):
-            await self.client.request(subject, payload, timeout=self.request_timeout_s)
+        self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
+        self._login, self._context = read_login(credentials), tls_context(tls_dir)
+        self.user = self._login.get("user") or _user_in(url)
+        """Who this is; empty where a .creds file says it, or nobody asks."""
+        self._requires_tls = tls_dir is not None or any(
+            server.strip().lower().startswith("tls://") for server in self._urls
+        )
+        self.js = self.jetstream(timeout=request_timeout_s)
+        self.pullers: set[Puller] = set()
+        self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""
+        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
+        self._tokens = map(str, itertools.count())
+        self._answers = ""  # subjects of answers begin with it
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
         """Connects, and reconnects for as long as the context lasts.
 
-        Raises `BusError` naming the url when no server answers within `timeout_s`, the login or a certificate is refused.
+        Raises `BusError` naming the url when no server answers within `timeout_s`, the login or a certificate is refused,
+        `NotPermitted` when this user may not have answers.
         """
         with _no_notice_of_tls_ends():
             try:
                 await self._open(name, timeout_s)
+                await self._subscribe_answers()
                 yield
             finally:
-                if self.client.options:  # else it has refused the url itself, and there is nothing to close
+                if self.options:  # else it has refused the url itself, and there is nothing to close
                     with contextlib.suppress(OSError):  # the server is gone already
-                        await self.client.close()
+                        await self.close()
+
+    async def wait_connected(self, timeout_s: float | None = None) -> None:
+        """Raises `BusError` when there is no connection within `timeout_s`, by default `request_timeout_s`."""
+        if self._connected.is_set():
+            return
+        try:
+            async with asyncio.timeout(self.request_timeout_s if timeout_s is None else timeout_s):
+                await self._connected.wait()
+        except TimeoutError:
+            raise BusError(f"not connected to {self.url}: {self._last_error or 'connection lost'}") from None
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float | None = None,
+        old_style: bool = False,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """As nats-py's, at half its cost (no task, no random token); any number of tasks may wait at once.
+
+        Raises `NotPermitted` as soon as the server refuses the subject, and nats-py's errors when nobody answers, or not in
+        time (by default `request_timeout_s`), or the connection is lost: what was sent may then have been received.
+        """
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        token = next(self._tokens)
+        self._waiting[token] = (subject, answer)
+        timer = asyncio.get_running_loop().call_later(
+            self.request_timeout_s if timeout is None else timeout, _fail, answer, nats.errors.TimeoutError()
+        )
+        try:
+            await self.publish(subject, payload, reply=self._answers + token, headers=headers)
+            message = await answer
+        finally:
+            timer.cancel()
+            del self._waiting[token]
+        if message.headers and message.headers.get("Status") == "503":
+            raise nats.errors.NoRespondersError
+        return message
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """nats-py asks for it at each connection: made from the newest files."""
+        try:
+            self._context = tls_context(self._tls_dir)
+        except FieldError as error:
+            _log.warning("connecting to NATS with the certificates of before: %s", error)
+        return self._context
 
     async def _open(self, name: str, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self.client.connect(
-                    self._servers,
+                await self.connect(
+                    self._urls,
                     name=name,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
@@ -369,7 +287,8 @@ class NatsLink:
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
                     ping_interval=_PING_INTERVAL_S,
                     max_outstanding_pings=_MAX_OUTSTANDING_PINGS,
-                    **self._access.options(),
+                    inbox_prefix=inbox_prefix(self.user),
+                    **self._login,  # type: ignore[arg-type]
                 )
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self._last_error or _reason(error)
@@ -377,35 +296,92 @@ class NatsLink:
         self._last_error, self._was_connected = "", True
         self._connected.set()
 
+    async def _subscribe_answers(self) -> None:
+        """Once for all requests; nats-py renews it after a reconnection."""
+        self._answers = self.new_inbox() + "."
+        inbox = f"{self._answers}*"
+        with bus_errors(f"subscribing at {self.url}"):
+            await self.subscribe(inbox, cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
+            # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
+            for _ in range(2):
+                await self.flush()
+        if inbox.lower() in self._last_error.lower():
+            raise NotPermitted(self.user, inbox, "subscribe")
+
+    async def _on_answer(self, message: Msg) -> None:
+        _subject, answer = self._waiting.get(message.subject[len(self._answers) :], ("", None))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
     async def _on_error(self, error: Exception) -> None:
         previous, self._last_error = self._last_error, self._named(error)
         if self._last_error != previous:  # not once per attempt to connect
             _log.warning("NATS at %s: %s", self.url, self._last_error)
-        self.client.tell_refusal(str(error))
+        if refusal := _REFUSAL.search(str(error)):
+            lowered = refusal[2].lower()
+            for subject, answer in self._waiting.values():
+                if subject.lower() == lowered:
+                    _fail(answer, NotPermitted(self.user, subject))
+            for puller in list(self.pullers):
+                puller.on_refusal(lowered)
         if self._was_connected:
             return
         # Raised into nats-py's connect loop, which would try what is refused again until the time is over.
         if "authorization" in self._last_error.lower():
             login = f"the login of user {self.user!r}" if self.user else "the login"
             raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
-        if isinstance(error, ssl.SSLError) and len(self._servers) == 1:
+        if isinstance(error, ssl.SSLError) and len(self._urls) == 1:
             raise BusError(f"cannot connect to NATS at {self.url}: {self._last_error}")
 
     def _named(self, error: Exception) -> str:
-        reason = _reason(error)
-        return f"{reason} (trusted: {self._access.ca})" if isinstance(error, ssl.SSLCertVerificationError) else reason
+        if not isinstance(error, ssl.SSLCertVerificationError):
+            return _reason(error)
+        trusted = self._tls_dir / CA if self._tls_dir else "the machine's CAs; is nats_tls_dir missing?"
+        return f"{_reason(error)} (trusted: {trusted})"
 
     async def _on_disconnect(self) -> None:
+        """The answers to what was sent are lost."""
         self._connected.clear()
-        for notify in list(self.disconnected):
-            notify()
+        for _subject, answer in self._waiting.values():
+            _fail(answer, nats.errors.Error("connection lost before the answer"))
 
     async def _on_reconnect(self) -> None:
         _log.info("reconnected to NATS at %s", self.url)
         self._last_error = ""
         self._connected.set()
-        for notify in list(self.reconnected):
-            notify()
+        for puller in list(self.pullers):
+            puller.on_reconnect()
+
+    def _connect_command(self) -> bytes:
+        if self._requires_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.Error("the server speaks plain text, and TLS was asked for: it is told no password")
+        try:
+            self._login = read_login(self._credentials)
+        except FieldError as error:
+            _log.warning("logging in to NATS as before: %s", error)
+        self.options.update(self._login)
+        return super()._connect_command()
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except OSError:  # TLS errors are of these
+            # asyncio gives a connection's end to the handshake, which keeps it when it fails: nats-py would wait for ever.
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
+            raise
+
+    async def _process_err(self, err_msg: str) -> None:
+        if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):
+            await self._process_op_err(nats.errors.Error(f"the server ended the connection: {err_msg.strip(chr(39))}"))
+        else:
+            await super()._process_err(err_msg)
+
+
+def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 @contextlib.contextmanager

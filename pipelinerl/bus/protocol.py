@@ -1,18 +1,14 @@
-"""What the services need from a message bus, and the names of a run's streams and subjects. Pure.
+"""The names of a run's streams and subjects, their limits, and what travels on them. Pure.
 
-`jetstream.py` implements it; tests have one in memory beside it. Payloads are opaque bytes here: `pipelinerl.messages` makes
-and reads them. The bus neither retries a publish for ever nor drops anything: a stream that is full or unreachable raises
-`BusError`, and the caller keeps what it holds.
+`jetstream.Bus` reads and writes them. Payloads are opaque bytes here: `pipelinerl.messages` makes and reads them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
 from pipelinerl.errors import FieldError
 
@@ -54,14 +50,6 @@ class LogEntry:
     headers: Headers = field(default_factory=lambda: NO_HEADERS)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPrompt:
-    """One message that PROMPTS still holds, in somebody's hands or not."""
-
-    position: int
-    msg_id: str
-
-
 @dataclass(frozen=True)
 class StreamInfo:
     """`first_position` is `last_position + 1` when the stream is empty."""
@@ -91,131 +79,6 @@ class MemberEvent:
 
     actor: str
     payload: bytes | None
-
-
-class PromptDelivery(Protocol):
-    """A prompt group in an actor's hands. Unacknowledged for `ack_wait_s` it goes to somebody else."""
-
-    payload: bytes
-    position: int
-    """Of the message in the queue: the same at each of its deliveries."""
-    msg_id: str
-    num_deliveries: int
-    """1 the first time; counts hand-backs as well as expired deadlines."""
-    headers: Headers
-
-    async def ack(self) -> None:
-        """The group is done. Returns once that is recorded; raises `BusError`."""
-        ...
-
-    async def in_progress(self) -> None:
-        """Extends the deadline by another `ack_wait_s`."""
-        ...
-
-    async def give_back(self) -> None:
-        """Hands it back for immediate redelivery."""
-        ...
-
-    async def terminate(self, reason: str) -> None:
-        """Never deliver it again (it does not parse, or was delivered too often)."""
-        ...
-
-
-class Bus(Protocol):
-    """One run's streams. Made by `jetstream.connect(...)`.
-
-    Every call is bounded in time and raises `BusError` when the server does not answer. The iterators are not: they
-    wait, across reconnections, until the context is left. Cancelling a wait (`anext` too) never loses a message.
-    """
-
-    run: str
-    limits: StreamLimits
-
-    @property
-    def max_payload_bytes(self) -> int:
-        """Largest message, headers included (a message id costs about 30 bytes more than its length)."""
-        ...
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    async def create_streams(self, *, fresh: bool = False) -> None:
-        """Creates PROMPTS, SEQUENCES, CONTROL, DEAD and the membership bucket; keeps what is there, limits included.
-
-        `fresh`: raises `FieldError`, and creates nothing, when anything was ever published to one of the first three.
-        Ids start again with each run, so that another run's messages would be taken for this one's.
-        """
-        ...
-
-    async def delete_streams(self) -> None: ...
-
-    async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Position in the queue once stored; a repeated `msg_id` within the window is stored once (a group that is
-        handed over is a new message and needs a new id). Raises `PayloadTooLarge`, `BusError`."""
-        ...
-
-    async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
-        """Next group of the work queue, or None when none came within `timeout_s` (> 0). Raises `BusError` when there
-        is no connection or the streams do not exist."""
-        ...
-
-    async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Position in the log once stored; a repeated `msg_id` within the window is stored once.
-        Raises `PayloadTooLarge`, `BusError`."""
-        ...
-
-    def read_sequences(self, from_position: int) -> AbstractAsyncContextManager[AsyncIterator[LogEntry]]:
-        """The log from `from_position` (>= 1) on, waiting at its end for more. Positions that were purged are left
-        out."""
-        ...
-
-    async def purge_sequences(self, below_position: int) -> None:
-        """Removes what is below, at most up to the log's end. Positions go on where they were."""
-        ...
-
-    async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        """Keeps a message that was given up; a repeated `msg_id` within the window is stored once.
-        Raises `PayloadTooLarge`, `BusError`."""
-        ...
-
-    async def dead_letters(self) -> list[bytes]:
-        """Payloads of all that are kept, the oldest first."""
-        ...
-
-    async def prompts_info(self) -> StreamInfo:
-        """What is below `first_position` was acknowledged or terminated; a group in somebody's hands still counts."""
-        ...
-
-    async def pending_prompts(self) -> list[PendingPrompt]:
-        """Every message of the queue in order of position, delivered or not: groups that nobody has finished. Takes none.
-        One that is acknowledged or published meanwhile may be in it or not."""
-        ...
-
-    async def sequences_info(self) -> StreamInfo: ...
-
-    async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Replaces the last message of this kind (and actor): a watcher that is slower than two publishes may see only
-        the second. Raises `BusError`."""
-        ...
-
-    def watch_control(
-        self, kinds: Sequence[str], actor: str = ""
-    ) -> AbstractAsyncContextManager[AsyncIterator[ControlMessage]]:
-        """The last message of each matching subject, then every new one, in stream order.
-        An answer kind (`staged`) matches the answers of all actors; an order (`commit`) matches those to all, and those
-        to `actor` alone (`EVERY_ACTOR`: to any one)."""
-        ...
-
-    async def put_member(self, actor: str, payload: bytes) -> None:
-        """Registers or refreshes; the entry expires after `member_ttl_s`."""
-        ...
-
-    async def remove_member(self, actor: str) -> None: ...
-
-    def watch_members(self) -> AbstractAsyncContextManager[AsyncIterator[MemberEvent]]:
-        """Present members first, then every put and removal, expiry included. Heartbeats arrive as puts, and a member
-        may be put again after a reconnection; a removal comes once."""
-        ...
 
 
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -296,14 +159,3 @@ def check_control(kind: str, actor: str) -> None:
         check_actor_name(actor)
     elif actor:
         raise FieldError("actor", actor, f"control messages of kind {kind!r} are for all actors: leave it empty")
-
-
-def used_before(run: str, streams: Sequence[str]) -> FieldError:
-    """The error for a run whose name was used on this server before. `streams`: those that were published to."""
-    every = Subjects(run).every_stream
-    return FieldError(
-        "run",
-        run,
-        f"{' and '.join(streams)} on this NATS server hold messages of an earlier run of this name; give another run "
-        f"name, or delete that run's streams: {', '.join(every)} (`nats stream rm NAME`)",
-    )

@@ -1,54 +1,56 @@
-"""Reading streams: all that one holds, the messages of one in order, and the members of a run.
+"""Reading streams: all that one holds, the messages of one in order, the members of a run, and its work queue.
 
 `OrderedReader` reads a stream from a position, or from the last message of each subject, without losing any. An ephemeral pull
 consumer without acknowledgements delivers; when it is lost (reconnection, restart of the server, silence, a gap) another one
 continues after the last message received. Reading ahead is bounded. nats-py's own ordered consumer is a push consumer that
 answers flow control every 250 ms and drops what it cannot buffer; hence this one.
 
-`stored_messages` needs no consumer: a work queue has its one consumer already and refuses another. Nothing here decodes
-payloads, acknowledges anything or keeps a position beyond its own life.
+`PromptQueue` takes prompt groups, one at a time, through the durable consumer that all actors share. `stored_messages` needs no
+consumer: a work queue has its one consumer already and refuses another. Nothing here decodes payloads, bounds redeliveries or
+keeps a position beyond its own life.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
-import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg
 
-from pipelinerl.bus.link import AckSubject, NatsLink, bus_errors, is_stream_missing
-from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo
+from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_stream_missing
+from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo, Subjects
+from pipelinerl.bus.streams import ACTORS
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.service.retry import Backoff, is_bus_outage, retry_forever
 
 _log = logging.getLogger(__name__)
 
+_Item = TypeVar("_Item")
+
+MSG_ID = "Nats-Msg-Id"
+_NS = 1_000_000_000
 _WALKS = 64
 """Gets in flight at once: bounded, since a payload comes with each."""
 _MESSAGE_NOT_FOUND = 10037
 
 
-async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
+async def stream_info(connection: Connection, stream: str) -> StreamInfo:
     """What the server says of a stream. Raises `BusError`.
 
     Asked for without nats-py's own call, which leaves out when the oldest message came.
     """
-    with bus_errors(f"looking at {stream} at {link.url}"):
-        try:
-            answer = await link.client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=link.request_timeout_s)
-        except nats.errors.NoRespondersError as error:
-            raise nats.js.errors.ServiceUnavailableError from error
-        found = json.loads(answer.data)
+    with bus_errors(f"looking at {stream} at {connection.url}"):
+        found = json.loads((await connection.request(f"$JS.API.STREAM.INFO.{stream}")).data)
         if "error" in found:
             raise nats.js.errors.APIError.from_error(found["error"])
     state = found["state"]
@@ -59,14 +61,14 @@ async def stream_info(link: NatsLink, stream: str) -> StreamInfo:
     return StreamInfo(messages, state["bytes"], state["first_seq"], last, first_at_s)
 
 
-async def stored_messages(link: NatsLink, stream: str, subject: str) -> list[RawStreamMsg]:
+async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
     """Messages of `subject` in order. Raises `BusError`.
 
     Costs one round trip per message, holes nothing; what is removed or added meanwhile may be in it or not.
     """
-    info = await stream_info(link, stream)
+    info = await stream_info(connection, stream)
     ranges = _cut(info.first_position, info.last_position + 1, _WALKS)
-    tasks = [asyncio.ensure_future(_walk(link, stream, subject, *positions)) for positions in ranges]
+    tasks = [asyncio.ensure_future(_walk(connection, stream, subject, *positions)) for positions in ranges]
     try:
         walked = await asyncio.gather(*tasks)
     finally:
@@ -75,13 +77,13 @@ async def stored_messages(link: NatsLink, stream: str, subject: str) -> list[Raw
     return [message for messages in walked for message in messages]
 
 
-async def _walk(link: NatsLink, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
+async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
     """Those at positions in [start, end)."""
     found: list[RawStreamMsg] = []
-    with bus_errors(f"looking into {stream} at {link.url}"):
+    with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
             try:
-                message = await link.js.get_msg(stream, seq=start, subject=subject, next=True)
+                message = await connection.js.get_msg(stream, seq=start, subject=subject, next=True)
             except nats.js.errors.NotFoundError as error:
                 if error.err_code == _MESSAGE_NOT_FOUND:
                     break
@@ -100,6 +102,80 @@ def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
     return [(low, min(end, low + size)) for low in range(start, end, size)] if size else []
 
 
+def headers_given(message: Msg) -> Headers:
+    """Those that the publisher gave, without the server's and the bus's own."""
+    given = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
+    return given or NO_HEADERS
+
+
+def _status(message: Msg) -> tuple[str, str]:
+    """Code and description of what the server says instead of a message."""
+    headers = message.headers or {}
+    return headers.get("Status", ""), headers.get("Description", "")
+
+
+class Puller:
+    """Asks a consumer of a stream for messages, which come to an inbox of its own, and waits for them.
+
+    Those that wait are told when none will come: the server forgets what it was asked with the connection, and refuses who may
+    not ask.
+    """
+
+    def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
+        self._connection, self._stream, self._consumer = connection, stream, consumer
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._woken = asyncio.Event()
+        self._error: BusError | None = None
+
+    def on_reconnect(self) -> None:
+        raise NotImplementedError
+
+    async def _on_message(self, message: Msg) -> None:
+        raise NotImplementedError
+
+    def on_refusal(self, lowered: str) -> None:
+        """`lowered`: a subject, in lower case, that the server does not let this user use."""
+        if lowered == self._asked.lower():
+            self._error = NotPermitted(self._connection.user, self._asked)
+            self._woken.set()
+
+    @property
+    def _asked(self) -> str:
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+
+    async def _subscribe(self, tokens: str = "") -> None:
+        self._inbox = self._connection.new_inbox()
+        self._subscription = await self._connection.subscribe(
+            self._inbox + tokens, cb=self._on_message, pending_bytes_limit=0
+        )
+        self._connection.pullers.add(self)
+
+    async def _ask(self, expires_s: float, token: str = "", **more: int) -> None:
+        question = {"expires": int(expires_s * _NS), **more}
+        await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
+
+    async def _wait(self, timeout_s: float) -> bool:
+        """Whether anything happened in time. Raises `BusError` when that is an error."""
+        self._woken.clear()
+        if self._error is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(
+                    timeout_s
+                ):  # `wait_for` may swallow a cancellation that comes with a message
+                    await self._woken.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._woken.is_set()
+
+    async def _unsubscribe(self) -> None:
+        self._connection.pullers.discard(self)
+        if self._subscription is not None:
+            subscription, self._subscription = self._subscription, None
+            await subscription.unsubscribe()
+
+
 BATCH = 256
 """Messages read ahead at most."""
 _PULL_BYTES = 65 * 1024**2
@@ -109,30 +185,12 @@ _HEARTBEAT_S = 5.0
 _SILENCE_S = 2 * _HEARTBEAT_S + 1.0
 _CONSUMER_IDLE_S = 300.0
 _CLOSE_TIMEOUT_S = 1.0
-_NS = 1_000_000_000
 _HEARTBEAT = "100"
 _PULL_ENDED = ("408", "409")
 
 
-class Received(NamedTuple):
-    message: Msg
-    ack: AckSubject
-
-
-def headers_given(received: dict[str, str] | None) -> Headers:
-    """Those that the publisher gave, without the server's and the bus's own."""
-    return {name: value for name, value in (received or {}).items() if not name.startswith("Nats-")} or NO_HEADERS
-
-
-@dataclass(frozen=True)
-class SnapshotStart:
-    """`size` messages that were there when the consumer was made follow. Only with `snapshot_again`."""
-
-    size: int
-
-
-class OrderedReader:
-    """Async iterator over `Received` (and `SnapshotStart`). Cancelling `anext` loses nothing.
+class OrderedReader(Puller, Generic[_Item]):
+    """Async iterator over what `convert` makes of each message. Cancelling `anext` loses nothing.
 
     Consumes one stream; waits for messages, which publishers supply; ends by leaving its `async with`.
     Raises `BusError` when the stream does not exist (any more), `NotPermitted` when this user may not read it.
@@ -140,115 +198,75 @@ class OrderedReader:
 
     def __init__(
         self,
-        link: NatsLink,
+        connection: Connection,
         stream: str,
-        subjects: tuple[str, ...] = (),
+        convert: Callable[[Msg, AckSubject], _Item],
         *,
+        subjects: tuple[str, ...] = (),
         from_position: int = 0,
-        snapshot_again: bool = False,
     ) -> None:
-        """`from_position` 0: the last message of each subject, then every new one. `snapshot_again`: after a loss, deliver the
-        last message of each subject again instead of going on after the last position."""
-        self._link, self._stream, self._subjects = link, stream, subjects
-        self._next_position, self._snapshot_again = from_position, snapshot_again
-        self._buffer: deque[Received | SnapshotStart] = deque()
+        """`from_position` 0: the last message of each subject, then every new one."""
+        super().__init__(connection, stream)
+        self._convert, self._subjects, self._next_position = convert, subjects, from_position
+        self._buffer: deque[tuple[_Item, int]] = deque()  # with its bytes
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
-        self._consumer = self._inbox = ""
         self._consumer_position = 0
-        self._subscription: Subscription | None = None
         self._lost = False
-        self._refusal: NotPermitted | None = None
-        self._wake = asyncio.Event()
 
-    async def __aenter__(self) -> OrderedReader:
+    async def __aenter__(self) -> OrderedReader[_Item]:
         try:
             await self._attach()
         except BaseException:  # cancellation too: no `__aexit__` follows
             await self._detach()
             raise
-        self._link.reconnected.add(self.restart)
-        self._link.refused.add(self._on_refusal)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._link.reconnected.discard(self.restart)
-        self._link.refused.discard(self._on_refusal)
         await self._detach()
 
-    def __aiter__(self) -> OrderedReader:
+    def __aiter__(self) -> OrderedReader[_Item]:
         return self
 
-    async def __anext__(self) -> Received | SnapshotStart:
+    async def __anext__(self) -> _Item:
         while not self._buffer:
             if self._lost:
                 await self._reattach()
             if self._is_low():
                 await self._pull()
-            await self._wait()
-        item = self._buffer.popleft()
-        if isinstance(item, Received):
-            self._buffered_bytes -= len(item.message.data)
-            if self._is_low() and not self._lost:
-                await self._pull()
+            if self._buffer or self._lost or await self._wait(_SILENCE_S):
+                continue
+            if self._connection.is_connected:  # not even heartbeats: the consumer or its server is gone
+                self.on_reconnect()
+        item, size = self._buffer.popleft()
+        self._buffered_bytes -= size
+        if self._is_low() and not self._lost:
+            await self._pull()
         return item
 
-    async def next_message(self) -> Received:
-        """The next message, without `snapshot_again`."""
-        item = await self.__anext__()
-        assert isinstance(item, Received)
-        return item
-
-    def restart(self) -> None:
+    def on_reconnect(self) -> None:
         """Makes another consumer before the next message is waited for. What was received stays."""
         self._lost = True
-        self._wake.set()
-
-    async def _wait(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        if self._buffer or self._lost:
-            return
-        self._wake.clear()
-        try:
-            async with asyncio.timeout(_SILENCE_S):  # `wait_for` may swallow a cancellation that comes with a message
-                await self._wake.wait()
-        except TimeoutError:
-            if self._link.is_connected:  # not even heartbeats: the consumer or its server is gone
-                self.restart()
+        self._woken.set()
 
     def _is_low(self) -> bool:
         held = self._outstanding + len(self._buffer)
-        return held <= BATCH // 2 and self._buffered_bytes <= _PULL_BYTES and self._link.is_connected
+        return held <= BATCH // 2 and self._buffered_bytes <= _PULL_BYTES and self._connection.is_connected
 
     async def _pull(self) -> None:
         count = BATCH - self._outstanding - len(self._buffer)
-        request = {
-            "batch": count,
-            "max_bytes": _PULL_BYTES,
-            "expires": int(_PULL_EXPIRES_S * _NS),
-            "idle_heartbeat": int(_HEARTBEAT_S * _NS),
-        }
-        subject = self._pulling
         self._outstanding += count
         try:
             with bus_errors(f"reading {self._stream}"):
-                await self._link.client.publish(subject, json.dumps(request).encode(), reply=self._inbox)
+                await self._ask(
+                    _PULL_EXPIRES_S, batch=count, max_bytes=_PULL_BYTES, idle_heartbeat=int(_HEARTBEAT_S * _NS)
+                )
         except BusError:
-            if self._link.client.is_closed:
+            if self._connection.is_closed:
                 raise
-            self.restart()
-
-    @property
-    def _pulling(self) -> str:
-        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
-
-    def _on_refusal(self, lowered: str) -> None:
-        if lowered == self._pulling.lower():
-            self._refusal = NotPermitted(self._link.user, self._pulling)
-            self._wake.set()
+            self.on_reconnect()
 
     async def _reattach(self) -> None:
         await self._detach()
@@ -262,24 +280,8 @@ class OrderedReader:
     async def _attach(self) -> None:
         """Subscribes a new inbox and makes a consumer; what an older consumer still sends goes nowhere."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
-        try:
-            await self._link.wait_connected(self._link.request_timeout_s)
-            with bus_errors(f"reading {self._stream} at {self._link.url}"):
-                self._inbox = self._link.client.new_inbox()
-                self._subscription = await self._link.client.subscribe(
-                    self._inbox, cb=self._on_message, pending_bytes_limit=0
-                )
-                info = await self._link.js.add_consumer(self._stream, self._consumer_config())
-        except BaseException:  # cancellation too: the next `anext` starts over
-            self._lost = True
-            raise
-        self._consumer = info.name
-        if self._snapshot_again:
-            self._buffer.append(SnapshotStart(info.num_pending or 0))
-
-    def _consumer_config(self) -> ConsumerConfig:
-        from_last = self._next_position == 0 or self._snapshot_again
-        return ConsumerConfig(
+        from_last = self._next_position == 0
+        config = ConsumerConfig(
             deliver_policy=DeliverPolicy.LAST_PER_SUBJECT if from_last else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=None if from_last else self._next_position,
             filter_subjects=list(self._subjects) or None,
@@ -288,110 +290,223 @@ class OrderedReader:
             mem_storage=True,
             num_replicas=1,
         )
+        try:
+            await self._connection.wait_connected()
+            with bus_errors(f"reading {self._stream} at {self._connection.url}"):
+                await self._subscribe()
+                self._consumer = (await self._connection.js.add_consumer(self._stream, config)).name
+        except BaseException:  # cancellation too: the next `anext` starts over
+            self._lost = True
+            raise
 
     async def _detach(self) -> None:
-        subscription, self._subscription = self._subscription, None
         consumer, self._consumer = self._consumer, ""
-        if self._link.client.is_closed:
-            return
         try:
             with bus_errors("leaving"):
-                if subscription is not None:
-                    await subscription.unsubscribe()
-                if consumer and self._link.is_connected:
+                await self._unsubscribe()
+                if consumer and self._connection.is_connected:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                        await self._link.js.delete_consumer(self._stream, consumer)
+                        await self._connection.js.delete_consumer(self._stream, consumer)
         except BusError as error:  # it is gone already, or goes by itself when idle
             _log.debug("consumer of %s not deleted: %s", self._stream, error)
 
     async def _on_message(self, message: Msg) -> None:
         if message.subject == self._inbox:
-            self._on_status(message.headers or {})
+            self._on_status(message)
         elif not self._lost:
             self._on_delivery(message)
-        self._wake.set()
+        self._woken.set()
 
     def _on_delivery(self, message: Msg) -> None:
         ack = AckSubject.parse(message.reply)
         if ack.consumer_position != self._consumer_position + 1:
-            self.restart()
+            self.on_reconnect()
             return
         self._consumer_position = ack.consumer_position
         self._next_position = ack.stream_position + 1
         self._outstanding -= 1
         self._buffered_bytes += len(message.data)
-        self._buffer.append(Received(message, ack))
+        self._buffer.append((self._convert(message, ack), len(message.data)))
 
-    def _on_status(self, headers: dict[str, str]) -> None:
+    def _on_status(self, message: Msg) -> None:
         """Heartbeats only wake the waiting reader. Any end of a pull that is not an ordinary one is a loss."""
-        status, description = headers.get("Status", ""), headers.get("Description", "")
+        status, description = _status(message)
         if status == _HEARTBEAT:
             return
-        unserved = headers.get("Nats-Pending-Messages")
+        unserved = (message.headers or {}).get("Nats-Pending-Messages")
         if status in _PULL_ENDED and unserved is not None and "Deleted" not in description:
             self._outstanding -= int(unserved)
         else:
-            self.restart()
+            self.on_reconnect()
 
 
 _REMOVAL_HEADERS = ("KV-Operation", "Nats-Marker-Reason")
 _DOUBT_AFTER_TTLS = 2.0
 
 
-class MemberWatch:
+class MemberWatch(OrderedReader[MemberEvent]):
     """Async iterator over `MemberEvent`. Consumes the bucket of registrations; waits for heartbeats, which actors send.
 
-    The server announces an expiry with a marker (nats-server 2.11). A watcher that could have missed one (disconnected, or
-    busy for longer than the marker stays) compares with a new snapshot of the bucket: it reads the bucket again when a
-    member has sent no heartbeat for two TTLs and no removal of it was seen.
+    The server announces an expiry with a marker (nats-server 2.11). One that was missed (disconnected, or busy for longer than
+    the marker stays) is made up for: of a member that has sent no heartbeat for two TTLs the bucket is asked.
     """
 
-    def __init__(self, reader: OrderedReader, ttl_s: float) -> None:
-        self._reader, self._doubt_after_s = reader, _DOUBT_AFTER_TTLS * ttl_s
+    def __init__(self, connection: Connection, subjects: Subjects, ttl_s: float) -> None:
+        super().__init__(connection, subjects.members_stream, _member_event, subjects=(subjects.member("*"),))
+        self._subject_of, self._doubt_after_s = subjects.member, _DOUBT_AFTER_TTLS * ttl_s
         self._seen_at: dict[str, float] = {}  # loop time of each present member's last heartbeat
-        self._snapshot_began: float | None = None
-        self._events: deque[MemberEvent] = deque()
-
-    def __aiter__(self) -> MemberWatch:
-        return self
 
     async def __anext__(self) -> MemberEvent:
-        while not self._events:
+        while True:
+            if (gone := await self._gone_unseen()) is not None:
+                return gone
             try:
                 async with asyncio.timeout(self._doubt_after_s):
-                    item = await anext(self._reader)
+                    event = await super().__anext__()
             except TimeoutError:
-                self._doubt()
                 continue
-            if isinstance(item, Received):
-                self._on_message(item.message)
-                if item.ack.num_pending == 0:
-                    self._end_snapshot()
-                self._doubt()
-            else:
-                self._snapshot_began = asyncio.get_running_loop().time()
-                if item.size == 0:
-                    self._end_snapshot()
-        return self._events.popleft()
+            if event.payload is not None:
+                self._seen_at[event.actor] = asyncio.get_running_loop().time()
+                return event
+            if self._seen_at.pop(event.actor, None) is not None:
+                return event
 
-    def _on_message(self, message: Msg) -> None:
-        actor = message.subject.rsplit(".", 1)[-1]
-        if not any(key in (message.headers or {}) for key in _REMOVAL_HEADERS):
-            self._seen_at[actor] = asyncio.get_running_loop().time()
-            self._events.append(MemberEvent(actor, message.data))
-        elif self._seen_at.pop(actor, None) is not None:
-            self._events.append(MemberEvent(actor, None))
+    async def _gone_unseen(self) -> MemberEvent | None:
+        now = asyncio.get_running_loop().time()
+        silent = [actor for actor, seen_at in self._seen_at.items() if now - seen_at > self._doubt_after_s]
+        for actor in silent:
+            subject = self._subject_of(actor)
+            try:
+                await self._connection.wait_connected(0)
+                with bus_errors(f"looking for {subject}"):
+                    state = (await self._connection.js.stream_info(self._stream, subjects_filter=subject)).state
+            except BusError as error:
+                _log.debug("whether actor %s is still there will be seen: %s", actor, error)
+                return None
+            if not state.subjects:
+                del self._seen_at[actor]
+                return MemberEvent(actor, None)
+            self._seen_at[actor] = now  # its heartbeat, or the marker of its end, is on its way here
+        return None
 
-    def _end_snapshot(self) -> None:
-        """Everything there at the snapshot's begin has been read: whoever was not in it has left."""
-        if self._snapshot_began is None:
+
+def _member_event(message: Msg, ack: AckSubject) -> MemberEvent:
+    is_removal = any(key in (message.headers or {}) for key in _REMOVAL_HEADERS)
+    return MemberEvent(message.subject.rsplit(".", 1)[-1], None if is_removal else message.data)
+
+
+_SHORTEST_QUESTION_S = 0.001
+_REFUSED_S = 0.2
+"""Before asking again when the server refused for a reason that passes."""
+_NOBODY_THERE = "503"
+_TIME_OVER = ("404", "408")
+
+
+class PromptDelivery:
+    """A prompt group in an actor's hands. Unacknowledged for `ack_wait_s` it goes to somebody else.
+
+    `position` of the message in the queue is the same at each of its deliveries. `num_deliveries` is 1 the first time and
+    counts hand-backs as well as expired deadlines. Answers return once the server has confirmed them, but for `in_progress`;
+    all raise `BusError`.
+    """
+
+    def __init__(self, connection: Connection, message: Msg) -> None:
+        self._connection, self._reply = connection, message.reply
+        self.payload: bytes = message.data
+        self.msg_id: str = (message.headers or {}).get(MSG_ID, "")
+        self.headers = headers_given(message)
+        ack = AckSubject.parse(message.reply)
+        self.position, self.num_deliveries = ack.stream_position, ack.num_deliveries
+
+    async def ack(self) -> None:
+        """The group is done."""
+        await self._answer(b"+ACK")
+
+    async def in_progress(self) -> None:
+        """Extends the deadline by another `ack_wait_s`."""
+        with bus_errors("extending the deadline of a prompt group"):
+            await self._connection.publish(self._reply, b"+WPI")
+
+    async def give_back(self) -> None:
+        """Hands it back for immediate redelivery."""
+        await self._answer(b"-NAK")
+
+    async def terminate(self, reason: str) -> None:
+        """Never deliver it again (it does not parse, or was delivered too often)."""
+        await self._answer(b"+TERM " + " ".join(reason.split()).encode())
+
+    async def _answer(self, word: bytes) -> None:
+        await self._connection.wait_connected()
+        with bus_errors(f"request on {self._reply}"):
+            await self._connection.request(self._reply, word)
+
+
+class PromptQueue(Puller):
+    """Consumes PROMPTS; waits for a group, which the feeder publishes or the server redelivers.
+
+    A wait asks the server for one message, for as long as it waits. A cancelled wait leaves its question open to the next one,
+    so that it neither loses a group nor takes a second.
+    """
+
+    def __init__(self, connection: Connection, stream: str) -> None:
+        super().__init__(connection, stream, ACTORS)
+        self._ready: deque[Msg] = deque()
+        self._question = 0  # number of the last one; part of its inbox, so that late answers are told apart
+        self._question_ends = 0.0  # loop time
+        self._one_at_a_time = asyncio.Lock()
+
+    async def next(self, timeout_s: float) -> PromptDelivery | None:
+        """The next group, or None when none came in time. Raises `BusError` without connection or stream."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        async with self._one_at_a_time:
+            await self._connection.wait_connected(timeout_s)
+            with bus_errors(f"taking prompt groups at {self._connection.url}"):
+                if self._subscription is None:
+                    await self._subscribe(".*")
+                while not self._ready:
+                    if (now := loop.time()) >= deadline:
+                        await self._connection.wait_connected(0)
+                        return None
+                    if now >= self._question_ends:
+                        self._question += 1
+                        self._question_ends = deadline
+                        await self._ask(max(deadline - now, _SHORTEST_QUESTION_S), f".{self._question}", batch=1)
+                    if not self._ready:
+                        await self._wait(min(deadline, self._question_ends) - now)
+            return PromptDelivery(self._connection, self._ready.popleft())
+
+    async def close(self) -> None:
+        """Hands back what was delivered and not yet taken; what cannot be is redelivered after `ack_wait_s`."""
+        if not self._connection.is_connected:
             return
-        for actor in [actor for actor, seen_at in self._seen_at.items() if seen_at < self._snapshot_began]:
-            del self._seen_at[actor]
-            self._events.append(MemberEvent(actor, None))
-        self._snapshot_began = None
+        try:
+            with bus_errors("leaving the work queue"):
+                await self._unsubscribe()
+            while self._ready:
+                await PromptDelivery(self._connection, self._ready.popleft()).give_back()
+        except BusError as error:
+            _log.warning("a prompt group was not handed back: %s", error)
 
-    def _doubt(self) -> None:
-        oldest = asyncio.get_running_loop().time() - self._doubt_after_s
-        if self._snapshot_began is None and any(seen_at < oldest for seen_at in self._seen_at.values()):
-            self._reader.restart()
+    def on_reconnect(self) -> None:
+        """The server forgets open questions with the connection."""
+        self._question_ends = 0.0
+        self._woken.set()
+
+    async def _on_message(self, message: Msg) -> None:
+        if not message.subject.startswith(self._inbox):
+            self._ready.append(message)
+            self.on_reconnect()
+        elif message.subject == f"{self._inbox}.{self._question}":
+            self._on_status(message)
+
+    def _on_status(self, message: Msg) -> None:
+        status, description = _status(message)
+        if status == _NOBODY_THERE or "Deleted" in description:
+            self._error = BusError(f"no prompt groups from {self._stream}: the run's streams are not there (yet)")
+            self.on_reconnect()
+        elif status in _TIME_OVER:
+            self.on_reconnect()
+        else:
+            self._question_ends = asyncio.get_running_loop().time() + _REFUSED_S
+            self._woken.set()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from pipelinerl.bus.jetstream import JetStreamBus
+    from pipelinerl.bus.jetstream import Bus
 
 _STORE = "jetstream"
 """What nats-server calls the folder of its streams."""
@@ -68,7 +68,7 @@ class RunStreams:
             check_run_name(self.run, "--run")
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[JetStreamBus]:
+    async def open(self) -> AsyncIterator[Bus]:
         """A connected bus. Raises `FieldError` when the folder holds no streams, `BusError` when NATS does not answer."""
         from pipelinerl.bus.jetstream import connect
 

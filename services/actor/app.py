@@ -14,8 +14,7 @@ import uuid
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
-from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, Bus, connect
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.messages.verification import VerifierClient

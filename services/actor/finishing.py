@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from opentelemetry.trace import SpanKind
 
-from pipelinerl.bus.protocol import Bus, Headers, PromptDelivery, Subjects
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import Headers, Subjects
+from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome

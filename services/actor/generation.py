@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Awaitable
 
-from pipelinerl.bus.protocol import Bus, PromptDelivery
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.control import Phase
 from pipelinerl.messages.sequences import (

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipelinerl.bus.protocol import Bus, PromptDelivery
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import PartialSequence, PromptGroup, check_group, encode_group
 from pipelinerl.service.retry import retry_forever

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from pipelinerl.kube.client import KubeBackoff, KubeClient, KubeError
 from pipelinerl.messages.control import Registration

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.recipe.changes import recipe_hash
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import retry_forever

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from grpc import aio
 
 from pipelinerl.audit.journal import Journal
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster

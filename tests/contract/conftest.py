@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.bus.protocol import Bus, StreamLimits
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.nats import NatsServer
 from tests.support.guarded_nats import LIMITS, connected_in_roles, guarded
 

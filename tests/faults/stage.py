@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.light_members import Break, LightMember, MemberSpec, light_member, weights_checksum
-from pipelinerl.bus.jetstream import connect
-from pipelinerl.bus.protocol import EVERY_ACTOR, Bus, StreamLimits
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.protocol import EVERY_ACTOR, StreamLimits
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.control import (
     Commit,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.light_members import Break, Phase
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from tests.faults.network import private_network, why_not_here
 from tests.faults.stage import LIMITS, fault_stage

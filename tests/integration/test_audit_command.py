@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipelinerl.audit.journal import JOURNAL
-from pipelinerl.bus.jetstream import JetStreamBus, connect
+from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.cli import main
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
@@ -25,7 +25,7 @@ from tests.unit.test_trainer_resume import Life, publish
 
 
 @asynccontextmanager
-async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, JetStreamBus, str]]:
+async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]:
     """One version trained, a checkpoint, sequences in the log and groups on the queue; the journal is on disk."""
     run = RunDir(folder, RUN)
     (folder / "addresses").mkdir(parents=True)
@@ -51,7 +51,7 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, JetStreamB
             await one.die()
 
 
-async def answer(one: Life, bus: JetStreamBus) -> None:
+async def answer(one: Life, bus: Bus) -> None:
     delivery = await bus.next_prompt(timeout_s=10)
     assert delivery is not None
     group = decode_group(delivery.payload)

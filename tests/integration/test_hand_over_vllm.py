@@ -58,7 +58,7 @@ async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: P
         first = await one.start("first", model_dir=str(folders[0]), vllm=True, version=1, stop_at_tokens=STOP_AT)
         await one.start("second", model_dir=str(folders[1]), vllm=True, version=2, serve_after=str(go))
         assert await first.exit_code() == 0, first.log.read_text()[-3000:]
-        assert all(group_id_of(message.msg_id) != message.msg_id for message in await one.bus.pending_prompts())
+        assert all(group_id_of(msg_id) != msg_id for msg_id in await one.bus.pending_prompts())
         go.touch()
         sequences = await one.stored(GROUPS * SAMPLES)
         await one.all_acknowledged()

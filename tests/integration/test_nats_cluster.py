@@ -16,7 +16,7 @@ import nats
 import pytest
 
 from pipelinerl.bus import jetstream
-from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.errors import BusError
 from pipelinerl.local.nats import NatsServer
@@ -110,7 +110,7 @@ async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_ki
         await making
         bus = await stack.enter_async_context(connected(members))
         for stream in Subjects(RUN).every_stream:
-            assert (await bus._link.js.stream_info(stream)).config.num_replicas == SIZE
+            assert (await bus.connection.js.stream_info(stream)).config.num_replicas == SIZE
         by_name = {f"nats-{number}": server for number, server in enumerate(members)}
         async with bus.read_sequences(1) as entries:
             for number in range(NUM_BEFORE):
@@ -118,7 +118,7 @@ async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_ki
                 await bus.publish_prompt(b"%d" % number, f"g{number}")
             assert await read(entries, NUM_BEFORE) == [b"%d" % number for number in range(NUM_BEFORE)]
 
-            dead = by_name[await leader_of(bus._link.client.connected_url.geturl(), "SEQUENCES_demo")]
+            dead = by_name[await leader_of(bus.connection.connected_url.geturl(), "SEQUENCES_demo")]
             os.kill(dead.pid, signal.SIGKILL)
             await _publish_on(bus, NUM_BEFORE)
             after = range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER)
@@ -127,7 +127,7 @@ async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_ki
         dead.stop()
         dead.start()
         await persistently(lambda: _all_current(bus))
-        dead = by_name[await leader_of(bus._link.client.connected_url.geturl(), "PROMPTS_demo")]
+        dead = by_name[await leader_of(bus.connection.connected_url.geturl(), "PROMPTS_demo")]
         os.kill(dead.pid, signal.SIGKILL)
         taken = []
         while len(taken) < NUM_BEFORE + NUM_AFTER:
@@ -139,15 +139,15 @@ async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_ki
         assert (await persistently(bus.sequences_info)).messages == NUM_BEFORE + NUM_AFTER
 
 
-async def _publish_on(bus: JetStreamBus, start: int) -> None:
+async def _publish_on(bus: Bus, start: int) -> None:
     for number in range(start, start + NUM_AFTER):
         for publish, letter in ((bus.publish_sequence, "s"), (bus.publish_prompt, "g")):
             await persistently(lambda publish=publish, letter=letter, n=number: publish(b"%d" % n, f"{letter}{n}"))
 
 
-async def _all_current(bus: JetStreamBus) -> None:
+async def _all_current(bus: Bus) -> None:
     """Raises `BusError` while a copy of PROMPTS lags behind: with the next server gone there would be no majority."""
-    info = await bus._link.js.stream_info("PROMPTS_demo")
+    info = await bus.connection.js.stream_info("PROMPTS_demo")
     if not all(copy.current and not copy.offline for copy in (info.cluster and info.cluster.replicas) or ()):
         raise BusError("copies lag behind")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.bus import jetstream
-from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, FieldError
 from pipelinerl.local.nats import NatsServer
 from tests.support.certificates import Authority
@@ -35,7 +35,7 @@ def tls(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def connected(server: NatsServer, tls_dir: Path | None, scheme: str = "tls") -> AsyncIterator[JetStreamBus]:
+async def connected(server: NatsServer, tls_dir: Path | None, scheme: str = "tls") -> AsyncIterator[Bus]:
     url = f"{scheme}://{HOST}:{server.url.rpartition(':')[2]}"
     async with (
         asyncio.timeout(20),

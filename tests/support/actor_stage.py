@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from pipelinerl.bus.jetstream import JetStreamBus, connect
+from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.nats import NatsServer
@@ -94,7 +94,7 @@ class LightActor:
 class ActorStage:
     folder: Path
     server: NatsServer
-    bus: JetStreamBus
+    bus: Bus
     limits: StreamLimits
     stack: AsyncExitStack
     recipe: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.bus import jetstream
-from pipelinerl.bus.jetstream import JetStreamBus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
 from pipelinerl.local.nats import NatsServer
@@ -50,7 +50,7 @@ _BY_ACTOR = {
 class RolesBus:
     """A `Bus`: what is not the actor's is the trainer's, but for deleting streams, which only a person may."""
 
-    def __init__(self, trainer: JetStreamBus, actor: JetStreamBus, person: JetStreamBus) -> None:
+    def __init__(self, trainer: Bus, actor: Bus, person: Bus) -> None:
         self._trainer, self._actor, self._person = trainer, actor, person
 
     def __getattr__(self, name: str) -> Any:

@@ -20,13 +20,10 @@ from pipelinerl.bus.protocol import (
     Headers,
     LogEntry,
     MemberEvent,
-    PendingPrompt,
     StreamInfo,
     StreamLimits,
-    Subjects,
     check_actor_name,
     check_control,
-    used_before,
     watched,
 )
 from pipelinerl.errors import BusError, PayloadTooLarge
@@ -63,77 +60,21 @@ class Log:
         return StreamInfo(len(self.entries), size, first, self.last_position, first_at_s)
 
 
-class WorkQueue(Log):
-    """Each message goes to one taker, and to another when `ack_wait_s` passes without a word."""
-
-    def __init__(self, limits: StreamLimits) -> None:
-        super().__init__("PROMPTS", limits.prompts_max_messages)
-        self._ack_wait_s = limits.ack_wait_s
-        self._deliveries: dict[int, int] = {}
-        self._deadlines_s: dict[int, float] = {}  # of those in a taker's hands
-
-    def take(self) -> tuple[LogEntry, int] | None:
-        """The oldest message in nobody's hands, and how often it was delivered with this time."""
-        for position, entry in self.entries.items():
-            if self._deadlines_s.get(position, 0.0) <= _now_s():
-                self._deadlines_s[position] = _now_s() + self._ack_wait_s
-                self._deliveries[position] = self._deliveries.get(position, 0) + 1
-                return entry, self._deliveries[position]
-        return None
-
-    def extend(self, position: int) -> None:
-        if position in self._deadlines_s:
-            self._deadlines_s[position] = _now_s() + self._ack_wait_s
-
-    def give_back(self, position: int) -> None:
-        self._deadlines_s.pop(position, None)
-
-    def remove(self, position: int) -> None:
-        self.entries.pop(position, None)
-        self._deadlines_s.pop(position, None)
-
-    def next_deadline_s(self) -> float | None:
-        return min(self._deadlines_s.values(), default=None)
-
-
-class Members:
-    """Registrations that expire `ttl_s` after their last put, as changes: (position, actor, payload or None)."""
-
-    def __init__(self, ttl_s: float) -> None:
-        self._ttl_s, self._position = ttl_s, 0
-        self._expires_at_s: dict[str, float] = {}
-        self._last: dict[str, tuple[int, str, bytes | None]] = {}
-
-    def _change(self, actor: str, payload: bytes | None) -> None:
-        self._position += 1
-        self._last[actor] = (self._position, actor, payload)
-
-    def put(self, actor: str, payload: bytes) -> None:
-        self._expires_at_s[actor] = _now_s() + self._ttl_s
-        self._change(actor, payload)
-
-    def remove(self, actor: str) -> None:
-        if self._expires_at_s.pop(actor, None) is not None:
-            self._change(actor, None)
-
-    def expire(self, now_s: float) -> None:
-        for actor in [actor for actor, expires_at_s in self._expires_at_s.items() if expires_at_s <= now_s]:
-            self.remove(actor)
-
-    def next_expiry_s(self) -> float | None:
-        return min(self._expires_at_s.values(), default=None)
-
-    def after(self, position: int) -> tuple[int, str, bytes | None] | None:
-        return min((change for change in self._last.values() if change[0] > position), default=None)
-
-
 class RunStreams:
     def __init__(self, limits: StreamLimits) -> None:
-        self.prompts, self.sequences = WorkQueue(limits), Log("SEQUENCES", limits.sequences_max_messages)
+        self.prompts = Log("PROMPTS", limits.prompts_max_messages)
+        self.deliveries: dict[int, int] = {}  # of prompts, by position
+        self.deadlines_s: dict[int, float] = {}  # of those in a taker's hands
+        self.sequences = Log("SEQUENCES", limits.sequences_max_messages)
         self.dead = Log("DEAD", limits.dead_max_messages)
-        self.members = Members(limits.member_ttl_s)
         self.control: dict[tuple[str, str], ControlMessage] = {}
-        self.control_position = 0
+        self.members: dict[str, tuple[int, bytes | None]] = {}  # position and payload of each one's last change
+        self.expiries_s: dict[str, float] = {}  # of present members
+        self.changes = 0  # of control and members
+
+    def change_member(self, actor: str, payload: bytes | None) -> None:
+        self.changes += 1
+        self.members[actor] = (self.changes, payload)
 
 
 @dataclass
@@ -143,7 +84,7 @@ class MemoryServer:
     max_payload_bytes: int = 1024**2
     reachable: bool = True
     """False: every call raises `BusError` and iterators wait, as during an outage. Change it with `set_reachable`."""
-    runs: dict[str, RunStreams] = field(default_factory=dict)
+    streams: RunStreams | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set_reachable(self, reachable: bool) -> None:
@@ -163,29 +104,29 @@ class MemoryServer:
 
 
 class MemoryPrompt:
-    """A `PromptDelivery`."""
+    """As `PromptDelivery`."""
 
     def __init__(self, bus: MemoryBus, entry: LogEntry, num_deliveries: int) -> None:
         self._bus, self.num_deliveries = bus, num_deliveries
-        self.position, self.payload, self.msg_id, self.headers = (
-            entry.position,
-            entry.payload,
-            entry.msg_id,
-            entry.headers,
-        )
+        self.position, self.payload = entry.position, entry.payload
+        self.msg_id, self.headers = entry.msg_id, entry.headers
 
     async def ack(self) -> None:
-        self._bus._streams().prompts.remove(self.position)
+        streams = self._bus._streams()
+        streams.prompts.entries.pop(self.position, None)
+        streams.deadlines_s.pop(self.position, None)
 
     async def in_progress(self) -> None:
-        self._bus._streams().prompts.extend(self.position)
+        deadlines_s = self._bus._streams().deadlines_s
+        if self.position in deadlines_s:
+            deadlines_s[self.position] = _now_s() + self._bus.limits.ack_wait_s
 
     async def give_back(self) -> None:
-        self._bus._streams().prompts.give_back(self.position)
+        self._bus._streams().deadlines_s.pop(self.position, None)
         self._bus.server.notify()
 
     async def terminate(self, reason: str) -> None:
-        self._bus._streams().prompts.remove(self.position)
+        await self.ack()
 
 
 class _Feed:
@@ -210,7 +151,7 @@ class _Feed:
 
 
 class MemoryBus:
-    """Implements `Bus`. Buses of one run share `server`; without one, this bus is the run's only one."""
+    """As `Bus`. Those that share `server` are of one run; without one, this bus is the run's only one."""
 
     def __init__(self, run: str, *, server: MemoryServer | None = None, limits: StreamLimits | None = None) -> None:
         self.run, self.limits = run, limits or StreamLimits()
@@ -227,39 +168,31 @@ class MemoryBus:
     def max_payload_bytes(self) -> int:
         return self.server.max_payload_bytes
 
-    @property
-    def is_connected(self) -> bool:
-        return self.server.reachable
-
-    async def create_streams(self, *, fresh: bool = False) -> None:
+    async def create_streams(self) -> None:
         self._check_reachable()
-        streams, names = self.server.runs.setdefault(self.run, RunStreams(self.limits)), Subjects(self.run)
-        last_positions = {
-            names.prompts_stream: streams.prompts.last_position,
-            names.sequences_stream: streams.sequences.last_position,
-            names.control_stream: streams.control_position,
-        }
-        if fresh and (used := [name for name, last in last_positions.items() if last > 0]):
-            raise used_before(self.run, used)
-
-    async def delete_streams(self) -> None:
-        self._check_reachable()
-        self.server.runs.pop(self.run, None)
-        self.server.notify()
+        self.server.streams = self.server.streams or RunStreams(self.limits)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         return self._append(self._streams().prompts, "prompts", payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> MemoryPrompt | None:
-        deadline_s = _now_s() + timeout_s
+        until_s = _now_s() + timeout_s
         while True:
-            prompts = self._streams().prompts
-            if (taken := prompts.take()) is not None:
-                return MemoryPrompt(self, *taken)
-            if _now_s() >= deadline_s:
+            streams = self._streams()
+            for position, entry in streams.prompts.entries.items():
+                if streams.deadlines_s.get(position, 0.0) <= _now_s():
+                    streams.deadlines_s[position] = _now_s() + self.limits.ack_wait_s
+                    streams.deliveries[position] = streams.deliveries.get(position, 0) + 1
+                    return MemoryPrompt(self, entry, streams.deliveries[position])
+            if _now_s() >= until_s:
                 return None
-            redelivery_s = prompts.next_deadline_s()
-            await self.server.wait(deadline_s if redelivery_s is None else min(deadline_s, redelivery_s))
+            await self.server.wait(min([until_s, *streams.deadlines_s.values()]))
+
+    async def pending_prompts(self) -> dict[str, int]:
+        return {entry.msg_id: entry.position for entry in self._streams().prompts.entries.values()}
+
+    async def prompts_info(self) -> StreamInfo:
+        return self._streams().prompts.info()
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         return self._append(self._streams().sequences, "sequences", payload, msg_id, headers)
@@ -283,27 +216,21 @@ class MemoryBus:
         for position in [position for position in entries if position < below_position]:
             del entries[position]
 
+    async def sequences_info(self) -> StreamInfo:
+        return self._streams().sequences.info()
+
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
         self._append(self._streams().dead, "dead", payload, msg_id, NO_HEADERS)
 
     async def dead_letters(self) -> list[bytes]:
         return [entry.payload for entry in self._streams().dead.entries.values()]
 
-    async def prompts_info(self) -> StreamInfo:
-        return self._streams().prompts.info()
-
-    async def pending_prompts(self) -> list[PendingPrompt]:
-        return [PendingPrompt(entry.position, entry.msg_id) for entry in self._streams().prompts.entries.values()]
-
-    async def sequences_info(self) -> StreamInfo:
-        return self._streams().sequences.info()
-
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
         check_control(kind, actor)
         self._check_size(f"control.{kind}", payload)
         streams = self._streams()
-        streams.control_position += 1
-        streams.control[kind, actor] = ControlMessage(kind, actor, payload, streams.control_position, headers)
+        streams.changes += 1
+        streams.control[kind, actor] = ControlMessage(kind, actor, payload, streams.changes, headers)
         self.server.notify()
 
     @contextlib.asynccontextmanager
@@ -327,12 +254,15 @@ class MemoryBus:
         yield _Feed(self.server, poll)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
-        self._check_size("members", payload)
-        self._streams().members.put(check_actor_name(actor), payload)
+        streams = self._streams()
+        streams.expiries_s[check_actor_name(actor)] = _now_s() + self.limits.member_ttl_s
+        streams.change_member(actor, payload)
         self.server.notify()
 
     async def remove_member(self, actor: str) -> None:
-        self._streams().members.remove(check_actor_name(actor))
+        streams = self._streams()
+        if streams.expiries_s.pop(actor, None) is not None:
+            streams.change_member(actor, None)
         self.server.notify()
 
     @contextlib.asynccontextmanager
@@ -343,16 +273,21 @@ class MemoryBus:
 
         def poll() -> MemberEvent | None:
             nonlocal position
-            members = self._streams().members
-            members.expire(_now_s())
-            while (change := members.after(position)) is not None:
-                position, actor, payload = change
-                if payload is not None or actor in present:
-                    (present.discard if payload is None else present.add)(actor)
-                    return MemberEvent(actor, payload)
+            streams, now_s = self._streams(), _now_s()
+            for actor in [actor for actor, at_s in streams.expiries_s.items() if at_s <= now_s]:
+                del streams.expiries_s[actor]
+                streams.change_member(actor, None)
+            for change, actor, payload in sorted(
+                (at, actor, payload) for actor, (at, payload) in streams.members.items()
+            ):
+                if change > position:
+                    position = change
+                    if payload is not None or actor in present:
+                        (present.discard if payload is None else present.add)(actor)
+                        return MemberEvent(actor, payload)
             return None
 
-        yield _Feed(self.server, poll, lambda: self._streams().members.next_expiry_s())
+        yield _Feed(self.server, poll, lambda: min(self._streams().expiries_s.values(), default=None))
 
     def _append(self, log: Log, subject: str, payload: bytes, msg_id: str, headers: Headers) -> int:
         self._check_size(subject, payload)
@@ -366,10 +301,9 @@ class MemoryBus:
 
     def _streams(self) -> RunStreams:
         self._check_reachable()
-        streams = self.server.runs.get(self.run)
-        if streams is None:
+        if self.server.streams is None:
             raise BusError(f"the streams of run {self.run!r} are not there (yet)")
-        return streams
+        return self.server.streams
 
     def _check_size(self, subject: str, payload: bytes) -> None:
         if len(payload) > self.server.max_payload_bytes:

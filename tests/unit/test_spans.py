@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, rpc_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from pipelinerl.bus.protocol import NO_HEADERS, Bus, Headers, LogEntry
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import NO_HEADERS, Headers, LogEntry
 from pipelinerl.messages.sequences import PolicyVersion, decode_group, encode_group, encode_sequence
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry import attributes as a

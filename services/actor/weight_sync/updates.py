@@ -7,7 +7,8 @@ import logging
 from contextlib import AsyncExitStack
 from typing import NoReturn
 
-from pipelinerl.bus.protocol import NO_HEADERS, Bus, ControlMessage, Headers
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import NO_HEADERS, ControlMessage, Headers
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
 from pipelinerl.messages.control import (
     Abort,

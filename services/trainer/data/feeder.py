@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipelinerl.bus.protocol import Bus, group_id_of
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
 from pipelinerl.recipe.fields import Recipe, TaskConfig
@@ -51,7 +52,7 @@ async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
     PROMPTS first: an actor stores the sequences of a group before it acknowledges it, so that a group which is not on
     PROMPTS any more is in the log by then.
     """
-    prompts = {group_id_of(prompt.msg_id): prompt.position for prompt in await bus.pending_prompts()}
+    prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     end = (await bus.sequences_info()).last_position
     if end < position:
         log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams are new ones", end, position)

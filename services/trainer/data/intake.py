@@ -23,7 +23,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from pipelinerl.bus.protocol import Bus, LogEntry, StreamInfo, group_id_of
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
 from pipelinerl.errors import BusError, MessageError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
 from pipelinerl.recipe.fields import Recipe
@@ -337,7 +338,7 @@ class StreamUpkeep:
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         gone = self._tracker.gone_from_queue(prompts.first_position)
         if gone:
-            still_there = {group_id_of(prompt.msg_id): prompt.position for prompt in await self._bus.pending_prompts()}
+            still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}
             for group_id in set(gone) & set(still_there):
                 self._tracker.published(group_id, still_there[group_id])
             gone = tuple(group_id for group_id in gone if group_id not in still_there)

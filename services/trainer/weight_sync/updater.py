@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
-from pipelinerl.bus.protocol import Bus
+from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.pods import PodEnd
 from pipelinerl.messages.control import (
