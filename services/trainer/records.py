@@ -15,6 +15,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from pipelinerl.run_dir import write_json
+
 
 def update_idle_s(step_s: Mapping[str, float]) -> float:
     """Seconds of a step in which the trainer computed nothing because of the weight update, from its phases.
@@ -87,10 +89,7 @@ class RunFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Atomic: a crash leaves the previous one or none."""
-        path = self.run_dir / "summary.json"
-        partial = path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(_finite(summary), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(self.run_dir / "summary.json", _finite(summary))
 
 
 def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as trackers_module
-from services.trainer.reporting.tracker_clients import RunId, TrackedRun, open_tracker
+from services.trainer.reporting.tracker_clients import STEP, TrackedRun, kept_id, open_tracker
 from services.trainer.reporting.trackers import (
     RunTrackers,
     TrackerThread,
@@ -99,16 +99,13 @@ class FakeTracker:
             self.refusals -= 1
             raise ConnectionError("nobody there")
 
-    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
-        if self.error is not None:
+    def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
+        if axis == STEP and self.error is not None:
             raise self.error
-        self._take(step)
+        self._take(position if axis == STEP else f"{axis} {position}")
 
-    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._take(f"heldout {version}")
-
-    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
-        self._take(f"end {finished}")
+    def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
+        self._take(f"end at {step}, {finished}")
 
     def _take(self, what: object) -> None:
         self.called.set()
@@ -147,7 +144,7 @@ async def test_all_points_have_arrived_when_a_run_has_ended(caplog: pytest.LogCa
         trackers.heldout(evaluation(3))
         trackers.end({}, finished=True)
         await trackers.close()
-        assert tracker.took == ["start", 1, 2, 3, "heldout 3", "end True"]
+        assert tracker.took == ["start", 1, 2, 3, "heldout/version 3", "end at 3, True"]
     assert warnings(caplog) == []
 
 
@@ -182,7 +179,7 @@ async def test_a_tracker_that_is_slow_loses_the_oldest_points_and_nothing_else(
         tracker.go.set()
         trackers.end({}, finished=True)
         await trackers.close()
-        assert (thread.lost, tracker.took) == (7, ["start", 7, 8, 9, "end True"])
+        assert (thread.lost, tracker.took) == (7, ["start", 7, 8, 9, "end at 9, True"])
         first, last = warnings(caplog)
     assert "does not keep up: 3 points wait for it, and older ones are dropped" in first
     assert last == "tracker fake: 7 of 10 points did not reach it"
@@ -200,14 +197,14 @@ async def test_a_tracker_that_fails_is_warned_of_once_without_secrets(
         trackers.heldout(evaluation(3))
         trackers.end({}, finished=True)
         await trackers.close()
-        assert (thread.lost, tracker.took) == (3, ["start", "heldout 3", "end True"])
+        assert (thread.lost, tracker.took) == (3, ["start", "heldout/version 3", "end at 2, True"])
         first, last = warnings(caplog)
     assert f"tracker fake failed: {error.__name__}: https://***@tracker refused ***; training goes on" in first
     assert last == "tracker fake: 3 of 4 points did not reach it"
     assert "hidden" not in caplog.text
 
 
-@pytest.mark.parametrize(("retry_open_s", "took"), [(0.0, ["start", "start", 1, "end True"]), (600.0, ["start"])])
+@pytest.mark.parametrize(("retry_open_s", "took"), [(0.0, ["start", "start", 1, "end at 1, True"]), (600.0, ["start"])])
 async def test_a_tracker_that_is_away_at_the_start_is_tried_again_after_a_while(
     retry_open_s: float, took: list[object]
 ) -> None:
@@ -260,7 +257,7 @@ async def test_a_tracker_without_its_package_says_what_to_install(
 
 
 def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:
-    assert RunId(tmp_path, "wandb").read() is None
-    RunId(tmp_path, "wandb").write("tiny-0a1b2c3d")
-    assert RunId(tmp_path, "wandb").read() == "tiny-0a1b2c3d"
-    assert RunId(tmp_path, "mlflow").read() is None
+    assert [kept_id(tmp_path, "wandb", lambda made=made: made) for made in ("tiny-0a1b2c3d", "x")] == [
+        "tiny-0a1b2c3d"
+    ] * 2  # type: ignore[misc]
+    assert kept_id(tmp_path, "mlflow", lambda: "other") == "other"

@@ -269,16 +269,14 @@ class Tracked:
     def send(self, call: Callable[[Tracked], None]) -> None:
         call(self)
 
-    def step(self, step: int, time_s: float, figures: dict[str, float]) -> None:
-        self.points.append((step, figures))
+    def log(self, axis: str, position: int, time_s: float, figures: dict[str, float]) -> None:
+        self.points.append((position, figures))
 
-    heldout = step
-
-    def end(self, call_or_figures: Any, *, finished: bool | None = None) -> None:
+    def end(self, call_or_step: Any, figures: Any = None, *, finished: bool | None = None) -> None:
         if finished is None:
-            call_or_figures(self)
+            call_or_step(self)
         else:
-            self.points.append((0, call_or_figures))
+            self.points.append((call_or_step, figures))
             self.finished = finished
 
 

@@ -14,7 +14,6 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -137,41 +136,26 @@ class PageBoard:
         with self._lock:
             return len(self._readers)
 
-    def news(self, position: tuple[str, int], state_number: int) -> News:
-        """What a reader who knows the run up to there has not heard."""
+    def news(self, reader: PageReader) -> tuple[list[str], bool]:
+        """What `reader` has not heard, as server-sent events, and whether those are its last: the trainer ends, or steps are
+        missing in between."""
         with self._lock:
-            token, count = position
+            token, count = reader.position
             oldest = self._steps[0][0] if self._steps else self._count + 1
-            known = token == self._token and oldest - 1 <= count <= self._count
-            steps = [(f"{token}-{number}", text) for number, text in self._steps if number > count] if known else []
-            state = to_json(self._state) if state_number != self._state_number else None
-            return News(not known, steps, state, (self._token, self._count), self._state_number, self._closed)
-
-
-@dataclass(frozen=True)
-class News:
-    """`behind`: steps are missing in between. Otherwise `steps` as (position, JSON), and the state if there is another one."""
-
-    behind: bool
-    steps: list[tuple[str, str]]
-    state: str | None
-    position: tuple[str, int]
-    state_number: int
-    closed: bool
-
-    def frames(self) -> list[str]:
-        """As server-sent events."""
-        if self.behind:
-            return [frame("reset", "{}")]
-        told = [frame("step", text, number) for number, text in self.steps]
-        return told if self.state is None else [*told, frame("state", self.state)]
+            if token != self._token or not oldest - 1 <= count <= self._count:
+                return [frame("reset", "{}")], True
+            told = [frame("step", text, f"{token}-{number}") for number, text in self._steps if number > count]
+            if reader.state_number != self._state_number:
+                told.append(frame("state", to_json(self._state)))
+            reader.position, reader.state_number = (token, self._count), self._state_number
+            return told, self._closed
 
 
 class PageReader:
     """One connection. Belongs to the event loop that it was made on, but for `wake`."""
 
     def __init__(self, board: PageBoard, position: str) -> None:
-        self._board, self._position = board, parsed(position)
+        self._board, self.position, self.state_number = board, parsed(position), -1
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(self) -> None:
@@ -185,15 +169,13 @@ class PageReader:
     async def frames(self) -> AsyncIterator[str]:
         """Server-sent events, until the trainer ends or the reader has to fetch everything anew."""
         yield f"retry: {RETRY_MS}\n\n"
-        state_number = -1
         while True:
             self._changed.clear()
-            news = self._board.news(self._position, state_number)
-            for one in news.frames():
+            news, last = self._board.news(self)
+            for one in news:
                 yield one
-            if news.behind or news.closed:
+            if last:
                 return
-            self._position, state_number = news.position, news.state_number
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,10 +88,10 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-        self._known_behind: dict[int, str] = {}
-        """Behind `_anchor`, the first token that was seen to be a word of its own."""
+        self._alone = cache(lambda token: self._text([token]))
+        self._behind = cache(lambda anchor, token: self._text([anchor, token])[len(self._alone(anchor)) :])
         self._anchor: int | None = None
+        """The first token that was seen to be a word of its own."""
         self._warned = False
 
     def of(self, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
@@ -122,21 +123,11 @@ class TokenPieces:
     def _each_behind_a_word(self, ids: list[int]) -> list[str]:
         """For decoders that drop the space of the first word: the others are decoded behind a word that is always the same."""
         if self._anchor is None:
-            self._anchor = next((token for token in ids if _is_whole(self._alone(token))), None)
-        anchor = self._anchor
-        if anchor is None:
+            words = (token for token in ids if (text := self._alone(token)).strip() and UNFINISHED not in text)
+            self._anchor = next(words, None)
+        if self._anchor is None:
             return self._each_alone(ids)
-        return [*self._each_alone(ids[:1]), *(self._behind(anchor, token) for token in ids[1:])]
-
-    def _alone(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._text([token])
-        return self._known[token]
-
-    def _behind(self, anchor: int, token: int) -> str:
-        if token not in self._known_behind:
-            self._known_behind[token] = self._text([anchor, token])[len(self._alone(anchor)) :]
-        return self._known_behind[token]
+        return [*self._each_alone(ids[:1]), *(self._behind(self._anchor, token) for token in ids[1:])]
 
     def _one_by_one(self, ids: list[int]) -> Iterator[str]:
         """Each token's text is what it adds to that of the tokens since the last whole character but one. Where more than
@@ -155,7 +146,3 @@ class TokenPieces:
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _is_whole(text: str) -> bool:
-    return bool(text.strip()) and UNFINISHED not in text

@@ -11,15 +11,17 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipelinerl.errors import MissingPackage
+from pipelinerl.run_dir import write_json
 
 PROJECT = "pipelinerl"
 """MLflow's experiment and W&B's project, unless the environment names one."""
+STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,12 @@ class Tracker(Protocol):
     def start(self, run: TrackedRun) -> None:
         """Opens the run, or goes on with it if an earlier trainer opened it. Called again when it raised."""
 
-    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Figures of one optimizer step. `time_s`: Unix time."""
+    def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
+        """Figures at `position` of `axis`: `STEP` or `HELDOUT_VERSION`, the version of an evaluation, which may be older than
+        the last step. `time_s`: Unix time."""
 
-    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """One evaluation of policy version `version`, which may be older than the last step."""
-
-    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
-        """The run's summary, and all that is not sent yet. `finished`: to its last step, or stopped before."""
+    def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
+        """The run's summary at its last step, and all that is not sent yet. `finished`: to its last step, or stopped before."""
 
 
 def open_tracker(name: str) -> Tracker:
@@ -61,21 +61,16 @@ def open_tracker(name: str) -> Tracker:
         raise MissingPackage(f"{error}; pip install 'pipelinerl[{name}]', or leave it out of trackers") from error
 
 
-class RunId:
-    """The identity that a tracker gave a run, kept in the run directory so that a later trainer goes on with the same run."""
-
-    def __init__(self, run_dir: Path, tracker: str) -> None:
-        self._path = run_dir / "trackers" / f"{tracker}.json"
-
-    def read(self) -> str | None:
-        """None before it was written. Raises `ValueError` or `KeyError` for a file that is not ours."""
-        return str(json.loads(self._path.read_text(encoding="utf-8"))["id"]) if self._path.is_file() else None
-
-    def write(self, value: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"id": value}) + "\n", encoding="utf-8")
-        os.replace(partial, self._path)
+def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
+    """The identity that a run has at a tracker, kept in the run directory so that a later trainer goes on with the same run;
+    without one, what `make` gives. Raises `ValueError` or `KeyError` for a file that is not ours."""
+    path = run_dir / "trackers" / f"{tracker}.json"
+    if path.is_file():
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    made = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"id": made})
+    return made
 
 
 def _silence(*loggers: str) -> None:
@@ -94,31 +89,22 @@ class TensorBoardTracker:
         _silence("tensorboard")
         self._event, self._summary, self._open = event_pb2, summary_pb2, EventFileWriter
         self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
-        self._step = 0
 
     def start(self, run: TrackedRun) -> None:
         """If a restart undid steps, readers leave out those from `run.version` on."""
-        self._step = run.version
         self._writer = self._open(str(run.run_dir / "tensorboard"))
         if run.incarnation > 1:
             session = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(time.time(), run.version + 1, session_log=session)
         self._add(time.time(), run.version, summary=self._summary.Summary(value=[self._recipe_table(run.params)]))
 
-    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._step = step
-        self._scalars(step, time_s, figures)
-
-    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._scalars(version, time_s, figures)
-
-    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
-        self._scalars(self._step, time.time(), figures)
-        self._writer.close()
-
-    def _scalars(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+    def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(time_s, step, summary=self._summary.Summary(value=values))
+        self._add(time_s, position, summary=self._summary.Summary(value=values))
+
+    def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
+        self.log(STEP, step, time.time(), figures)
+        self._writer.close()
 
     def _add(self, time_s: float, step: int, **what: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=time_s, step=step, **what))
@@ -154,31 +140,26 @@ class MlflowTracker:
 
         _silence("mlflow", "alembic", "sqlalchemy", "sqlalchemy.engine", "huey")
         self._entities, self._open = entities, MlflowClient
-        self._run_id, self._step = "", 0
+        self._run_id = ""
 
     def start(self, run: TrackedRun) -> None:
         self._client = self._open(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.run_dir}/mlflow.db")
-        self._step = run.version
-        kept = RunId(run.run_dir, "mlflow")
-        run_id = kept.read()
-        if run_id is None:
+
+        def create() -> str:
             tags = {"mlflow.note.content": run.description} if run.description else {}
-            run_id = str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
-            kept.write(run_id)
-        else:
-            self._client.update_run(run_id, status="RUNNING")
-        self._run_id = run_id
+            return str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
+
+        self._run_id = kept_id(run.run_dir, "mlflow", create)
+        self._client.update_run(self._run_id, status="RUNNING")  # a trainer before this one may have ended it
         self._log_params(run)
 
-    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._step = step
-        self._log(step, time_s, figures)
+    def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
+        at_ms = round(time_s * 1000)
+        metrics = [self._entities.Metric(name, value, at_ms, position) for name, value in figures.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
-    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._log(version, time_s, figures)
-
-    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
-        self._log(self._step, time.time(), figures)
+    def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
+        self.log(STEP, step, time.time(), figures)
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self) -> str:
@@ -199,10 +180,6 @@ class MlflowTracker:
         for name, value in values.items():
             if known.get(name, value) != value:
                 self._client.set_tag(self._run_id, f"{name} of incarnation {run.incarnation}", value)
-
-    def _log(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
-        metrics = [self._entities.Metric(name, value, round(time_s * 1000), step) for name, value in figures.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
 
 
 class WandbTracker:
@@ -226,7 +203,8 @@ class WandbTracker:
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            id=self._run_id(run),
+            # The name and a random part, since a name may be used again in another folder.
+            id=kept_id(run.run_dir, "wandb", lambda: f"{run.name}-{secrets.token_hex(4)}"),
             resume="allow",
             name=run.name,
             notes=run.description or None,
@@ -235,27 +213,15 @@ class WandbTracker:
             allow_val_change=True,
             settings=self._wandb.Settings(**quiet, **figures_only, **unstoppable),
         )
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("heldout/*", step_metric="heldout/version")
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
-    def step(self, step: int, time_s: float, figures: Mapping[str, float]) -> None:
+    def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         """W&B's own step only ever grows, so the run's is a figure: a trainer that starts again takes some of them twice."""
-        self._run.log({"step": step, "incarnation": self._incarnation, **figures})
+        incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
+        self._run.log({axis: position, **incarnation, **figures})
 
-    def heldout(self, version: int, time_s: float, figures: Mapping[str, float]) -> None:
-        self._run.log({"heldout/version": version, **figures})
-
-    def end(self, figures: Mapping[str, float], *, finished: bool) -> None:
+    def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self._run.summary.update(dict(figures))
         self._run.finish(exit_code=0 if finished else 1)
-
-    @staticmethod
-    def _run_id(run: TrackedRun) -> str:
-        """The run's name and a random part, since a name may be used again in another folder; kept for later trainers."""
-        kept = RunId(run.run_dir, "wandb")
-        run_id = kept.read()
-        if run_id is None:
-            run_id = f"{run.name}-{secrets.token_hex(4)}"
-            kept.write(run_id)
-        return run_id

@@ -29,7 +29,7 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.records import StepRecord
-from services.trainer.reporting.tracker_clients import TrackedRun, Tracker, open_tracker
+from services.trainer.reporting.tracker_clients import HELDOUT_VERSION, STEP, TrackedRun, Tracker, open_tracker
 
 log = logging.getLogger(__name__)
 
@@ -138,27 +138,29 @@ class TrackerThread:
 class RunTrackers:
     """All trackers of a run. Without trackers in the recipe it does nothing."""
 
-    def __init__(self, trackers: list[TrackerThread] | None = None) -> None:
-        self._trackers = trackers or []
+    def __init__(self, trackers: list[TrackerThread] | None = None, version: int = 0) -> None:
+        """`version`: optimizer steps that count when the trainer starts."""
+        self._trackers, self._last_step = trackers or [], version
         self._abandon_at_s: float | None = None
 
     def step(self, record: StepRecord) -> None:
-        time_s = time.time()
+        self._last_step, time_s = record["step"], time.time()
         for tracker in self._trackers:
-            tracker.send(lambda to: to.step(record["step"], time_s, step_figures(record)))
+            tracker.send(lambda to: to.log(STEP, record["step"], time_s, step_figures(record)))
 
     def heldout(self, result: HeldoutResult) -> None:
         time_s = time.time()
         figures = {"heldout/accuracy": result.accuracy, "heldout/unanswered": float(result.num_unanswered)}
         for tracker in self._trackers:
-            tracker.send(lambda to: to.heldout(result.version, time_s, figures))
+            tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """Points sent after the first call of this are lost."""
         if self._abandon_at_s is None:
             self._abandon_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
+            last_step = self._last_step
             for tracker in self._trackers:
-                tracker.end(lambda to: to.end(flat({"summary": summary}), finished=finished))
+                tracker.end(lambda to: to.end(last_step, flat({"summary": summary}), finished=finished))
 
     async def close(self) -> None:
         """Waits for what is not sent yet. A run that has not ended is taken for one that was stopped."""
@@ -181,7 +183,8 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
     )
     for handler in logging.root.handlers:
         handler.addFilter(is_not_of_a_library)
-    trackers = RunTrackers([TrackerThread(name, run, partial(open_tracker, name)) for name in recipe.trackers])
+    threads = [TrackerThread(name, run, partial(open_tracker, name)) for name in recipe.trackers]
+    trackers = RunTrackers(threads, start.version)
     try:
         yield trackers
     finally:
