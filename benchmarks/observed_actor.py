@@ -117,9 +117,8 @@ async def open_side(stack: AsyncExitStack, case: Case, model: str, *, observed: 
     if observed:
         registry = RunRegistry("observed")
         metrics = ActorMetrics(registry)
-        metrics.watch(
-            version=lambda: 0, ready=lambda: True, held_groups=lambda: 1, staging=lambda: "idle", most_in_progress=1
-        )
+        for reading in (metrics.version, metrics.ready, metrics.held_groups):
+            reading.read(lambda: 1)
         app = health_app(Readiness(), registry)
         port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, own_thread=True))
     on_step = metrics.engine_step if observed else None

@@ -33,9 +33,9 @@ from pipelinerl.v1 import actor_pb2_grpc
 from services.actor.engine import InferenceEngine, StartEngine
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
-from services.actor.hand_over import HandOver, HeldGroups
+from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.membership import DeletionCost, Heartbeat
-from services.actor.metrics import ActorMetrics
+from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.server import ActorService
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
@@ -66,15 +66,10 @@ async def serve(
         http_port = await stack.enter_async_context(
             serve_http(app, settings.http_host, settings.http_port, own_thread=True)
         )
-        engine = await stack.enter_async_context(
-            start(
-                recipe,
-                model_source(recipe, settings),
-                stop,
-                on_step=metrics.engine_step,
-                bind_host=settings.advertise_host,
-            )
+        started = start(
+            recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )
+        engine = await stack.enter_async_context(started)
         readiness.reason = "waiting for NATS"
 
         def connected() -> Awaitable[Bus]:
@@ -90,19 +85,16 @@ async def serve(
             )
 
         bus = await unless_stopped(retry_forever(connected, "connect"), stop)
-        verifier = await stack.enter_async_context(
-            VerifierClient(settings.verifier, tls_dir=settings.tls_dir, on_failed_try=metrics.verify_try_failed)
+        verifier = VerifierClient(
+            settings.verifier,
+            tls_dir=settings.tls_dir,
+            on_failed_try=lambda code: metrics.verify_failed_tries.labels(code).inc(),
         )
+        await stack.enter_async_context(verifier)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop)
-        server = await stack.enter_async_context(
-            serve_grpc(
-                actor.add_to_server,
-                [SERVICE],
-                settings.grpc_host,
-                settings.grpc_port,
-                credentials=server_credentials(settings.tls_dir),
-            )
-        )
+        credentials = server_credentials(settings.tls_dir)
+        served = serve_grpc(actor.add_to, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)
+        server = await stack.enter_async_context(served)
         await server.set_serving(True)
         address = announce(settings, server.port, http_port)
         await actor.run(address.grpc, readiness)
@@ -123,69 +115,64 @@ class Actor:
         stop: asyncio.Event,
     ) -> None:
         self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
-        self._context, self._stop = context, stop
+        self._metrics, self._context, self._stop = metrics, context, stop
+        self._started_s = time.monotonic()
         self._process = uuid.uuid4().hex[:12]
-        self._metrics = metrics
-        self._gate = ServingGate(recipe.algorithm.max_lag)
-        self._held = HeldGroups()
+        instance, of_actor = settings.instance, recipe.actor
+        self._gate = gate = ServingGate(recipe.algorithm.max_lag)
+        self._held = held = HeldGroups()
         self._finisher = Finisher(
             bus,
             verifier,
-            self._metrics,
-            self._held.published,
-            buffer_size=recipe.actor.publish_buffer,
-            batch_size=recipe.actor.verify_batch,
+            metrics,
+            held.published,
+            buffer_size=of_actor.publish_buffer,
+            batch_size=of_actor.verify_batch,
         )
         self._generation = GenerationLoop(
             bus,
             engine,
             self._finisher,
-            self._held,
-            self._gate,
-            self._metrics,
-            instance=settings.instance,
-            sequences_in_progress=recipe.actor.sequences_in_progress,
+            held,
+            gate,
+            metrics,
+            instance=instance,
+            sequences_in_progress=of_actor.sequences_in_progress,
             max_context=recipe.model.max_context,
         )
-        self._updates = UpdateListener(
-            bus,
-            engine.weights,
-            self._gate,
-            self._metrics,
-            instance=settings.instance,
-            process=self._process,
+        self._updates = updates = UpdateListener(
+            bus, engine.weights, gate, metrics, instance=instance, process=self._process
         )
-        pod = settings.pod_name or settings.instance
         self._deletion_cost = DeletionCost(
-            in_cluster(settings), self._held, engine, self._metrics, pod=pod, uid=settings.pod_uid
+            in_cluster(settings), held, engine, metrics, pod=settings.pod_name or instance, uid=settings.pod_uid
         )
-        self._service = ActorService(
-            instance=settings.instance,
-            engine=engine,
+        metrics.version.read(lambda: gate.served.number if gate.served else None)
+        metrics.ready.read(lambda: float(gate.is_open))
+        metrics.held_groups.read(lambda: held.num_groups)
+        metrics.staging.read_state(STAGING_STATES, lambda: updates.staging_state)
+        metrics.most_in_progress.set(of_actor.sequences_in_progress)
+
+    def add_to(self, server: object) -> None:
+        """Has the gRPC server answer from here."""
+        service = ActorService(
+            instance=self._settings.instance,
+            engine=self._engine,
             gate=self._gate,
             generation=self._generation,
             updates=self._updates,
             metrics=self._metrics,
-            started_at=time.monotonic(),
-            max_context=recipe.model.max_context,
+            started_at=self._started_s,
+            max_context=self._recipe.model.max_context,
         )
-        metrics.watch(
-            version=lambda: self._gate.served.number if self._gate.served else None,
-            ready=lambda: self._gate.is_open,
-            held_groups=lambda: self._held.num_groups,
-            staging=lambda: self._updates.staging_state,
-            most_in_progress=recipe.actor.sequences_in_progress,
-        )
-
-    def add_to_server(self, server: object) -> None:
-        actor_pb2_grpc.add_ActorServiceServicer_to_server(self._service, server)
+        actor_pb2_grpc.add_ActorServiceServicer_to_server(service, server)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
+        instance = self._settings.instance
         heartbeat = Heartbeat(
             self._bus,
             self._gate,
             lambda: self._updates.manifest_id,
-            actor=self._settings.instance,
+            actor=instance,
             process=self._process,
             grpc_address=grpc_address,
             ranks=self._recipe.actor.engine.tensor_parallel_size,
@@ -217,7 +204,7 @@ class Actor:
                     )
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
-                await HandOver(self._bus, self._held, self._metrics, instance=self._settings.instance).run(HAND_OVER_S)
+                await hand_over(self._bus, self._held, self._metrics, instance=instance, timeout_s=HAND_OVER_S)
                 log.info("stopped; %d groups in hand went back in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:

@@ -16,56 +16,50 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, far from any small number: seeds of a sample's continuations are not those of its neighbours."""
 
 
-def sequence_of(
-    group: PromptGroup,
-    sample_index: int,
-    actor: str,
-    generation: Generation,
-    text: str = "",
-    generation_s: float = 0.0,
-) -> Sequence:
-    """A finished completion as a sequence without reward; what cannot be trained on carries its reason."""
-    defect = defect_of(generation)
+UNFINISHED = "engine: it was ended before it was finished"
+
+
+def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
+    """A sample as a sequence without reward; what cannot be trained on carries its reason."""
+    failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
         run=group.run,
-        sequence_id=group.sequence_id(sample_index),
+        sequence_id=group.sequence_id(sample.sample_index),
         group_id=group.group_id,
-        sample_index=sample_index,
+        sample_index=sample.sample_index,
         group_size=group.num_samples,
         task=group.task,
         prompt_token_ids=group.prompt_token_ids,
-        completion_token_ids=generation.token_ids,
-        behaviour_logprobs=generation.behaviour_logprobs,
-        spans=generation.spans,
+        completion_token_ids=sample.completion_token_ids,
+        behaviour_logprobs=sample.behaviour_logprobs,
+        spans=sample.spans,
         reward=0.0,
-        finish_reason=generation.finish_reason or FinishReason.STOP,
+        finish_reason=sample.finish_reason or FinishReason.STOP,
         actor=actor,
         completion_text=text,
         prompt_text=group.prompt_text,
         reference_json=group.reference_json,
-        generation_s=generation_s,
+        generation_s=sample.generation_s,
     )
-    return without_arrays(sequence, defect) if defect else sequence
+    return without_arrays(sequence, failure) if failure else sequence
 
 
-def defect_of(generation: Generation) -> str:
-    """Why this completion cannot be trained on; empty for a good one."""
-    if generation.finish_reason is None:
-        return "engine: it was ended before it was finished"
-    if len(generation.token_ids) == 0:
+def defect_of(made: Generation | PartialSequence) -> str:
+    """Why these tokens can be neither trained on nor continued; empty for good ones."""
+    num_tokens = len(made.completion_token_ids)
+    if not num_tokens:
         return "empty_completion"
-    if not np.isfinite(generation.behaviour_logprobs).all():
+    if not np.isfinite(made.behaviour_logprobs).all():
         return "non_finite_logprobs"
-    covered = sum(span.end - span.start for span in generation.spans)
-    if covered != len(generation.token_ids):
-        return f"version_spans: cover {covered} of {len(generation.token_ids)} tokens"
+    covered = sum(span.end - span.start for span in made.spans)
+    if covered != num_tokens:
+        return f"version_spans: cover {covered} of {num_tokens} tokens"
     return ""
 
 
 def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
     """Accounts for a sample that was not generated."""
-    nothing = Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP)
-    return replace(sequence_of(group, sample_index, actor, nothing), failure=failure)
+    return sequence_of(group, _nothing(sample_index), actor, failure=failure)
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
@@ -82,7 +76,11 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     """What there is of this sample: what an actor that left has handed over, or nothing yet."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
-    return next(given, PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ()))
+    return next(given, None) or _nothing(sample_index)
+
+
+def _nothing(sample_index: int) -> PartialSequence:
+    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 
 def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
@@ -109,34 +107,23 @@ def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
     )
 
 
-def continued(start: PartialSequence, generation: Generation) -> Generation:
-    """The whole completion: `start`, and what was generated after it. Each token keeps its log-probability and version."""
+def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
+    """The sample so far: `start`, and what was generated after it in `generation_s`. Each token keeps its log-probability and
+    version."""
     carried, spans = len(start.completion_token_ids), list(start.spans)
-    if not carried:
-        return generation
     for span in generation.spans:
         moved = replace(span, start=span.start + carried, end=span.end + carried)
         if spans and (spans[-1].incarnation, spans[-1].version) == (span.incarnation, span.version):
             spans[-1] = replace(spans[-1], end=moved.end)
         else:
             spans.append(moved)
-    return Generation(
-        token_ids=np.concatenate([start.completion_token_ids, generation.token_ids]),
+    return PartialSequence(
+        sample_index=start.sample_index,
+        completion_token_ids=np.concatenate([start.completion_token_ids, generation.completion_token_ids]),
         behaviour_logprobs=np.concatenate([start.behaviour_logprobs, generation.behaviour_logprobs]),
         spans=tuple(spans),
         finish_reason=generation.finish_reason,
-    )
-
-
-def partial_of(sample_index: int, generation: Generation, generation_s: float) -> PartialSequence:
-    """What another actor goes on with, or only has to verify and publish."""
-    return PartialSequence(
-        sample_index=sample_index,
-        completion_token_ids=generation.token_ids,
-        behaviour_logprobs=generation.behaviour_logprobs,
-        spans=generation.spans,
-        finish_reason=generation.finish_reason,
-        generation_s=generation_s,
+        generation_s=start.generation_s + generation_s,
     )
 
 

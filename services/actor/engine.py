@@ -36,7 +36,7 @@ class Generation:
     `spans` cover the tokens, end-of-sequence included. `finish_reason` None: it was aborted, and these are its tokens so far.
     """
 
-    token_ids: TokenIds
+    completion_token_ids: TokenIds
     behaviour_logprobs: Logprobs
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None

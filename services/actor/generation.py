@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
@@ -27,13 +28,12 @@ from services.actor.completions import (
     defect_of,
     failed_sequence,
     finish_of,
-    partial_of,
     request_of,
     sequence_of,
     start_of,
     state_of,
 )
-from services.actor.engine import EngineError, Generation, InferenceEngine
+from services.actor.engine import EngineError, InferenceEngine
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
@@ -77,8 +77,10 @@ class ServingGate:
             return "draining"
         if self.served is None:
             return "no policy version served yet"
-        if not self._near():
-            return f"serves {self.served}, more than max_lag = {self._max_lag} behind {self.announced}"
+        if self.announced is not None and self._max_lag is not None:
+            same = self.served.incarnation == self.announced.incarnation
+            if not same or self.announced.number - self.served.number > self._max_lag + 1:
+                return f"serves {self.served}, more than max_lag = {self._max_lag} behind {self.announced}"
         return ""
 
     def serve(self, version: PolicyVersion) -> None:
@@ -97,12 +99,6 @@ class ServingGate:
 
     async def wait_open(self) -> None:
         await self._opened.wait()
-
-    def _near(self) -> bool:
-        if self.served is None or self.announced is None or self._max_lag is None:
-            return self.served is not None
-        same = self.served.incarnation == self.announced.incarnation
-        return same and self.announced.number - self.served.number <= self._max_lag + 1
 
     def _update(self) -> None:
         if self.reason:
@@ -261,37 +257,34 @@ class GenerationLoop:
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
             return failed_sequence(group, sample_index, self._instance, failure)
-        if len(start.completion_token_ids):
-            self._metrics.count_continued(state_of(start), len(start.completion_token_ids))
-        started = time.monotonic()
+        if carried := len(start.completion_token_ids):
+            self._metrics.continued.labels(state_of(start)).inc()
+            self._metrics.carried_tokens.inc(carried)
         try:
-            generation = await self._generate(group, start)
+            sample = await self._continue(group, start)
         except EngineError as error:
             await self._engine.check_health()
             log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
             return failed_sequence(group, sample_index, self._instance, f"engine: {error}"[:500])
-        generation_s = start.generation_s + time.monotonic() - started
-        unusable = generation.finish_reason is not None and defect_of(generation)
-        if len(generation.token_ids) > len(start.completion_token_ids) and not unusable:
-            self._held.keep(group, partial_of(sample_index, generation, generation_s))
-        if generation.finish_reason is None and self._interrupted:
+        if not defect_of(sample):
+            self._held.keep(group, sample)
+        if sample.finish_reason is None and self._interrupted:
             return None
-        text = self._engine.decode(generation.token_ids)
-        return sequence_of(group, sample_index, self._instance, generation, text, generation_s)
+        return sequence_of(group, sample, self._instance, self._engine.decode(sample.completion_token_ids))
 
-    async def _generate(self, group: PromptGroup, start: PartialSequence) -> Generation:
-        """The whole completion, what is there of it already included. Raises `EngineError`."""
+    async def _continue(self, group: PromptGroup, start: PartialSequence) -> PartialSequence:
+        """`start` and what is generated after it, up to its end or an interruption. Raises `EngineError`."""
         finish_reason = finish_of(group, start, self._max_context)
         if finish_reason is not None or self._interrupted:
-            return Generation(start.completion_token_ids, start.behaviour_logprobs, start.spans, finish_reason)
-        request = request_of(group, start)
+            return replace(start, finish_reason=finish_reason)
+        request, started = request_of(group, start), time.monotonic()
         self._generating.add(request.request_id)
         try:
             generation = await self._engine.generate(request)
         finally:
             self._generating.discard(request.request_id)
-        self._metrics.count_generated(len(generation.token_ids))
-        return continued(start, generation)
+        self._metrics.count_generated(len(generation.completion_token_ids))
+        return continued(start, generation, time.monotonic() - started)
 
     def _enter(self) -> None:
         self.num_in_progress += 1

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import COMPLETE, MOST_BYTES, MOST_FILES, built_folder, filling, is_built, is_complete
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.lifecycle import StartStopped, run_service, unless_stopped
@@ -33,62 +32,49 @@ SILENT_S = 60.0
 """A trainer that sends nothing for so long is asked again. It reads a file whole, for its checksum, before the first byte."""
 
 
-@dataclass
-class _File:
-    """One file on its way: what its first chunk said of it, and what has come."""
-
-    size_bytes: int
-    sha256: bytes
-    received: int = 0
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self.size_bytes
-
-
 class Receiver:
     """Writes chunks into files of an empty folder. What the sender says is checked before it is believed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, tuple[int, bytes]] = {}
+        """Size and SHA-256 of each, as its first chunk said."""
         self._expected = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(file.received for file in self._files.values())
 
     def take(self, chunk: trainer_pb2.InitialModelChunk) -> None:
         """Raises `MessageError` for a chunk that does not belong here."""
-        file = self._files.get(chunk.file) or self._begin(chunk)
-        if (chunk.size_bytes, chunk.sha256) != (file.size_bytes, file.sha256):
+        if chunk.file not in self._files:
+            self._begin(chunk)
+        if self._files[chunk.file] != (chunk.size_bytes, chunk.sha256):
             raise _wrong("size_bytes", f"{chunk.file} changed while it was sent")
-        file.received += len(chunk.data)
-        if file.received > file.size_bytes:
-            raise _wrong("data", f"{chunk.file} is longer than its {file.size_bytes} bytes")
-        file.digest.update(chunk.data)
         with (self._folder / chunk.file).open("ab") as out:
             out.write(chunk.data)
-        if file.complete and file.digest.digest() != file.sha256:
-            raise _wrong("sha256", f"{chunk.file} arrived damaged")
+            if out.tell() > chunk.size_bytes:
+                raise _wrong("data", f"{chunk.file} is longer than its {chunk.size_bytes} bytes")
 
-    def finish(self) -> None:
-        """Raises `MessageError` unless every file is here, whole."""
-        missing = [name for name, file in self._files.items() if not file.complete]
-        if missing or len(self._files) != self._expected or COMPLETE not in self._files:
-            here = len(self._files) - len(missing)
-            raise _wrong("files", f"{here} of {self._expected} files are complete")
+    def finish(self) -> int:
+        """Returns the number of bytes. Raises `MessageError` unless every file is here, whole and as it was sent."""
+        complete = 0
+        for name, (size, sha256) in self._files.items():
+            with (self._folder / name).open("rb") as file:
+                if file.seek(0, os.SEEK_END) < size:
+                    continue
+                file.seek(0)
+                if hashlib.file_digest(file, "sha256").digest() != sha256:
+                    raise _wrong("sha256", f"{name} arrived damaged")
+            complete += 1
+        if complete < len(self._files) or complete != self._expected or COMPLETE not in self._files:
+            raise _wrong("files", f"{complete} of {self._expected} files are complete")
+        return sum(size for size, _ in self._files.values())
 
-    def _begin(self, chunk: trainer_pb2.InitialModelChunk) -> _File:
+    def _begin(self, chunk: trainer_pb2.InitialModelChunk) -> None:
         if not chunk.file or chunk.file.startswith(".") or any(char in chunk.file for char in "/\\\0"):
             raise _wrong("file", f"{chunk.file!r} is no name of a model's file")
-        announced = sum(file.size_bytes for file in self._files.values()) + chunk.size_bytes
+        announced = sum(size for size, _ in self._files.values()) + chunk.size_bytes
         if announced > MOST_BYTES or chunk.files > MOST_FILES or len(self._files) >= chunk.files:
             raise _wrong("files", f"{chunk.files} files of at least {announced} bytes are not one model")
         self._expected = chunk.files
-        self._files[chunk.file] = _File(chunk.size_bytes, chunk.sha256)
-        return self._files[chunk.file]
+        self._files[chunk.file] = (chunk.size_bytes, chunk.sha256)
 
 
 def _wrong(field_name: str, problem: str) -> MessageError:
@@ -96,19 +82,14 @@ def _wrong(field_name: str, problem: str) -> MessageError:
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Returns when the model is there. Raises `FieldError`, and `ServiceError` when `stop` was set before."""
+    """Puts the model that the run builds into the cache, unless it is there.
+
+    Raises `FieldError`, and `ServiceError` when `stop` was set before.
+    """
     recipe = load_recipe(settings.recipe)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)
         return
-    try:
-        await unless_stopped(fetch_built(recipe, settings), stop)
-    except StartStopped as error:
-        raise ServiceError("stopped before the initial model was there") from error
-
-
-async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
-    """Puts the model that the run builds into the cache, unless it is there. Raises `FieldError`."""
     folder = built_folder(recipe, settings.model_cache)
     if is_complete(folder):
         log.info("initial model from the cache: %s", folder)
@@ -120,7 +101,7 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
         with filling(folder) as beside:
             return await fetch(settings, folder.name, beside)
 
-    received = await retry_forever(
+    fetching = retry_forever(
         attempt,
         f"fetch the initial model of trainer {settings.trainer}",
         retried=lambda error: isinstance(error, grpc.aio.AioRpcError | MessageError | TimeoutError),
@@ -128,6 +109,10 @@ async def fetch_built(recipe: Recipe, settings: ActorSettings) -> None:
         explain=lambda error: _reason(error, settings.tls_dir),
         level=logging.INFO,  # the trainer may still be building it
     )
+    try:
+        received = await unless_stopped(fetching, stop)
+    except StartStopped as error:
+        raise ServiceError("stopped before the initial model was there") from error
     log.info("initial model fetched: %s", folder, extra={"bytes": received})
 
 
@@ -146,8 +131,7 @@ async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
             if chunk is grpc.aio.EOF:
                 break
             receiver.take(chunk)
-    receiver.finish()
-    return receiver.size_bytes
+    return await asyncio.to_thread(receiver.finish)
 
 
 def _reason(error: Exception, tls_dir: Path | None) -> str:

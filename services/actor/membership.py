@@ -13,7 +13,7 @@ from pipelinerl.kube.client import KubeBackoff, KubeClient, KubeError
 from pipelinerl.messages.control import Registration
 from services.actor.engine import InferenceEngine
 from services.actor.generation import ServingGate
-from services.actor.hand_over import HeldGroups, Remainder
+from services.actor.hand_over import HeldGroup, HeldGroups
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ CHANGED_SHARE, CHANGED_TOKENS = 0.2, 256
 whose sum moves little; the order of busy pods is then true to a fifth, and that of idle and busy ones exact."""
 
 
-def work_in_hand(remainders: Iterable[Remainder], progress: Mapping[str, int]) -> int:
+def work_in_hand(unfinished: Iterable[HeldGroup], progress: Mapping[str, int]) -> int:
     """Tokens of all unstored samples: what there is of each, and what the engine has added since. Pure."""
     tokens = 0
-    for remainder in remainders:
-        tokens += sum(len(partial.completion_token_ids) for partial in remainder.partials)
-        tokens += sum(progress.get(remainder.group.sequence_id(index), 0) for index in remainder.missing)
+    for held in unfinished:
+        tokens += sum(len(sample.completion_token_ids) for sample in held.partials.values())
+        tokens += sum(progress.get(held.group.sequence_id(index), 0) for index in held.missing)
     return min(tokens, MOST)
 
 
@@ -77,7 +77,7 @@ class DeletionCost:
         """Runs until cancelled."""
         try:
             while True:
-                cost = work_in_hand(self._held.remainders(), self._engine.progress())
+                cost = work_in_hand(self._held.unfinished(), self._engine.progress())
                 self._metrics.deletion_cost.set(cost)
                 if self._client is not None and worth_telling(self._told, cost) and _now() >= self._not_before_s:
                     await self._tell(self._client, cost)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -48,7 +47,8 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. What is read at a scrape has no series before `watch`, but for `ready`: 0."""
+    """Counters and gauges of one actor. What is read at a scrape, on the HTTP thread, has no series before the actor says where
+    to read it, but for `ready`: 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)
@@ -61,10 +61,12 @@ class ActorMetrics:
         self._weights(metrics)
 
     def _serving(self, metrics: MetricSet) -> None:
-        self._version = metrics.reading("policy_version", "Policy version served; none before the first.")
-        self._ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
-        self._ready.set(0)  # also while the engine starts: one that never comes up must be seen
-        self._held = metrics.reading("prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet.")
+        self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
+        self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
+        self.ready.set(0)  # also while the engine starts: one that never comes up must be seen
+        self.held_groups = metrics.reading(
+            "prompts_held_groups", "Prompt groups in hand: taken, and not acknowledged yet."
+        )
         self.deletion_cost = metrics.gauge(
             "deletion_cost",
             "Tokens in hand that would be handed over if this actor were stopped: its pod's deletion cost.",
@@ -77,7 +79,7 @@ class ActorMetrics:
 
     def _generating(self, metrics: MetricSet) -> None:
         self.in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
-        self._most_in_progress = metrics.reading(
+        self.most_in_progress = metrics.reading(
             "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
@@ -145,48 +147,24 @@ class ActorMetrics:
         self.stall_seconds = metrics.histogram(
             "stall_seconds", "Time without generation because of one update.", STALL_SECONDS
         )
-        self._staging = metrics.reading(
+        self.staging = metrics.reading(
             "staging_state",
             "1 for what the actor does with the next version, 0 for the others.",
             {"state": STAGING_STATES},
             unit="1 or 0",
         )
-        self._weight_loader = metrics.reading(
+        self.weight_loader = metrics.reading(
             "weight_loader",
             "1 for the way in which weights are loaded.",
             {"mode": "shadow, in_place, paused"},
             unit="1",
         )
 
-    def watch(
-        self,
-        *,
-        version: Callable[[], int | None],
-        ready: Callable[[], bool],
-        held_groups: Callable[[], int],
-        staging: Callable[[], str],
-        most_in_progress: int,
-    ) -> None:
-        """Where to read at a scrape, on the HTTP thread. `staging`: one of `STAGING_STATES`."""
-        self._version.read(version)
-        self._ready.read(lambda: float(ready()))
-        self._held.read(held_groups)
-        self._staging.read_state(STAGING_STATES, staging)
-        self._most_in_progress.set(most_in_progress)
-
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:
         """One step of the engine. `decode_s`: None of the first after a time with nothing to do; `kv_cache_usage` in [0, 1]."""
         if decode_s is not None:
             self.decode_step.observe(decode_s)
         self._kv_cache.set(kv_cache_usage)
-
-    def show_weight_loader(self, mode: str) -> None:
-        """`shadow`, `in_place` or `paused`; one at a time."""
-        self._weight_loader.set_each({mode: 1.0})
-
-    def verify_try_failed(self, code: str) -> None:
-        """`code`: one of `FAILURE_CODES`."""
-        self.verify_failed_tries.labels(code).inc()
 
     def count_generated(self, num_tokens: int) -> None:
         """Tokens sampled here, whether their sequence finished or not."""
@@ -198,7 +176,3 @@ class ActorMetrics:
         self.finished.labels(reason).inc()
         self.completion_tokens.observe(num_tokens)
         self.finished_total += 1
-
-    def count_continued(self, state: str, num_tokens: int) -> None:
-        self.continued.labels(state).inc()
-        self.carried_tokens.inc(num_tokens)

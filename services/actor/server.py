@@ -30,7 +30,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import child, trace_in
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.actor.completions import defect_of
+from services.actor.completions import UNFINISHED, defect_of
 from services.actor.engine import EngineError, GenerationRequest, InferenceEngine
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.metrics import ActorMetrics
@@ -132,12 +132,12 @@ class ActorService(actor_pb2_grpc.ActorServiceServicer):
             return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
         return actor_pb2.GenerateResult(
             id=key,
-            completion_token_ids=generation.token_ids.tobytes(),
+            completion_token_ids=generation.completion_token_ids.tobytes(),
             behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
             spans=spans_to_proto(generation.spans),
             finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
-            completion_text=self.engine.decode(generation.token_ids),
-            failure=defect_of(generation),
+            completion_text=self.engine.decode(generation.completion_token_ids),
+            failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
         )
 
 

@@ -62,7 +62,10 @@ async def build_off_loop(
         await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             log.info("stopped before the engine was up")
-            await _end_building(building, children)
+        while not building.done():  # it may start a process after one was ended: hence again and again
+            for child in children():
+                child.terminate()
+            await asyncio.wait((building,), timeout=_LOOK_S)
         if stop.is_set() and building.exception() is not None:
             raise StartStopped("stopped before the engine was up") from building.exception()
         return building.result()
@@ -72,14 +75,6 @@ async def build_off_loop(
         raise
     finally:
         stopping.cancel()
-
-
-async def _end_building(building: asyncio.Future[_Built], children: Callable[[], Sequence[BaseProcess]]) -> None:
-    """Returns when the thread has ended. It may start a process after one was ended: hence again and again."""
-    while not building.done():
-        for child in children():
-            child.terminate()
-        await asyncio.wait((building,), timeout=_LOOK_S)
 
 
 _ABORTED = "abort"
@@ -156,23 +151,17 @@ async def start_engine(
         bind_host=bind_host,
         staging_buffers=recipe.weights.staging_buffers,
     )
-    engine = VllmEngine(llm, weights)
-    without_request_stats(llm)
-    try:
-        llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
-        yield engine
-    finally:
-        end_engine(llm)
-
-
-def end_engine(llm: AsyncLLM) -> None:
-    """Kills vLLM's processes: they have nothing left to save, and the exit of one takes 2.5 s in good order."""
+    # What vLLM would note of each token of each request is a quarter of its work on this event loop. Its scheduler's figures
+    # of each step go on.
+    llm.log_stats = llm.output_processor.log_stats = False
     warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
     level = warnings.level
-    warnings.setLevel(logging.ERROR)
     try:
-        llm.shutdown(timeout=0)
+        llm._run_output_handler()  # built off the loop, it would not listen to its process before the first request
+        yield VllmEngine(llm, weights)
     finally:
+        warnings.setLevel(logging.ERROR)
+        llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
         warnings.setLevel(level)
 
 
@@ -238,12 +227,6 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
             return
 
     return StepLogger
-
-
-def without_request_stats(llm: AsyncLLM) -> None:
-    """Leaves out what vLLM would note of each token of each request on this process's event loop, a quarter of its work there.
-    What its scheduler says of each step goes on. To be called before the first request."""
-    llm.log_stats = llm.output_processor.log_stats = False
 
 
 class VllmEngine:

@@ -73,10 +73,10 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert run.llm.output_handler is not None
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
     generation = await run.engine.generate(request)
-    assert 1 <= len(generation.token_ids) <= 4
+    assert 1 <= len(generation.completion_token_ids) <= 4
     await run.engine.check_health()
     assert steps[0][0] is None  # nothing came before it
-    assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.token_ids)])
+    assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.completion_token_ids)])
     assert all(0 <= kv_cache <= 1 for _, kv_cache in steps)
 
 

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeBackoff, KubeClient
-from pipelinerl.messages.sequences import PartialSequence, VersionSpan
 from services.actor.hand_over import HeldGroups
 from services.actor.membership import (
     ANNOTATION,
@@ -24,6 +22,7 @@ from services.actor.membership import (
 )
 from services.actor.metrics import ActorMetrics
 from tests.kube.api_server import SOON_S, ApiServer
+from tests.support.generation import Delivery, partial
 from tests.unit.builders import make_group
 
 
@@ -37,31 +36,17 @@ class Progress:
         return self.tokens
 
 
-@dataclass
-class Delivery:
-    position: int = 1
-    payload: bytes = b""
-    msg_id: str = ""
-    num_deliveries: int = 1
-
-
-def partial(sample_index: int, num_tokens: int) -> PartialSequence:
-    tokens = np.arange(num_tokens, dtype=np.int32)
-    return PartialSequence(sample_index, tokens, tokens.astype(np.float32), (VersionSpan(0, 0, num_tokens),))
-
-
 async def test_cost_is_the_tokens_of_all_that_is_not_stored() -> None:
     """Sample 0 was begun elsewhere (3) and goes on (5), 1 is finished and not stored (7), 2 is stored, 3 not begun."""
-    group, held = make_group(0, num_samples=4), HeldGroups()
-    group = type(group)(**{**group.__dict__, "partials": (partial(0, 3),)})
+    group, held = make_group(0, num_samples=4, partials=(partial(0, *range(3)),)), HeldGroups()
     held.take(group, Delivery())  # type: ignore[arg-type]
-    held.keep(group, partial(1, 7))
-    held.keep(group, partial(2, 100))
+    held.keep(group, partial(1, *range(7)))
+    held.keep(group, partial(2, *range(100)))
     progress = {group.sequence_id(0): 5, "eval-1": 1000}
     await held.published(group, 2)
-    assert work_in_hand(held.remainders(), progress) == 3 + 5 + 7
+    assert work_in_hand(held.unfinished(), progress) == 3 + 5 + 7
     assert work_in_hand([], progress) == 0
-    assert work_in_hand(held.remainders(), {group.sequence_id(3): 2**40}) == MOST
+    assert work_in_hand(held.unfinished(), {group.sequence_id(3): 2**40}) == MOST
 
 
 @pytest.mark.parametrize(

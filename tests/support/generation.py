@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.messages.sequences import (
     FinishReason,
+    PartialSequence,
     PolicyVersion,
     VersionSpan,
     decode_sequence,
@@ -24,15 +25,48 @@ from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifySt
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
-from services.actor.hand_over import HandOver, HeldGroups
+from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import ActorMetrics
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
 
-GOOD = Generation(
-    np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 0, 2),), FinishReason.STOP
-)
-BEGUN = replace(GOOD, finish_reason=None)
+STOP = FinishReason.STOP
+
+
+def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Generation:
+    """Tokens with log-probability -version."""
+    spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
+    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
+
+
+def partial(index: int, *tokens: int, version: int = 1, finish: FinishReason | None = None) -> PartialSequence:
+    made = generated(*tokens, version=version)
+    return PartialSequence(index, made.completion_token_ids, made.behaviour_logprobs, made.spans, finish)
+
+
+GOOD = generated(7, 2)
+
+
+@dataclass
+class Delivery:
+    """A message of PROMPTS as far as groups in hand ask it."""
+
+    position: int = 1
+    payload: bytes = b""
+    msg_id: str = ""
+    num_deliveries: int = 1
+    said: list[str] = field(default_factory=list)
+    refuse: int = 0
+    """Acknowledgements that do not get through."""
+
+    async def ack(self) -> None:
+        if self.refuse:
+            self.refuse -= 1
+            raise BusError("no connection")
+        self.said.append("ack")
+
+    async def in_progress(self) -> None:
+        self.said.append("in progress")
 
 
 @dataclass
@@ -40,7 +74,7 @@ class ScriptedEngine:
     """Answers with `answer(request)` once `open`, or with `so_far(request)` when it is aborted; counts what is under way."""
 
     answer: Callable[[GenerationRequest], Generation] = lambda request: GOOD
-    so_far: Callable[[GenerationRequest], Generation] = lambda request: BEGUN
+    so_far: Callable[[GenerationRequest], Generation] = lambda request: generated(7, 2, finish=None)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     alive: bool = True
     running: int = 0
@@ -117,6 +151,14 @@ class Stage:
             group = make_group(number, **changes)  # type: ignore[arg-type]
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
+    async def generating(self, count: int) -> None:
+        """Until the engine has so many requests under way."""
+        await self.until(lambda: self.engine.running == count)
+
+    async def all_acknowledged(self) -> None:
+        await self.until(lambda: len(self.held) == 0)
+        assert (await self.bus.prompts_info()).messages == 0
+
     async def published(self, count: int) -> list[TrainedSequence]:
         """The first `count` sequences of the log, waiting for them."""
         found = []
@@ -133,7 +175,7 @@ class Stage:
         await self.loop.interrupt(timeout_s)
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        await HandOver(self.bus, self.held, self.metrics, instance="a").run(timeout_s)
+        await hand_over(self.bus, self.held, self.metrics, instance="a", timeout_s=timeout_s)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}_total", labels) or 0.0

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, VersionSpan, encode_group
-from pipelinerl.messages.verification import VerifyOutcome, VerifyStatus
+from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, encode_group
+from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2
-from services.actor.completions import defect_of, without_arrays
+from services.actor.completions import without_arrays
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import FinishedSample, Finisher
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from tests.support.generation import GOOD, ScriptedVerifier, stage
+from tests.support.generation import GOOD, ScriptedVerifier, generated, stage
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
 
@@ -30,15 +32,14 @@ async def test_every_sample_is_published_and_the_group_acknowledged() -> None:
         assert sorted(s.sequence_id for s in sequences) == [f"g0000000{g}.{i}" for g in (0, 1) for i in (0, 1)]
         assert {s.reward for s in sequences} == {1.0}
         assert sequences[0].completion_text == "7 2"
-        await one.until(lambda: len(one.held) == 0)
-        assert (await one.bus.prompts_info()).messages == 0
+        await one.all_acknowledged()
 
 
 async def test_keeps_h_sequences_in_progress_and_not_more() -> None:
     async with stage(in_progress=3) as one:
         one.engine.open.clear()
         await one.issue(0, 1, 2)
-        await one.until(lambda: one.engine.running == 3)
+        await one.generating(3)
         assert one.loop.num_in_progress == 3
         assert one.engine.started == ["g00000000.0", "g00000000.1", "g00000001.0"]
         one.engine.open.set()
@@ -80,28 +81,27 @@ async def test_an_unreachable_stream_is_waited_for() -> None:
         assert not one.running.done()
 
 
+def outcome(status: VerifyStatus, reward: float = 0.0) -> Callable[[VerifyItem], VerifyOutcome]:
+    return lambda item: VerifyOutcome(item.sequence_id, status, reward, message="slow")
+
+
 @pytest.mark.parametrize(
     ("status", "failure"),
-    [(VerifyStatus.TIMEOUT, "reward_timeout: slow"), (VerifyStatus.BAD_REWARD, "reward_bad_reward: slow")],
+    [
+        (VerifyStatus.TIMEOUT, "reward_timeout: slow"),
+        (VerifyStatus.BAD_REWARD, "reward_bad_reward: slow"),
+        (None, "verifier_refused: refused a batch"),
+    ],
 )
-async def test_a_reward_that_fails_costs_that_sequence(status: VerifyStatus, failure: str) -> None:
+async def test_a_reward_that_fails_costs_that_sequence(status: VerifyStatus | None, failure: str) -> None:
     async with stage() as one:
-        one.verifier.judge = lambda item: (
-            VerifyOutcome(item.sequence_id, status, 0.0, message="slow")
-            if item.sequence_id.endswith(".1")
-            else VerifyOutcome(item.sequence_id, VerifyStatus.OK, 0.5)
-        )
+        good, bad = outcome(VerifyStatus.OK, 0.5), outcome(status or VerifyStatus.OK)
+        one.verifier.judge = lambda item: (bad if item.sequence_id.endswith(".1") else good)(item)
+        one.verifier.refuses = lambda item: status is None and item.sequence_id.endswith(".1")
         await one.issue(0)
         by_index = {s.sample_index: s for s in await one.published(2)}
         assert (by_index[0].failure, by_index[0].reward) == ("", 0.5)
         assert by_index[1].failure == failure
-
-
-async def test_a_verifier_that_refuses_ends_as_failed_sequences() -> None:
-    async with stage() as one:
-        one.verifier.refuses = lambda item: True
-        await one.issue(0)
-        assert {s.failure for s in await one.published(2)} == {"verifier_refused: refused a batch"}
 
 
 async def test_a_refused_item_does_not_take_its_batch_with_it() -> None:
@@ -113,21 +113,6 @@ async def test_a_refused_item_does_not_take_its_batch_with_it() -> None:
         one.verifier.up.set()
         failures = {s.sequence_id: s.failure for s in await one.published(8)}
         assert {key for key, failure in failures.items() if failure} == {"g00000001.0"}
-
-
-async def test_an_engine_that_refuses_a_request_costs_that_sequence() -> None:
-    async with stage() as one:
-
-        def answer(request: GenerationRequest) -> Generation:
-            if request.request_id.endswith(".0"):
-                raise EngineError("bad request")
-            return GOOD
-
-        one.engine.answer = answer
-        await one.issue(0)
-        by_index = {s.sample_index: s for s in await one.published(2)}
-        assert by_index[0].failure == "engine: bad request"
-        assert by_index[1].failure == ""
 
 
 async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() -> None:
@@ -147,31 +132,33 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
 
 
 @pytest.mark.parametrize(
-    ("generation", "failure"),
+    ("made", "failure"),
     [
-        (Generation(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP), "empty_completion"),
-        (
-            Generation(
-                np.array([7], np.int32), np.array([np.nan], np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP
-            ),
-            "non_finite_logprobs",
-        ),
-        (
-            Generation(np.array([7, 2], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0, 1),), FinishReason.STOP),
-            "version_spans: cover 1 of 2 tokens",
-        ),
+        (EngineError("bad request"), "engine: bad request"),
+        (generated(7, finish=None), "engine: it was ended before it was finished"),
+        (generated(), "empty_completion"),
+        (replace(generated(7), behaviour_logprobs=np.array([np.nan], np.float32)), "non_finite_logprobs"),
+        (replace(generated(7, 2), spans=(VersionSpan(0, 0, 1),)), "version_spans: cover 1 of 2 tokens"),
+        (generated(*[7] * 1000), "too_large: "),  # beyond max_payload
     ],
 )
-async def test_completions_that_cannot_be_trained_on_are_published_as_failed(
-    generation: Generation, failure: str
+async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(
+    made: Generation | EngineError, failure: str
 ) -> None:
-    assert defect_of(generation) == failure
-    async with stage() as one:
-        one.engine.answer = lambda request: generation
+    def answer(request: GenerationRequest) -> Generation:
+        if request.request_id.endswith(".1"):
+            return GOOD
+        if isinstance(made, EngineError):
+            raise made
+        return made
+
+    async with stage(max_payload_bytes=2000) as one:
+        one.engine.answer = answer
         await one.issue(0)
-        sequences = await one.published(2)
-        assert {s.failure for s in sequences} == {failure}
-        assert all(len(s.completion_token_ids) == 0 for s in sequences)
+        by_index = {s.sample_index: s for s in await one.published(2)}
+        assert by_index[0].failure.startswith(failure)
+        assert len(by_index[0].completion_token_ids) == 0
+        assert (by_index[1].failure, by_index[1].reward) == ("", 1.0)
 
 
 async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> None:
@@ -181,27 +168,13 @@ async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> Non
         assert one.engine.started == []
 
 
-async def test_a_completion_beyond_max_payload_is_accounted_for() -> None:
-    async with stage(max_payload_bytes=2000) as one:
-        long = Generation(
-            np.full(1000, 7, np.int32), np.zeros(1000, np.float32), (VersionSpan(0, 0, 1000),), FinishReason.LENGTH
-        )
-        one.engine.answer = lambda request: long if request.request_id.endswith(".0") else GOOD
-        await one.issue(0)
-        by_index = {s.sample_index: s for s in await one.published(2)}
-        assert by_index[0].failure.startswith("too_large: ")
-        assert "exceeds max_payload" in by_index[0].failure
-        assert by_index[1].failure == ""
-
-
 @pytest.mark.parametrize("payload", [b"\xff\xff", encode_group(make_group(0, run="other"))])
 async def test_a_group_that_does_not_parse_or_is_another_runs_is_set_aside_without_sequences(payload: bytes) -> None:
     async with stage() as one:
         await one.bus.publish_prompt(payload, "g00000000")
         await one.issue(1)
         assert {s.group_id for s in await one.published(2)} == {"g00000001"}
-        await one.until(lambda: len(one.held) == 0)
-        assert (await one.bus.prompts_info()).messages == 0
+        await one.all_acknowledged()
 
 
 async def test_a_group_that_is_refused_but_names_its_samples_ends_as_failed_sequences() -> None:
@@ -211,8 +184,7 @@ async def test_a_group_that_is_refused_but_names_its_samples_ends_as_failed_sequ
         await one.bus.publish_prompt(message.SerializeToString(), "g00000000")
         failures = [(s.sequence_id, s.failure.partition(":")[0]) for s in await one.published(2)]
         assert sorted(failures) == [("g00000000.0", "unreadable_group"), ("g00000000.1", "unreadable_group")]
-        await one.until(lambda: len(one.held) == 0)
-        assert (await one.bus.prompts_info()).messages == 0
+        await one.all_acknowledged()
 
 
 async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> None:
@@ -246,9 +218,10 @@ async def test_a_group_that_arrives_while_draining_is_handed_back() -> None:
 
 async def test_samples_already_published_are_not_generated_again() -> None:
     async with stage() as one:
+        await one.issue(1, done_samples=(0, 1))  # it asks for nothing
         await one.issue(0, num_samples=3, done_samples=(0, 2))
-        assert [s.sample_index for s in await one.published(1)] == [1]
-        await one.until(lambda: len(one.held) == 0)
+        assert [s.sequence_id for s in await one.published(1)] == ["g00000000.1"]
+        await one.all_acknowledged()
 
 
 async def test_a_group_that_was_delivered_too_often_ends_as_failed_sequences() -> None:
@@ -260,7 +233,7 @@ async def test_a_group_that_was_delivered_too_often_ends_as_failed_sequences() -
             await delivery.give_back()
         one.gate.serve(PolicyVersion(1, 0))
         assert {s.failure for s in await one.published(2)} == {"redelivered_too_often"}
-        await one.until(lambda: len(one.held) == 0)
+        await one.all_acknowledged()
         assert one.engine.started == []
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import (
-    FinishReason,
-    PartialSequence,
     PolicyVersion,
     PromptGroup,
     VersionSpan,
@@ -26,24 +24,19 @@ from pipelinerl.messages.sequences import (
     encode_group,
 )
 from pipelinerl.v1 import sequence_pb2
-from services.actor.engine import EngineError, Generation
+from services.actor.engine import EngineError
 from services.actor.hand_over import HeldGroups, messages_of
-from tests.support.generation import Stage, stage
+from tests.support.generation import STOP, Delivery, Stage, generated, partial, stage
 from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group
 
 
-def generation(*tokens: int, version: int = 1, finish: FinishReason | None = None) -> Generation:
-    spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
-    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
+def begun(*tokens: int, version: int = 1) -> Any:
+    return lambda request: generated(*tokens, version=version, finish=None)
 
 
-def begun(*tokens: int) -> object:
-    return lambda request: generation(*tokens)
-
-
-def ended(*tokens: int, version: int = 2) -> object:
-    return lambda request: generation(*tokens, version=version, finish=FinishReason.STOP)
+def ended(*tokens: int, version: int = 2) -> Any:
+    return lambda request: generated(*tokens, version=version)
 
 
 async def waiting(one: Stage) -> list[PromptGroup]:
@@ -54,23 +47,19 @@ async def waiting(one: Stage) -> list[PromptGroup]:
     return found
 
 
-async def generating(one: Stage, count: int) -> None:
-    await one.until(lambda: one.engine.running == count)
-
-
 async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
     server = MemoryServer()
     async with stage(server=server) as first, stage(server=server, serve=False) as second:
         first.engine.open.clear()
-        first.engine.so_far = begun(7, 8)  # type: ignore[assignment]
+        first.engine.so_far = begun(7, 8)
         await first.issue(0)
-        await generating(first, 2)
+        await first.generating(2)
         await first.leave()
         assert len(first.held) == 0
         pending = await second.bus.pending_prompts()
         assert [msg_id.partition("-")[0] for msg_id in pending] == ["g00000000/a"]
 
-        second.engine.answer = ended(9, 2)  # type: ignore[assignment]
+        second.engine.answer = ended(9, 2)
         second.gate.serve(PolicyVersion(1, 2))
         sequences = await second.published(2)
         await second.until(lambda: len(second.held) == 0)
@@ -78,7 +67,7 @@ async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
         assert sequence.completion_token_ids.tolist() == [7, 8, 9, 2]
         assert sequence.behaviour_logprobs.tolist() == [-1.0, -1.0, -2.0, -2.0]
         assert sequence.spans == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 4))
-        assert (sequence.completion_text, sequence.finish_reason) == ("7 8 9 2", FinishReason.STOP)
+        assert (sequence.completion_text, sequence.finish_reason) == ("7 8 9 2", STOP)
         assert sequence.reward == 1.0
         request = second.engine.requests[sequence.sequence_id]
         assert request.prompt_token_ids.tolist() == [1, 2, 3, 7, 8]
@@ -94,7 +83,7 @@ async def test_an_interruption_leaves_nothing_in_progress() -> None:
     async with stage() as one:
         one.engine.open.clear()
         await one.issue(0, 1)
-        await generating(one, 4)
+        await one.generating(4)
         one.gate.drain()
         await one.loop.interrupt(1.0)
         await one.loop.idle()
@@ -108,7 +97,7 @@ async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and
     server = MemoryServer()
     async with stage(server=server) as first, stage(server=server, serve=False) as second:
         first.verifier.up.clear()
-        first.engine.answer = ended(9, 2, version=1)  # type: ignore[assignment]
+        first.engine.answer = ended(9, 2, version=1)
         await first.issue(0)
         await first.until(lambda: len(first.engine.started) == 2 and first.engine.running == 0)
         await first.leave()
@@ -126,9 +115,9 @@ async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and
 async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_message() -> None:
     async with stage(in_progress=2) as one:
         one.engine.open.clear()
-        one.engine.so_far = begun(7)  # type: ignore[assignment]
+        one.engine.so_far = begun(7)
         await one.issue(0, num_samples=4)
-        await generating(one, 2)
+        await one.generating(2)
         await one.held.published(make_group(0, num_samples=4), 0)
         await one.leave()
         (group,) = await waiting(one)
@@ -139,30 +128,18 @@ async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_messag
         assert one.engine.started == ["g00000000.0", "g00000000.1"]  # 2 and 3 had no place yet, and got none
 
 
-async def test_a_group_of_which_nothing_was_begun_is_given_back_as_it_came() -> None:
-    async with stage() as one:
-        one.engine.open.clear()
-        one.engine.so_far = begun()  # type: ignore[assignment]
-        await one.issue(0)
-        await generating(one, 2)
-        await one.leave()
-        delivery = await one.bus.next_prompt(1.0)
-        assert delivery is not None
-        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
-
-
 async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
     server = MemoryServer()
     for tokens in ((7,), (8,), (9,)):
         async with stage(server=server) as one:
             one.engine.open.clear()
-            one.engine.so_far = lambda request, tokens=tokens: generation(*tokens, version=tokens[0])  # type: ignore[misc]
+            one.engine.so_far = begun(*tokens, version=tokens[0])
             if tokens == (7,):
                 await one.issue(0, num_samples=1)
-            await generating(one, 1)
+            await one.generating(1)
             await one.leave()
     async with stage(server=server) as last:
-        last.engine.answer = ended(2, version=9)  # type: ignore[assignment]
+        last.engine.answer = ended(2, version=9)
         (sequence,) = await last.published(1)
     assert sequence.completion_token_ids.tolist() == [7, 8, 9, 2]
     assert sequence.spans == (VersionSpan(7, 0, 1), VersionSpan(8, 1, 2), VersionSpan(9, 2, 4))
@@ -172,9 +149,9 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
     limits = StreamLimits(ack_wait_s=0.05)
     async with stage(limits=limits) as one:
         one.engine.open.clear()
-        one.engine.so_far = begun(7, 8)  # type: ignore[assignment]
+        one.engine.so_far = begun(7, 8)
         await one.issue(0)
-        await generating(one, 2)
+        await one.generating(2)
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
             await one.leave(timeout_s=0.05)
@@ -190,7 +167,7 @@ async def test_a_full_queue_gets_its_group_back() -> None:
     async with stage(limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
         one.engine.open.clear()
         await one.issue(0)
-        await generating(one, 2)
+        await one.generating(2)
         await one.leave(timeout_s=0.05)
         delivery = await one.bus.next_prompt(1.0)  # long before its deadline
         assert delivery is not None
@@ -201,7 +178,7 @@ async def test_the_old_message_is_acknowledged_only_when_the_new_one_is_stored(m
     async with stage() as one:
         one.engine.open.clear()
         await one.issue(0)
-        await generating(one, 2)
+        await one.generating(2)
         publish, seen = one.bus.publish_prompt, []
 
         async def slow(payload: bytes, msg_id: str, *headers: object) -> int:
@@ -224,7 +201,7 @@ async def test_a_group_too_large_for_one_message_goes_over_in_several() -> None:
         first.engine.so_far = begun(*range(150))  # 1,200 bytes each: two fit
         group = make_group(0, num_samples=4, sampling=replace(make_group().sampling, max_tokens=400))
         await first.bus.publish_prompt(encode_group(group), group.group_id)
-        await generating(first, 4)
+        await first.generating(4)
         await first.leave()
         assert (await first.bus.prompts_info()).messages == 2
         parts = await waiting(second)
@@ -243,12 +220,11 @@ async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing() -> None
             one.engine.open.clear()
             one.engine.abort = abort  # type: ignore[method-assign, assignment]
             await one.issue(0)
-            await generating(one, 2)
+            await one.generating(2)
             async with asyncio.timeout(5):
                 await one.leave(timeout_s=0.1)
-            delivery = await one.bus.next_prompt(1.0)
-            assert delivery is not None
-            assert delivery.msg_id == "g00000000"
+            (group,) = await waiting(one)
+            assert (group.group_id, group.done_samples, group.partials) == ("g00000000", (), ())
 
 
 async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_does() -> None:
@@ -265,22 +241,10 @@ async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_do
         one.engine.open.clear()
         one.engine.abort = late  # type: ignore[method-assign, assignment]
         await one.issue(0)
-        await generating(one, 2)
+        await one.generating(2)
         await one.leave()
         (group,) = await waiting(one)
         assert len(group.partials) == 2
-
-
-async def test_a_sequence_that_the_engine_ended_by_itself_fails() -> None:
-    async with stage() as one:
-        one.engine.answer = lambda request: generation(7)
-        await one.issue(0)
-        assert {s.failure for s in await one.published(2)} == {"engine: it was ended before it was finished"}
-
-
-def a_partial(index: int, *tokens: int, finish: FinishReason | None = None) -> PartialSequence:
-    made = generation(*tokens)
-    return PartialSequence(index, made.token_ids, made.behaviour_logprobs, made.spans, finish)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +259,7 @@ def a_partial(index: int, *tokens: int, finish: FinishReason | None = None) -> P
 async def test_partials_that_contradict_their_group_end_as_failed_sequences(
     change: dict[str, object], reason: str
 ) -> None:
-    group = make_group(0, num_samples=3, done_samples=(2,), partials=(a_partial(1, 7, 8),))
+    group = make_group(0, num_samples=3, done_samples=(2,), partials=(partial(1, 7, 8),))
     message = sequence_pb2.PromptGroup.FromString(encode_group(group))
     for name, value in change.items():
         message.partials[0].ClearField(name)  # type: ignore[arg-type]
@@ -318,8 +282,8 @@ async def test_two_messages_of_one_group_make_each_sample_once() -> None:
     async with stage() as one:
         group = make_group(0, num_samples=4)
         parts = [
-            replace(group, done_samples=(2, 3), partials=(a_partial(0, 7),)),
-            replace(group, done_samples=(0, 1), partials=(a_partial(3, 8, finish=FinishReason.STOP),)),
+            replace(group, done_samples=(2, 3), partials=(partial(0, 7),)),
+            replace(group, done_samples=(0, 1), partials=(partial(3, 8, finish=STOP),)),
         ]
         for number, part in enumerate(parts):
             await one.bus.publish_prompt(encode_group(part), f"g00000000/b-{number}")
@@ -335,7 +299,7 @@ async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() 
     server = MemoryServer()
     limits = StreamLimits(ack_wait_s=0.05)
     async with stage(server=server, limits=limits, in_progress=1) as first:
-        first.engine.answer = ended(9, 2, version=1)  # type: ignore[assignment]
+        first.engine.answer = ended(9, 2, version=1)
         hold = asyncio.Event()
         judge = first.verifier.verify
 
@@ -348,7 +312,7 @@ async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() 
         await first.issue(0)
         await first.published(1)
     async with stage(server=server, limits=limits) as second:
-        second.engine.answer = ended(5, 2)  # type: ignore[assignment]
+        second.engine.answer = ended(5, 2)
         await second.until(lambda: len(second.engine.started) == 2)
         await second.until(lambda: len(second.held) == 0)
         sequences = []
@@ -383,7 +347,7 @@ def test_the_messages_ask_for_each_missing_sample_once(
     missing = [index for index, length in enumerate(lengths) if length is not None]
     if not missing:
         return
-    partials = [a_partial(index, *range(lengths[index] or 0)) for index in missing if lengths[index]]
+    partials = [partial(index, *range(lengths[index] or 0)) for index in missing if lengths[index]]
     payloads, left_out = messages_of(group, missing, partials, max_bytes)
     asked = [sorted(set(range(len(lengths))) - set(part.done_samples)) for part in parts_of(payloads)]
     assert sorted(index for part in asked for index in part) == missing
@@ -395,55 +359,13 @@ def test_the_messages_ask_for_each_missing_sample_once(
 
 def test_a_sample_too_long_for_any_message_is_asked_for_from_the_prompt_on() -> None:
     group = make_group(num_samples=2, sampling=replace(make_group().sampling, max_tokens=100))
-    payloads, left_out = messages_of(group, [0, 1], [a_partial(0, *range(100)), a_partial(1, 7)], 300)
+    payloads, left_out = messages_of(group, [0, 1], [partial(0, *range(100)), partial(1, 7)], 300)
     parts = parts_of(payloads)
     assert left_out == 100
     assert [(part.done_samples, [p.sample_index for p in part.partials]) for part in parts] == [((1,), []), ((0,), [1])]
 
 
 # --- Groups in hand
-
-
-@dataclass
-class Delivery:
-    position: int
-    payload: bytes = b""
-    msg_id: str = ""
-    num_deliveries: int = 1
-    said: list[str] = field(default_factory=list)
-    refuse: int = 0
-    """Acknowledgements that do not get through."""
-
-    async def ack(self) -> None:
-        if self.refuse:
-            self.refuse -= 1
-            raise BusError("no connection")
-        self.said.append("ack")
-
-    async def in_progress(self) -> None:
-        self.said.append("in progress")
-
-    async def give_back(self) -> None:
-        self.said.append("give back")
-
-    async def terminate(self, reason: str) -> None:
-        self.said.append(reason)
-
-
-async def test_a_message_is_acknowledged_with_its_last_sample() -> None:
-    held, delivery, group = HeldGroups(), Delivery(1), make_group(num_samples=3, done_samples=(1,))
-    assert held.take(group, delivery) == [0, 2]
-    await held.published(group, 0)
-    assert (len(held), delivery.said) == (1, [])
-    await held.published(group, 2)
-    assert (len(held), delivery.said) == (0, ["ack"])
-
-
-async def test_a_message_that_asks_for_nothing_is_acknowledged_at_once() -> None:
-    held, delivery, group = HeldGroups(), Delivery(1), make_group(done_samples=(0, 1))
-    assert held.take(group, delivery) == []
-    await held.acknowledge(group.group_id)
-    assert (len(held), delivery.said) == (0, ["ack"])
 
 
 async def test_a_message_delivered_again_starts_nothing_and_its_later_delivery_is_answered() -> None:
@@ -467,7 +389,7 @@ async def test_samples_that_two_messages_ask_for_are_generated_once_and_acknowle
         await held.published(rest, index)
     assert (original.said, handed_over.said) == ([], ["ack"])
     await held.published(whole, 0)
-    assert original.said == ["ack"]
+    assert (len(held), original.said) == (0, ["ack"])
 
 
 async def test_an_acknowledgement_that_fails_is_tried_again() -> None:
@@ -480,33 +402,21 @@ async def test_an_acknowledgement_that_fails_is_tried_again() -> None:
         while len(held):
             await asyncio.sleep(0)
     keeping.cancel()
-    with suppress(asyncio.CancelledError):
-        await keeping
+    await asyncio.wait([keeping])
     assert delivery.said[-1] == "ack"
 
 
 async def test_what_remains_is_what_is_missing_with_the_most_that_there_is_of_it() -> None:
-    held, one, two = HeldGroups(), Delivery(1), Delivery(2)
-    first = make_group(num_samples=4, done_samples=(3,), partials=(a_partial(0, 7), a_partial(1, 7, 8)))
-    held.take(first, one)
-    held.keep(first, a_partial(0, 7, 9))
-    held.keep(first, a_partial(2, 5))
-    await held.published(first, 2)
-    (remainder,) = held.remainders()
-    assert remainder.missing == (0, 1)
-    assert [p.completion_token_ids.tolist() for p in remainder.partials] == [[7, 9], [7, 8]]
-    assert (remainder.deliveries, remainder.untouched) == ((one,), False)
-    held.take(make_group(num_samples=4, done_samples=(0, 1, 2)), two)
-    (remainder,) = held.remainders()
-    assert (remainder.missing, remainder.deliveries) == ((0, 1, 3), (one, two))
-
-
-async def test_a_group_to_which_nothing_was_added_is_untouched() -> None:
-    held, group = HeldGroups(), make_group(num_samples=3, partials=(a_partial(1, 7),))
+    held, group = HeldGroups(), make_group(num_samples=4, done_samples=(3,), partials=(partial(0, 7), partial(1, 7, 8)))
     held.take(group, Delivery(1))
-    (remainder,) = held.remainders()
-    assert remainder.untouched
-    held.keep(group, a_partial(1, 7, 8))
-    assert not next(held.remainders()).untouched
+    held.keep(group, partial(0, 7, 9))
+    held.keep(group, partial(2, 5))
+    await held.published(group, 2)
+    held.take(make_group(num_samples=4, done_samples=(0, 1, 2), partials=(partial(3, 6),)), Delivery(2))
+    held.take(make_group(num_samples=4, done_samples=(2, 3), partials=(partial(1, 7),)), Delivery(3))
+    (left,) = held.unfinished()
+    assert (left.missing, set(left.messages)) == ({0, 1, 3}, {1, 2, 3})
+    tokens = {index: sample.completion_token_ids.tolist() for index, sample in left.partials.items()}
+    assert tokens == {0: [7, 9], 1: [7, 8], 3: [6]}
     held.forget(group.group_id)
-    assert (len(held), list(held.remainders())) == (0, [])
+    assert (len(held), held.unfinished()) == (0, [])

@@ -128,7 +128,7 @@ class UpdateListener:
         except TransferError as error:
             await self._refuse(error)
         self._manifest = manifest
-        self._metrics.show_weight_loader(loading.mode)
+        self._metrics.weight_loader.set_each({loading.mode: 1.0})
         log.info("weights are loaded by way of %s%s", loading.mode, f": {loading.reason}" if loading.reason else "")
 
     async def _refuse(self, error: TransferError) -> NoReturn:
