@@ -82,17 +82,22 @@ class Pod:
 
 @dataclass(frozen=True)
 class Rendered:
-    objects: tuple[Object, ...]
+    """Kubernetes objects, found by kind, name and labels."""
+
+    objects: list[Object]
 
     def of_kind(self, *kinds: str) -> list[Object]:
         return [item for item in self.objects if item["kind"] in kinds]
 
+    def find(self, kind: str, name: str) -> Object | None:
+        return next((item for item in self.of_kind(kind) if item["metadata"]["name"] == name), None)
+
     def one(self, kind: str, name: str) -> Object:
         """Raises `LookupError`."""
-        for item in self.of_kind(kind):
-            if item["metadata"]["name"] == name:
-                return item
-        raise LookupError(f"no {kind} {name}")
+        found = self.find(kind, name)
+        if found is None:
+            raise LookupError(f"no {kind} {name}")
+        return found
 
     @property
     def pods(self) -> list[Pod]:
@@ -121,7 +126,7 @@ def render(
     extra: Sequence[str] = (),
 ) -> Rendered:
     text = rendered_text(values, files, release, extra)
-    return Rendered(tuple(item for item in yaml.safe_load_all(text) if item))
+    return Rendered([item for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item])
 
 
 def _pods(objects: Sequence[Object]) -> Iterator[Pod]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chart.conftest import rendered_case
 from tests.chart.rendering import NAMESPACE, Object, Pod, Rendered, render
-from tests.cluster.objects import Objects, label_selector_matches
+from tests.cluster.objects import label_selector_matches
 from tests.cluster.policies import Peer, why_not
 
 ANY_PORT = 41234
@@ -22,7 +22,7 @@ def _peer(pod: Pod) -> Peer:
 
 def passes(rendered: Rendered, sender: str, receiver: str, port: int) -> bool:
     source, target = _peer(rendered.pod(sender)), _peer(rendered.pod(receiver))
-    return why_not(Objects(list(rendered.objects)), source, target, port) == ""
+    return why_not(rendered, source, target, port) == ""
 
 
 def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:

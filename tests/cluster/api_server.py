@@ -8,43 +8,43 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from pipelinerl.kube.client import Permission
-from tests.cluster.objects import Object, Objects, name_of
-from tests.cluster.rbac import Access, allowed, denial
+from tests.chart.rendering import Rendered
+from tests.cluster.objects import ClusterError, Object, name_of
 from tests.kube import api_server
 from tests.support.certificates import Authority
 
 
 class ApiServer(api_server.ApiServer):
-    """`pods` is filled by the kubelet; `denied`: what a role did not permit."""
+    """`pods` is filled by the cluster; `denied`: what a role did not permit. Only namespaced roles are looked at."""
 
-    def __init__(self, objects: Objects, namespace: str) -> None:
+    def __init__(self, rendered: Rendered, namespace: str) -> None:
         super().__init__(namespace=namespace)
-        self.objects = objects
+        self._rendered = rendered
         self.ca = b""
         """PEM, once it serves."""
         self.denied: list[str] = []
         self._accounts: dict[str, str] = {}
 
     def token_of(self, account: str) -> bytes:
-        """A new token of a ServiceAccount."""
+        """A new token of a ServiceAccount. Raises `ClusterError` where there is none of this name."""
+        if account != "default" and self._rendered.find("ServiceAccount", account) is None:
+            raise ClusterError(f'error looking up service account: serviceaccount "{account}" not found')
         token = secrets.token_urlsafe(24)
         self._accounts[token] = account
         return token.encode()
 
     def put(self, pod: Object) -> None:
         """A pod as it is now. Annotations that were patched stay; nothing happens where nothing changed."""
-        before = self.pods.get(name_of(pod))
-        pod = copy.deepcopy(pod)
+        before, pod = self.pods.get(name_of(pod)), copy.deepcopy(pod)
         if before is not None:
-            pod["metadata"]["annotations"] = before["metadata"].get("annotations") or {}
-            if _content(before) == _content(pod):
-                return
-        self._change("MODIFIED" if before else "ADDED", pod)
+            kept = ("annotations", "resourceVersion")
+            pod["metadata"] |= {key: value for key, value in before["metadata"].items() if key in kept}
+        if pod != before:
+            self._change("MODIFIED" if before else "ADDED", pod)
 
     def events_of(self, reason: str) -> list[Object]:
         return [event for event in self.events.values() if event.get("reason") == reason]
@@ -63,18 +63,25 @@ class ApiServer(api_server.ApiServer):
             await self.stop()
 
     async def _allowed(self, request: web.Request, permission: Permission) -> web.Response | None:
-        token = request.headers.get("Authorization", "").partition(" ")[2]
-        account = self._accounts.get(token)
+        account = self._accounts.get(request.headers.get("Authorization", "").partition(" ")[2])
         if account is None:
             return self._refuse(401, "Unauthorized", "Unauthorized")
-        access = Access(permission.verb, "", permission.resource, request.match_info.get("name", ""))
-        here = request.match_info["namespace"] == self.namespace
-        if here and allowed(self.objects, self.namespace, account, access):
+        if request.match_info["namespace"] == self.namespace and self._grants(account, permission):
             return None
-        message = denial(self.namespace, account, access)
+        message = (
+            f'User "system:serviceaccount:{self.namespace}:{account}" cannot {permission.verb} resource '
+            f'"{permission.resource}" in API group "" in the namespace "{self.namespace}"'
+        )
         self.denied.append(message)
-        return self._refuse(403, "Forbidden", f"{access.resource} is forbidden: {message}")
+        return self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
 
-
-def _content(pod: Object) -> dict[str, Any]:
-    return {**pod, "metadata": {key: value for key, value in pod["metadata"].items() if key != "resourceVersion"}}
+    def _grants(self, account: str, permission: Permission) -> bool:
+        subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}
+        bindings = [binding for binding in self._rendered.of_kind("RoleBinding") if subject in binding["subjects"]]
+        roles = [self._rendered.one("Role", binding["roleRef"]["name"]) for binding in bindings]
+        return any(
+            permission.verb in rule["verbs"] and "" in rule["apiGroups"] and permission.resource in rule["resources"]
+            for role in roles
+            for rule in role["rules"]
+            if "resourceNames" not in rule
+        )

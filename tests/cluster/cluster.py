@@ -1,11 +1,12 @@
 """A cluster of one node for tests: pods of rendered objects as processes of this machine, each in a network of its own.
 
-    async with mini_cluster(folder, objects, "train") as cluster:
+    async with mini_cluster(folder, rendered, "train", images) as cluster:
         cluster.start()
         await cluster.until(lambda: cluster.all_ready("actor"), 60, "actors are ready")
 
 What a Deployment, a StatefulSet, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler, NetworkPolicy (but see
-policies.py), PodDisruptionBudget, rolling updates, resources and scheduling are not. Linux, root and iproute2 only.
+policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and scheduling are not. Linux,
+root and iproute2 only.
 """
 
 from __future__ import annotations
@@ -14,79 +15,66 @@ import asyncio
 import datetime
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chart.rendering import COMPONENT, WORKLOADS, Rendered
 from tests.cluster.api_server import ApiServer
 from tests.cluster.builder import PodBuilder
 from tests.cluster.images import Image
-from tests.cluster.objects import ClusterError, Object, Objects, labels_of, name_of, pod_manifest
+from tests.cluster.network import DOMAIN, addresses, opened, serve_names
+from tests.cluster.objects import ClusterError, Object, labels_of, name_of, pod_manifest
 from tests.cluster.pod import Pod
-from tests.cluster.services import Directory, cluster_ips, serve_cluster_ips, serve_names
-from tests.cluster.traffic import Traffic
-from tests.cluster.volumes import make_claim
-from tests.faults.network import PrivateNetwork, private_network
+from tests.cluster.policies import Peer, dns_server, why_not
+from tests.faults.network import private_network
 
-COMPONENT = "app.kubernetes.io/component"
-DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 API_PORT = 443
 _TICK_S = 0.1
 _SHOWN_CHARACTERS = 6000
 
 
 @dataclass
-class Workload:
-    """A Deployment or StatefulSet and how many pods it wants."""
-
-    definition: Object
-    replicas: int
-
-    @property
-    def name(self) -> str:
-        return name_of(self.definition)
-
-    @property
-    def ordered(self) -> bool:
-        return self.definition["kind"] == "StatefulSet"
-
-
-@dataclass
 class Cluster:
     """`pods`: those that are there, by name; `gone`: those that were deleted, in order."""
 
-    objects: Objects
-    folder: Path
-    network: PrivateNetwork
-    api: ApiServer
     builder: PodBuilder
-    directory: Directory
     strict: bool = True
     """A container that ends by itself or that a probe kills, and a call that RBAC refuses, fail what is being waited for."""
     pods: dict[str, Pod] = field(default_factory=dict)
     gone: list[Pod] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    _workloads: dict[str, Workload] = field(default_factory=dict)
+    connections: set[tuple[Peer, Peer, int]] = field(default_factory=set)
+    """All that pods have opened so far: both ends and the port."""
+    _workloads: list[Object] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _deletions: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.traffic = Traffic(self.directory, self.network.host)
+    @property
+    def rendered(self) -> Rendered:
+        return self.builder.rendered
+
+    @property
+    def folder(self) -> Path:
+        return self.builder.folder
+
+    @property
+    def api(self) -> ApiServer:
+        return self.builder.api
 
     def start(self) -> None:
         """Creates what the objects say, all at once, as `helm install` does."""
-        for definition in self.objects.of("Deployment", "StatefulSet"):
-            workload = Workload(definition, int(definition["spec"].get("replicas", 1)))
-            self._workloads[workload.name] = workload
-        for claim in self.objects.of("PersistentVolumeClaim"):
-            make_claim(self.folder / "claims", name_of(claim))
-        for pod in self.objects.of("Pod"):
+        self._workloads = self.rendered.of_kind(*WORKLOADS)
+        for claim in self.rendered.of_kind("PersistentVolumeClaim"):
+            self._make_claim(name_of(claim))
+        for pod in self.rendered.of_kind("Pod"):
             self.create(pod)
         self._reconcile()
 
     def scale(self, name: str, replicas: int) -> None:
         """`kubectl scale`."""
-        self._workloads[name].replicas = replicas
+        (workload,) = (one for one in self._workloads if name_of(one) == name)
+        workload["spec"]["replicas"] = replicas
         self._reconcile()
 
     def of(self, component: str) -> list[Pod]:
@@ -113,10 +101,10 @@ class Cluster:
         self._change()
         return pod
 
-    async def delete(self, name: str, grace_s: float | None = None) -> Pod:
+    async def delete(self, name: str) -> Pod:
         """`kubectl delete pod`; the workload makes another one meanwhile. Returns when it is gone."""
         pod = self.pods[name]
-        self._delete(pod, grace_s)
+        self._delete(pod)
         await self.until(lambda: pod in self.gone, 600, f"{name} is gone")
         return pod
 
@@ -126,12 +114,10 @@ class Cluster:
             async with asyncio.timeout(within_s):
                 while not condition():
                     self.check()
-                    self.traffic.look()
-                    try:
+                    self._look_at_connections()
+                    with suppress(TimeoutError):  # conditions of files and logs are looked at again
                         async with asyncio.timeout(_TICK_S):
                             await self._changed.wait()
-                    except TimeoutError:  # conditions of files and logs are looked at again
-                        pass
         except TimeoutError:
             raise ClusterError(f"not within {within_s:g} s: {what}\n{self.report()}") from None
 
@@ -155,10 +141,33 @@ class Cluster:
         lines = []
         for pod in [*self.gone, *self.pods.values()]:
             for name, container in pod.containers.items():
-                state = "running" if container.process.running else f"ended with {container.exit_codes}"
+                state = "running" if container.running else f"ended with {container.exit_codes}"
                 lines.append(f"--- {pod.name}/{name}: {state}, ready={container.ready}, restarts={container.restarts}")
-                lines.append(container.process.logs()[-_SHOWN_CHARACTERS:])
+                lines.append(container.logs()[-_SHOWN_CHARACTERS:])
         return "\n".join(lines)
+
+    def annotation(self, pod: Pod, key: str) -> str | None:
+        """As it is in the API."""
+        return (self.api.pods[pod.name]["metadata"].get("annotations") or {}).get(key)
+
+    def addresses(self, name: str) -> list[str]:
+        """Of a full name; none where it does not exist."""
+        if name == f"kubernetes.default.{DOMAIN}":
+            return [self.builder.api_ip]
+        return addresses(name, self.rendered, self.builder.namespace, list(self.pods.values()))
+
+    def forbidden_connections(self) -> list[str]:
+        """Those that the rendered NetworkPolicies would not let pass; names of Services are looked up by every pod."""
+        dns = dns_server(self.builder.network.host)
+        wrong = {why_not(self.rendered, source, target, port) for source, target, port in self.connections}
+        wrong |= {why_not(self.rendered, source, dns, 53, "UDP") for source, _, _ in self.connections}
+        return sorted(wrong - {""})
+
+    def _look_at_connections(self) -> None:
+        peers = {pod.ip: Peer(pod.name, pod.ip, self.builder.namespace, pod.manifest) for pod in self.pods.values()}
+        peers[self.builder.api_ip] = Peer("kubernetes", self.builder.api_ip)
+        for pod in self.pods.values():
+            self.connections |= {(peers[pod.ip], peers[ip], port) for ip, port in opened(pod) if ip in peers}
 
     def _change(self) -> None:
         """Something about a pod is different: whoever waits looks again, the API shows it, the workloads react."""
@@ -171,66 +180,49 @@ class Cluster:
         self._reconcile()
 
     def _reconcile(self) -> None:
-        for workload in self._workloads.values():
-            if workload.ordered:
-                self._reconcile_stateful_set(workload)
-            else:
-                self._reconcile_deployment(workload)
+        """Makes pods that workloads lack, and deletes the newest where they have too many."""
+        for workload in self._workloads:
+            while not self.failures and (manifest := self._lacking(workload)):
+                self.create(manifest)
+            for pod in self._owned(workload)[workload["spec"].get("replicas", 1) :]:
+                self._delete(pod)
 
-    def _reconcile_stateful_set(self, workload: Workload) -> None:
-        spec = workload.definition["spec"]
-        for index in range(workload.replicas):
-            name = f"{workload.name}-{index}"
-            if name not in self.pods and not self.failures:
-                self._create_member(workload, name, index)
-            waits = spec.get("podManagementPolicy", "OrderedReady") == "OrderedReady"
-            if waits and not (name in self.pods and self.pods[name].ready):
-                return
-        for pod in self._owned(workload)[workload.replicas :]:
-            self._delete(pod)
+    def _lacking(self, workload: Object) -> Object | None:
+        """The next pod that a workload has to make."""
+        spec, name = workload["spec"], name_of(workload)
+        replicas = spec.get("replicas", 1)
+        if workload["kind"] == "Deployment":
+            lacks = len(self._owned(workload)) < replicas
+            suffix = secrets.token_hex(3)
+            return pod_manifest(spec["template"], f"{name}-{suffix}", {"pod-template-hash": "0"}) if lacks else None
+        index = next((index for index in range(replicas) if f"{name}-{index}" not in self.pods), None)
+        return None if index is None else self._member(spec, f"{name}-{index}", index)
 
-    def _create_member(self, workload: Workload, name: str, index: int) -> None:
-        spec = workload.definition["spec"]
+    def _member(self, spec: Object, name: str, index: int) -> Object:
+        """A pod of a StatefulSet, and its claims."""
         labels = {"statefulset.kubernetes.io/pod-name": name, "apps.kubernetes.io/pod-index": str(index)}
         manifest = pod_manifest(spec["template"], name, labels)
         manifest["spec"] |= {"hostname": name, "subdomain": spec["serviceName"]}
         for template in spec.get("volumeClaimTemplates") or []:
             claim = f"{name_of(template)}-{name}"
-            make_claim(self.folder / "claims", claim)
+            self._make_claim(claim)
             volume = {"name": name_of(template), "persistentVolumeClaim": {"claimName": claim}}
             manifest["spec"].setdefault("volumes", []).append(volume)
-        self.create(manifest)
+        return manifest
 
-    def _reconcile_deployment(self, workload: Workload) -> None:
-        owned = self._owned(workload)
-        for _ in range(workload.replicas - len(owned)):
-            if self.failures:
-                return
-            name = f"{workload.name}-{secrets.token_hex(3)}"
-            manifest = pod_manifest(workload.definition["spec"]["template"], name, {"pod-template-hash": "0"})
-            self.create(manifest)
-        if len(owned) > workload.replicas:
-            costs = {pod.name: (pod.ready, self._deletion_cost(pod), -age) for age, pod in enumerate(owned)}
-            for pod in sorted(owned, key=lambda pod: costs[pod.name])[: len(owned) - workload.replicas]:
-                self._delete(pod)
-
-    def _owned(self, workload: Workload) -> list[Pod]:
+    def _owned(self, workload: Object) -> list[Pod]:
         """Oldest first; those that are being deleted do not count."""
-        prefix = f"{workload.name}-"
+        prefix = f"{name_of(workload)}-"
         return [pod for name, pod in self.pods.items() if name.startswith(prefix) and not pod.deleting]
 
-    def _deletion_cost(self, pod: Pod) -> int:
-        return int(self.annotation(pod, DELETION_COST) or 0)
-
-    def annotation(self, pod: Pod, key: str) -> str | None:
-        """As it is in the API."""
-        shown = self.api.pods.get(pod.name, {"metadata": {}})
-        return (shown["metadata"].get("annotations") or {}).get(key)
+    def _make_claim(self, name: str) -> None:
+        """An empty file system that belongs to root, as most provisioners make it. One that is there stays."""
+        (self.folder / "claims" / name).mkdir(parents=True, mode=0o755, exist_ok=True)
 
     def _delete(self, pod: Pod, grace_s: float | None = None) -> None:
         async def end() -> None:
             await pod.delete(grace_s)
-            self.network.remove(self.builder.places.pop(pod.name))
+            self.builder.network.remove(pod.place)
             del self.pods[pod.name]
             self.gone.append(pod)
             self.api.remove(pod.name)
@@ -253,22 +245,17 @@ class Cluster:
 
 @asynccontextmanager
 async def mini_cluster(
-    folder: Path, objects: Objects, namespace: str, images: Mapping[str, Image]
+    folder: Path, rendered: Rendered, namespace: str, images: Mapping[str, Image]
 ) -> AsyncIterator[Cluster]:
     """`folder` takes volumes, claims and logs. Nothing runs in it before `start`; nothing is left at the end."""
     async with AsyncExitStack() as stack:
         network = stack.enter_context(private_network())
-        ips = cluster_ips(objects, network.subnet)
-        for ip in ips.values():
-            network.answer_at(ip)
-        api = ApiServer(objects, namespace)
+        api_ip = f"{network.subnet}.200"
+        network.answer_at(api_ip)
+        api = ApiServer(rendered, namespace)
         (folder / "claims").mkdir(parents=True)
-        builder = PodBuilder(objects, namespace, folder, network, api, ips, images)
-        pods: dict[str, Pod] = {}
-        directory = Directory(objects, namespace, pods.values, ips)
-        cluster = Cluster(objects, folder, network, api, builder, directory, pods=pods)
-        await stack.enter_async_context(serve_names(directory, network.host))
-        await stack.enter_async_context(serve_cluster_ips(directory))
-        await stack.enter_async_context(api.serve(ips["kubernetes"], API_PORT, folder / "api"))
+        cluster = Cluster(PodBuilder(rendered, namespace, folder, network, api, api_ip, images))
+        await stack.enter_async_context(serve_names(cluster.addresses, network.host))
+        await stack.enter_async_context(api.serve(api_ip, API_PORT, folder / "api"))
         stack.push_async_callback(cluster.stop)
         yield cluster

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.kernel import why_not_here
+from tests.chart.rendering import Rendered
+from tests.cluster.cluster import mini_cluster
+from tests.cluster.images import Image
+from tests.cluster.objects import ClusterError
+from tests.faults import network
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = Path(__file__).with_name("verified.txt")
@@ -47,10 +53,25 @@ def shown_hash() -> str:
 
 
 @pytest.fixture(scope="session")
-def kernel() -> None:
-    reason = why_not_here()
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where pods cannot be run: a container that runs `true` is the surest way to know."""
+    reason = "needs Linux" if sys.platform != "linux" else network.why_not_here()
+    reason = reason or asyncio.run(_why_no_container(tmp_path_factory.mktemp("probe") / "cluster"))
     if reason:
         pytest.skip(f"the mini cluster: {reason}")
+
+
+async def _why_no_container(folder: Path) -> str:
+    container = {"name": "probe", "image": "tool", "command": ["true"]}
+    spec = {"restartPolicy": "Never", "enableServiceLinks": False, "containers": [container]}
+    async with mini_cluster(folder, Rendered([]), "default", {"tool": Image()}) as cluster:
+        pod = cluster.create({"kind": "Pod", "metadata": {"name": "probe"}, "spec": spec})
+        assert pod is not None, cluster.failures
+        try:
+            await cluster.until(lambda: pod.finished, 20, "a container ends")
+        except ClusterError as error:
+            return str(error)
+        return "" if pod.phase == "Succeeded" else pod.logs()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""One container of a pod: its process, started by the shim, its log, its signals."""
+"""One container of a pod: its process, started by the shim, its log, its signals, and its probes as the kubelet makes them.
+
+Back-off is shorter than the kubelet's. What a probe or a preStop handler asks for and is not modelled is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,140 +10,229 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import psutil
+
 from pipelinerl.local.die_with_parent import guarded
-from tests.cluster.images import Image
-from tests.cluster.objects import ClusterError
+from tests.cluster.objects import ClusterError, Object, container_port
 
 _TICK_S = 0.01
 _KILL_S = 5.0
+LEAST_TERM_S = 2.0
+"""What SIGTERM gets where preStop has used up the grace period."""
 SHIM = Path(__file__).with_name("shim.py")
+PROGRAMS = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+"""Where those that the shim needs are."""
+NAMESPACES = ("--mount", "--uts", "--ipc", "--pid")
 
 
-class NotRunning(ClusterError):
-    """The container has no process, or none yet."""
+@dataclass(eq=False)
+class Container:
+    """A container over all its starts. `pod`: its manifest; `launch`: what the shim needs, without files of its own."""
 
-
-def identity(image: Image, pod: dict[str, Any], container: dict[str, Any]) -> dict[str, Any]:
-    """Who the process is and what it may: the container's securityContext over the pod's over the image's.
-
-    Raises `ClusterError` where runAsNonRoot forbids the user.
-    """
-    of_pod = pod["spec"].get("securityContext") or {}
-    context = {**of_pod, **(container.get("securityContext") or {})}
-    user = context.get("runAsUser", image.user)
-    if context.get("runAsNonRoot") and user == 0:
-        raise ClusterError(f"container {container['name']}: has runAsNonRoot and image will run as root")
-    group = context.get("runAsGroup", image.group)
-    extra = [of_pod["fsGroup"]] if "fsGroup" in of_pod else []
-    return {
-        "uid": user,
-        "gid": group,
-        "groups": sorted({group, *extra, *(of_pod.get("supplementalGroups") or [])}),
-        "drop_capabilities": "ALL" in ((context.get("capabilities") or {}).get("drop") or []),
-        "no_new_privileges": context.get("allowPrivilegeEscalation") is False,
-        "read_only_root": bool(context.get("readOnlyRootFilesystem")),
-    }
-
-
-@dataclass
-class Process:
-    """`spec`: what the shim needs, without files of its own. `folder`: of this container; logs are kept in it."""
-
-    name: str
-    spec: dict[str, Any]
+    entry: Object
+    pod: Object
+    ip: str
+    network_namespace: str
+    privileges: list[str]
+    """Options of setpriv: who the process is and what it may."""
+    launch: dict[str, Any]
     folder: Path
+    """Of this container; logs are kept in it."""
+    changed: Callable[[], None]
+    always: bool
+    """Whether it is started again when it has ended."""
     starts: int = 0
-    _shim: asyncio.subprocess.Process | None = field(default=None, repr=False)
+    exit_codes: list[int] = field(default_factory=list)
+    pid: int | None = None
+    """Of its first process, in this machine's numbers."""
+    started: bool = False
+    ready: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    killed_by_probe: int = 0
+    _unshare: asyncio.subprocess.Process | None = None
+    """Parent of the container's first process."""
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def log(self) -> Path:
-        """Of the start under way, or of the last one."""
-        return self.folder / f"{self.starts}.log"
+    def name(self) -> str:
+        return str(self.entry["name"])
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.starts - 1)
+
+    @property
+    def running(self) -> bool:
+        return self._unshare is not None and self._unshare.returncode is None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Its status in the Pod's."""
+        return {
+            "name": self.name,
+            "ready": self.ready,
+            "started": self.started,
+            "restartCount": self.restarts,
+            "image": self.entry["image"],
+            "imageID": "",
+        }
 
     def logs(self) -> str:
         """Of all starts."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
-    @property
-    def running(self) -> bool:
-        return self._shim is not None and self._shim.returncode is None
+    async def run(self) -> None:
+        """Until it has ended for good, or `stop` was called."""
+        while not self.stopping.is_set():
+            async with self._starting:
+                if self.stopping.is_set():
+                    return
+                await self._start()
+            self.exit_codes.append(await self._exit_code_while_probed())
+            self.started = self.ready = False
+            self.changed()
+            if self.stopping.is_set() or not self.always:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(5.0, 0.5 * 2.0**self.restarts)):
+                    await self.stopping.wait()
 
-    async def start(self) -> None:
-        """Returns when the program runs and takes signals, or has ended already."""
-        self.starts += 1
-        scratch, pid_file = self.folder / f"{self.starts}.root", self.folder / f"{self.starts}.pid"
-        scratch.mkdir(parents=True)
-        spec = self.spec | {"scratch": str(scratch), "pid_file": str(pid_file)}
-        self._shim = await self._spawn("run", spec, self.log)
-        while self._shim.returncode is None and not (pid_file.exists() and pid_file.read_text()):
-            await asyncio.sleep(_TICK_S)
+    async def stop(self, grace_s: float) -> None:
+        """preStop, SIGTERM, and SIGKILL at the end of the grace period, which preStop is part of."""
+        self.stopping.set()
+        deadline = time.monotonic() + grace_s
+        async with self._starting:  # what is half started cannot take a signal yet
+            pass
+        hook = (self.entry.get("lifecycle") or {}).get("preStop")
+        if hook and self.running and grace_s:
+            await asyncio.sleep(min(grace_s, hook["sleep"]["seconds"]))
+        await self._end(max(LEAST_TERM_S, deadline - time.monotonic()) if grace_s else 0)
 
-    async def wait(self) -> int:
-        """Its exit code."""
-        assert self._shim is not None
-        return await self._shim.wait()
-
-    def terminate(self) -> None:
-        """SIGTERM to its first process."""
-        if self._shim is not None and self.running:
-            with suppress(ProcessLookupError):
-                self._shim.send_signal(signal.SIGTERM)
-
-    async def kill(self) -> None:
-        """SIGKILL to all its processes. Returns when they are gone."""
-        if self._shim is None or not self.running:
-            return
-        with suppress(ProcessLookupError, FileNotFoundError, ValueError, TimeoutError):
-            os.kill(self._pid(), signal.SIGKILL)  # the shim ends when the kernel has ended all the others with it
-            async with asyncio.timeout(_KILL_S):
-                await self._shim.wait()
-        with suppress(ProcessLookupError):
-            self._shim.kill()
-        await self._shim.wait()
-
-    async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Exit code and output of a command inside. Raises `TimeoutError`, `NotRunning`."""
-        try:
-            spec = self.spec | {"argv": list(command), "pid": self._pid()}
-        except (FileNotFoundError, ValueError):
-            raise NotRunning(f"container {self.name} is not running") from None
-        output = self.folder / f"exec-{len(list(self.folder.glob('exec-*.out')))}.out"
-        shim = await self._spawn("exec", spec, output)
+    async def execute(self, command: list[str], timeout_s: float) -> tuple[int, str]:
+        """Exit code and output of a command inside. Raises `TimeoutError`."""
+        inside = ["nsenter", f"--target={self.pid}", "--all", "setpriv", *self.privileges]
+        output = self.folder / "exec.out"
+        with output.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *inside, "env", f"--chdir={self.launch['workdir']}", *command,
+                stdout=file, stderr=file, env=self.launch["env"],
+            )  # fmt: skip
         try:
             async with asyncio.timeout(timeout_s):
-                code = await shim.wait()
+                code = await process.wait()
         finally:
-            if shim.returncode is None:
-                shim.kill()
-                await shim.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         return code, output.read_text(errors="replace")
 
-    def _pid(self) -> int:
-        """Of its first process, in this machine's numbers."""
-        return int((self.folder / f"{self.starts}.pid").read_text())
-
-    @property
-    def pid(self) -> int | None:
-        with suppress(FileNotFoundError, ValueError):
-            return self._pid() if self.running else None
-        return None
-
-    async def _spawn(self, mode: str, spec: dict[str, Any], output: Path) -> asyncio.subprocess.Process:
-        spec_file = output.with_suffix(".json")
-        spec_file.write_text(json.dumps(spec))
-        command = [sys.executable, "-I", "-S", str(SHIM), mode, str(spec_file)]
-        with output.open("ab") as file:
-            return await asyncio.create_subprocess_exec(
+    async def _start(self) -> None:
+        """Returns when the program runs and takes signals, or has ended already."""
+        self.starts += 1
+        scratch = self.folder / f"{self.starts}.root"
+        started_file, spec_file = scratch.with_suffix(".started"), scratch.with_suffix(".json")
+        scratch.mkdir(parents=True)
+        argv = ["setpriv", *self.privileges, "--pdeathsig=KILL", *self.launch["argv"]]
+        files = {"scratch": str(scratch), "started_file": str(started_file)}
+        spec_file.write_text(json.dumps(self.launch | files | {"argv": argv}))
+        command = ["nsenter", f"--net={self.network_namespace}", "unshare", *NAMESPACES, "--fork", "--kill-child"]
+        command += [sys.executable, "-I", "-S", str(SHIM), str(spec_file)]
+        with scratch.with_suffix(".log").open("ab") as log:
+            self._unshare = await asyncio.create_subprocess_exec(
                 *guarded(command, signal.SIGKILL),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={},
+                stdout=log,
+                stderr=log,
+                env=PROGRAMS,
                 start_new_session=True,
             )
+        while self.running and not (started_file.exists() and started_file.read_text()):
+            await asyncio.sleep(_TICK_S)
+        with suppress(psutil.Error, IndexError):
+            self.pid = psutil.Process(self._unshare.pid).children()[0].pid
+
+    async def _exit_code(self) -> int:
+        """128 + the signal where one ended it; 1 for SIGKILL, which unshare cannot end by itself."""
+        assert self._unshare is not None
+        code = await self._unshare.wait()
+        self.pid = None
+        return code if code >= 0 else 128 - code
+
+    async def _exit_code_while_probed(self) -> int:
+        """Raises what a probe raises that is not only a failed probe."""
+        async with asyncio.TaskGroup() as tasks:
+            probing = tasks.create_task(self._probe())
+            code = await self._exit_code()
+            probing.cancel()
+        return code
+
+    async def _end(self, within_s: float) -> None:
+        """SIGTERM to its first process; later, or at once, SIGKILL, with which the kernel ends all the others too."""
+        for number, seconds in ((signal.SIGTERM, within_s), (signal.SIGKILL, _KILL_S)):
+            pid = self.pid
+            if pid is not None and seconds:
+                with suppress(ProcessLookupError, TimeoutError):
+                    os.kill(pid, number)
+                    async with asyncio.timeout(seconds):
+                        await self._exit_code()
+        if self._unshare is not None and self.running:
+            self._unshare.kill()
+            await self._unshare.wait()
+
+    # --- probes: from outside, to the pod's address, with the rendered periods and thresholds -------------------------
+
+    async def _probe(self) -> None:
+        if "startupProbe" in self.entry:
+            async for passed in self._verdicts(self.entry["startupProbe"]):
+                if passed:
+                    break
+                await self._kill_for_probe()
+        self.started = True
+        self.ready = "readinessProbe" not in self.entry
+        self.changed()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_readiness())
+            tasks.create_task(self._watch_liveness())
+
+    async def _watch_readiness(self) -> None:
+        if "readinessProbe" in self.entry:
+            async for passed in self._verdicts(self.entry["readinessProbe"]):
+                if passed != self.ready:
+                    self.ready = passed
+                    self.changed()
+
+    async def _watch_liveness(self) -> None:
+        if "livenessProbe" in self.entry:
+            async for passed in self._verdicts(self.entry["livenessProbe"]):
+                if not passed:
+                    await self._kill_for_probe()
+
+    async def _kill_for_probe(self) -> None:
+        self.killed_by_probe += 1
+        await self._end(self.pod["spec"].get("terminationGracePeriodSeconds", 30))
+
+    async def _verdicts(self, probe: Mapping[str, Any]) -> AsyncIterator[bool]:
+        """True each time that it passes, False each time that it has failed for as often as the threshold says."""
+        if unknown := probe.keys() - {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold"}:
+            raise ClusterError(f"a probe with {sorted(unknown)} is not modelled")
+        failed = 0
+        while True:
+            failed = 0 if await self._passes(probe["httpGet"], probe.get("timeoutSeconds", 1)) else failed + 1
+            if failed == 0 or failed >= probe.get("failureThreshold", 3):
+                yield failed == 0
+            await asyncio.sleep(probe.get("periodSeconds", 10))
+
+    async def _passes(self, get: Mapping[str, Any], timeout_s: float) -> bool:
+        url = f"http://{self.ip}:{container_port(self.pod, get['port'])}{get['path']}"
+        with suppress(OSError, TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session, session.get(url) as response:
+                return 200 <= response.status < 400
+        return False

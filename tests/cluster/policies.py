@@ -1,17 +1,18 @@
 """Whether the rendered NetworkPolicies would let a connection pass. Pure.
 
-Nothing is blocked here: connections that were seen (traffic.py) are judged. An ipBlock means addresses outside the cluster, as
+Nothing is blocked here: connections that were seen (network.py) are judged. An ipBlock means addresses outside the cluster, as
 most network plugins have it; what the node itself opens (probes) always passes.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.cluster.objects import ClusterError, Object, Objects, container_port, label_selector_matches, labels_of
+from tests.chart.rendering import Rendered
+from tests.cluster.objects import Object, label_selector_matches, labels_of, named_ports
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
@@ -32,42 +33,30 @@ def dns_server(address: str) -> Peer:
     return Peer("coredns", address, "kube-system", pod)
 
 
-def why_not(objects: Objects, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> str:
+def why_not(rendered: Rendered, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> str:
     """Empty where a connection may pass, else whose policies forbid it."""
-    if not _passes(objects, "Egress", source, target, target, port, protocol):
+
+    def passes(direction: str, side: str, subject: Peer, other: Peer) -> bool:
+        """A pod that no policy of a direction selects is open in it; any rule that matches is enough."""
+        specs = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
+        own = [spec for spec in specs if direction in spec["policyTypes"] and _selects(spec["podSelector"], subject)]
+        rules = [rule for spec in own for rule in spec.get(direction.lower()) or []]
+        return not own or any(
+            _has_peer(rule.get(side), other, subject.namespace) and _has_port(rule.get("ports"), target, port, protocol)
+            for rule in rules
+        )
+
+    if not passes("Egress", "to", source, target):
         return f"no policy lets {source.name} out to {target.name}:{port}/{protocol}"
-    if not _passes(objects, "Ingress", target, source, target, port, protocol):
+    if not passes("Ingress", "from", target, source):
         return f"no policy lets {source.name} in to {target.name}:{port}/{protocol}"
     return ""
 
 
-def _passes(
-    objects: Objects, direction: str, subject: Peer, other: Peer, target: Peer, port: int, protocol: str
-) -> bool:
-    """A pod that no policy of a direction selects is open in it; any rule that matches is enough."""
-    policies = [one for one in objects.of("NetworkPolicy") if _selects(one, subject) and direction in _types(one)]
-    if not policies:
-        return True
-    rules = [rule for policy in policies for rule in policy["spec"].get(direction.lower()) or []]
-    peers = "to" if direction == "Egress" else "from"
-    return any(
-        _has_peer(rule.get(peers), other, subject.namespace) and _has_port(rule.get("ports"), target, port, protocol)
-        for rule in rules
-    )
-
-
-def _selects(policy: Object, peer: Peer) -> bool:
-    here = peer.namespace and peer.namespace == policy["metadata"].get("namespace", peer.namespace)
-    return (
-        bool(here)
-        and peer.pod is not None
-        and label_selector_matches(policy["spec"]["podSelector"], labels_of(peer.pod))
-    )
-
-
-def _types(policy: Object) -> list[str]:
-    default = ["Ingress", *(["Egress"] if "egress" in policy["spec"] else [])]
-    return policy["spec"].get("policyTypes") or default
+def _selects(selector: Mapping[str, Any], peer: Peer) -> bool:
+    """Policies are of the release's namespace, which that of the DNS server is not."""
+    own = peer.pod is not None and peer.namespace != "kube-system"
+    return own and label_selector_matches(selector, labels_of(peer.pod or {}))
 
 
 def _has_peer(peers: list[Mapping[str, Any]] | None, other: Peer, own_namespace: str) -> bool:
@@ -76,9 +65,9 @@ def _has_peer(peers: list[Mapping[str, Any]] | None, other: Peer, own_namespace:
 
 def _is_peer(peer: Mapping[str, Any], other: Peer, own_namespace: str) -> bool:
     if "ipBlock" in peer:
-        block, address = peer["ipBlock"], ipaddress.ip_address(other.address)
-        inside = [ipaddress.ip_network(part) for part in (block["cidr"], *(block.get("except") or []))]
-        return other.pod is None and address in inside[0] and not any(address in part for part in inside[1:])
+        return other.pod is None and ipaddress.ip_address(other.address) in ipaddress.ip_network(
+            peer["ipBlock"]["cidr"]
+        )
     if other.pod is None:
         return False
     if "namespaceSelector" in peer:
@@ -86,30 +75,16 @@ def _is_peer(peer: Mapping[str, Any], other: Peer, own_namespace: str) -> bool:
             return False
     elif other.namespace != own_namespace:
         return False
-    return "podSelector" not in peer or label_selector_matches(peer["podSelector"], labels_of(other.pod))
+    return label_selector_matches(peer.get("podSelector", {}), labels_of(other.pod))
 
 
 def _has_port(ports: list[Mapping[str, Any]] | None, target: Peer, number: int, protocol: str) -> bool:
-    if not ports:
-        return True
-    return any(
-        number in range(first, last + 1)
-        for port in ports
-        if port.get("protocol", "TCP") == protocol
-        for first, last in _ranges(port, target)
+    """A port by a name that the target has not is none of its."""
+    names = dict(named_ports(target.pod)) if target.pod else {}
+    firsts = [(port, names.get(port["port"], port["port"])) for port in ports or []]
+    return not ports or any(
+        isinstance(first, int)
+        and first <= number <= port.get("endPort", first)
+        and port.get("protocol", "TCP") == protocol
+        for port, first in firsts
     )
-
-
-def _ranges(port: Mapping[str, Any], target: Peer) -> Iterator[tuple[int, int]]:
-    """Nothing where the target has no port of that name."""
-    wanted = port.get("port")
-    if wanted is None:
-        yield 1, 65535
-    elif isinstance(wanted, int):
-        yield wanted, port.get("endPort", wanted)
-    elif target.pod is not None:
-        try:
-            number = container_port(target.pod, wanted)
-        except ClusterError:
-            return
-        yield number, number

@@ -17,19 +17,21 @@ from typing import Any
 
 import pytest
 
-from tests.chart.rendering import CPU_VALUES, NAMESPACE, rendered_text
-from tests.cluster.cluster import DELETION_COST, Cluster, mini_cluster
+from tests.chart.rendering import CPU_VALUES, NAMESPACE, Object, Rendered, render
+from tests.cluster.cluster import Cluster, mini_cluster
 from tests.cluster.images import product_images
-from tests.cluster.objects import Object, Objects, name_of
+from tests.cluster.objects import labels_of, name_of
 from tests.cluster.pod import Pod
+from tests.cluster.policies import Peer
 from tests.support.certificates import Authority
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 STARTS_S, TRAINS_S = 300.0, 300.0
 TRIES = 4
 """Of stopping an actor, until one of them has a group in hand."""
-TRAINER, ACTOR = "pipelinerl-trainer-0", "pipelinerl-actor"
+TRAINER, ACTOR, RECIPE = "pipelinerl-trainer-0", "pipelinerl-actor", "pipelinerl-recipe"
 RUN_DIR = "/var/lib/pipelinerl/runs/arithmetic"
 HELM_TEST = {
     "model": {"warmstart": {"steps": 5, "batch_size": 32, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128}},
@@ -60,15 +62,13 @@ class Release:
     """The installed chart, and what its run has written to the trainer's volume."""
 
     cluster: Cluster
-    render: Callable[[dict[str, Any]], Objects]
+    test_pod: Object
+    """Made by `helm test` only."""
+    render: Callable[[dict[str, Any]], Rendered]
 
     def upgrade(self, recipe: dict[str, Any]) -> None:
         """The ConfigMap with the recipe becomes another; pods that are made from now on see it."""
-        new = self.render(recipe)
-        old = self.cluster.objects
-        old.installed = [
-            new.find("ConfigMap", name_of(one)) or one if one["kind"] == "ConfigMap" else one for one in old.installed
-        ]
+        self.cluster.rendered.one("ConfigMap", RECIPE).update(self.render(recipe).one("ConfigMap", RECIPE))
 
     @property
     def run_dir(self) -> Path:
@@ -101,14 +101,22 @@ class Release:
     async def audit(self) -> dict[str, Any]:
         """As `kubectl exec pipelinerl-trainer-0 -- pipelinerl audit RUN_DIR`, which finds NATS by the pod's environment."""
         command = ["python", "-m", "pipelinerl.cli", "audit", RUN_DIR, "--json"]
-        code, said = await self.trainer.containers["trainer"].process.execute(command, 60)
+        code, said = await self.trainer.containers["trainer"].execute(command, 60)
         assert code == 0, said
         return dict(json.loads(said))
 
     def nothing_was_forbidden(self) -> None:
         """Neither by the roles, nor would the policies have kept two pods apart that talked."""
         self.cluster.check()
-        assert self.cluster.traffic.forbidden() == []
+        assert self.cluster.forbidden_connections() == []
+
+    def connections(self) -> set[tuple[str, str, int]]:
+        """Components of both ends, with the port: ("actor", "nats", 4222)."""
+
+        def component(peer: Peer) -> str:
+            return labels_of(peer.pod)["app.kubernetes.io/component"] if peer.pod else peer.name
+
+        return {(component(source), component(target), port) for source, target, port in self.cluster.connections}
 
 
 Install = Callable[..., AbstractAsyncContextManager[Release]]
@@ -119,26 +127,28 @@ def install(kernel: None, verified: None, tmp_path: Path) -> Install:
     """`helm install`: values over values-cpu.yaml."""
 
     @asynccontextmanager
-    async def installed(recipe: dict[str, Any], **values: Any) -> AsyncIterator[Release]:
+    async def installed_release(recipe: dict[str, Any], **values: Any) -> AsyncIterator[Release]:
         threads = {"actor": {"threads": 1}, "trainer": {"threads": 1}}
 
-        def render(recipe: dict[str, Any]) -> Objects:
-            return Objects.parse(rendered_text({**threads, "recipe": {"set": recipe}, **values}, [CPU_VALUES]))
+        def rendered(recipe: dict[str, Any]) -> Rendered:
+            return render({**threads, "recipe": {"set": recipe}, **values}, [CPU_VALUES])
 
-        objects = render(recipe)
-        objects.installed += issued(objects, tmp_path)
+        objects = rendered(recipe)
+        (test_pod,) = objects.of_kind("Pod")
+        objects.objects.remove(test_pod)
+        objects.objects.extend(issued(objects, tmp_path))
         async with mini_cluster(tmp_path / "cluster", objects, NAMESPACE, product_images()) as cluster:
-            yield Release(cluster, render)
+            yield Release(cluster, test_pod, rendered)
 
-    return installed
+    return installed_release
 
 
-def issued(objects: Objects, folder: Path) -> list[Object]:
+def issued(rendered: Rendered, folder: Path) -> list[Object]:
     """What cert-manager makes of the rendered Certificates."""
     authority = Authority()
     return [
         secret(one["spec"]["secretName"], authority.issue(folder / name_of(one), *one["spec"]["dnsNames"]))
-        for one in objects.of("Certificate")
+        for one in rendered.of_kind("Certificate")
     ]
 
 
@@ -204,7 +214,7 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         reasons = {event["reason"] for event in cluster.api.events.values()}
         assert reasons >= {"RunStarted", "ActorJoined", "ActorLeft", "CheckpointWritten", "RunResumed", "RunFinished"}
         assert release.trainer.ready  # a run that is finished can still be asked
-        assert cluster.traffic.components() >= {
+        assert release.connections() >= {
             ("actor", "nats", 4222),
             ("actor", "verifier", 50051),
             ("actor", "kubernetes", 443),
@@ -219,10 +229,8 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
 async def test_helm_test_succeeds(install: Install) -> None:
     async with install(HELM_TEST) as release:
         cluster = release.cluster
-        (manifest,) = cluster.objects.hook("test")
-        cluster.objects.installed += cluster.objects.hook("test", "ConfigMap")
-        pod = cluster.create(manifest)
+        pod = cluster.create(release.test_pod)
         assert pod is not None, cluster.failures
         await cluster.until(lambda: pod.finished, STARTS_S + TRAINS_S, "the test pod ends")
         assert pod.phase == "Succeeded", pod.logs()
-        assert "run ended" in pod.containers["trainer"].process.logs()
+        assert "run ended" in pod.containers["trainer"].logs()
