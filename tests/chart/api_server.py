@@ -5,6 +5,7 @@ It stores what it is given and checks nothing: no schemas, no rights, no field m
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import yaml
-
-from tests.chart.kube_protobuf import MAGIC, read_secret
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 Object = dict[str, Any]
 KINDS = {
@@ -27,7 +28,8 @@ KINDS = {
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
 }
-_PLURALS = {"NetworkPolicy": "networkpolicies"}
+PROTOBUF = b"k8s\x00"
+"""How an object begins that is not JSON or YAML."""
 
 
 @dataclass
@@ -38,14 +40,7 @@ class ApiServer:
     objects: dict[str, Object] = field(default_factory=dict)
 
     def find(self, resource: str, name: str) -> Object:
-        """Raises `KeyError`."""
-        for path, stored in self.objects.items():
-            if path.endswith(f"/{resource}/{name}"):
-                return stored
-        raise KeyError(f"{resource}/{name}")
-
-    def names(self, resource: str) -> set[str]:
-        return {path.rpartition("/")[2] for path in self.objects if path.split("/")[-2] == resource}
+        return next(stored for path, stored in self.objects.items() if path.endswith(f"/{resource}/{name}"))
 
 
 @contextmanager
@@ -65,20 +60,22 @@ def api_server() -> Iterator[ApiServer]:
 
 
 def _plural(kind: str) -> str:
-    return _PLURALS.get(kind, f"{kind.lower()}s")
+    return "networkpolicies" if kind == "NetworkPolicy" else f"{kind.lower()}s"
 
 
 def discovery(path: str) -> Object | None:
-    groups = [group.split("/") for group in KINDS if "/" in group]
     if path == "/version":
         return {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        versions = [(group, {"groupVersion": f"{group}/{version}", "version": version}) for group, version in groups]
-        listed = [{"name": group, "versions": [entry], "preferredVersion": entry} for group, entry in versions]
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
-    group_version = path.removeprefix("/apis/").removeprefix("/api/")
+        versions = [{"groupVersion": name, "version": name.partition("/")[2]} for name in KINDS if "/" in name]
+        groups = [
+            {"name": one["groupVersion"].partition("/")[0], "versions": [one], "preferredVersion": one}
+            for one in versions
+        ]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    group_version = _group_version(path)
     if group_version not in KINDS:
         return None
     verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
@@ -89,6 +86,10 @@ def discovery(path: str) -> Object | None:
     return {"kind": "APIResourceList", "groupVersion": group_version, "resources": resources}
 
 
+def _group_version(path: str) -> str:
+    return path.removeprefix("/apis/").removeprefix("/api/")
+
+
 def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -97,9 +98,10 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             url = urlparse(self.path)
             found = discovery(url.path) or server.objects.get(url.path)
-            kind = _kinds().get(url.path.rpartition("/")[2])
+            kinds = {_plural(kind): kind for kinds in KINDS.values() for kind in kinds}
+            kind = kinds.get(url.path.rpartition("/")[2])
             if found is None and kind:
-                version = url.path.partition("/namespaces/")[0].removeprefix("/apis/").removeprefix("/api/")
+                version = _group_version(url.path.partition("/namespaces/")[0])
                 found = {"kind": f"{kind}List", "apiVersion": version, "items": self._listed(url.path, url.query)}
             self._answer(found)
 
@@ -127,10 +129,9 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
 
         def _listed(self, path: str, query: str) -> list[Object]:
             selector = parse_qs(query).get("labelSelector", [""])[0]
-            wanted = [pair.split("=") for pair in selector.split(",") if "=" in pair]
+            wanted = dict(pair.split("=") for pair in selector.split(",") if "=" in pair)
             items = [stored for at, stored in server.objects.items() if at.rpartition("/")[0] == path]
-            labels = [stored["metadata"].get("labels", {}) for stored in items]
-            return [item for item, of in zip(items, labels, strict=True) if all(of.get(k) == v for k, v in wanted)]
+            return [item for item in items if wanted.items() <= item["metadata"].get("labels", {}).items()]
 
         def _store(self, path: str, stored: Object) -> None:
             stored["metadata"].setdefault("namespace", path.split("/namespaces/")[1].split("/")[0])
@@ -139,7 +140,7 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
 
         def _body(self) -> Object:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            return read_secret(body) if body.startswith(MAGIC) else yaml.safe_load(body)
+            return read_secret(body) if body.startswith(PROTOBUF) else yaml.safe_load(body)
 
         def _answer(self, content: Object | None, code: int = 200) -> None:
             body = json.dumps(content or _status("NotFound", 404)).encode()
@@ -155,10 +156,6 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _kinds() -> dict[str, str]:
-    return {_plural(kind): kind for kinds in KINDS.values() for kind in kinds}
-
-
 def _status(reason: str, code: int) -> Object:
     return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
 
@@ -169,3 +166,30 @@ def _merged(stored: Any, patch: Any) -> Any:
         return patch
     merged = {key: value for key, value in stored.items() if key not in patch}
     return merged | {key: _merged(stored.get(key), value) for key, value in patch.items() if value is not None}
+
+
+def read_secret(body: bytes) -> Object:
+    """A Secret as client-go sends it where helm stores a release: an envelope `Unknown` (field 2: the object) around it."""
+    secret = _fields(dict(_fields(body.removeprefix(PROTOBUF)))[2])
+    metadata = _fields(dict(secret)[1])
+    labels, data = _map(metadata, 11), _map(secret, 2)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": dict(secret)[3].decode(),
+        "metadata": {
+            "name": dict(metadata)[1].decode(),
+            "labels": {key: value.decode() for key, value in labels.items()},
+        },
+        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }
+
+
+def _fields(message: bytes) -> list[tuple[int, Any]]:
+    """Number and content, of a message whose type is not known here."""
+    return [(one.field_number, one.data) for one in UnknownFieldSet(Empty.FromString(message))]
+
+
+def _map(fields: list[tuple[int, Any]], number: int) -> dict[str, bytes]:
+    pairs = [dict(_fields(content)) for found, content in fields if found == number]
+    return {pair[1].decode(): pair[2] for pair in pairs}

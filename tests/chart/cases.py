@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chart.rendering import CPU_VALUES
+from tests.chart.rendering import CPU_VALUES, Rendered, render
 
 EVERYWHERE: dict[str, Any] = {
     "nodeSelector": {"pool": "gpu"},
@@ -120,3 +121,10 @@ CASES: dict[str, Case] = {
     ),
     "other-name": Case({"recipe": {"name": "smollm2"}, "network": {"bindHost": "::"}}, cpu=True, release="blue"),
 }
+
+
+@functools.cache
+def rendered_case(name: str) -> Rendered:
+    """Rendered once."""
+    case = CASES[name]
+    return render(case.values, case.files, case.release)

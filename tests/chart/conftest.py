@@ -1,19 +1,11 @@
-"""Renders each case once."""
+"""Each case in turn."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from tests.chart.cases import CASES
-from tests.chart.rendering import Rendered, render
-
-
-@functools.cache
-def rendered_case(name: str) -> Rendered:
-    case = CASES[name]
-    return render(case.values, case.files, case.release)
+from tests.chart.cases import CASES, rendered_case
+from tests.chart.rendering import Rendered
 
 
 @pytest.fixture(params=CASES)
@@ -23,5 +15,4 @@ def case(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def rendered(case: str) -> Rendered:
-    """Of each case in turn."""
     return rendered_case(case)

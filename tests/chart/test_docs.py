@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deploy.tools.values_reference import read_schema, reference, replaced
-from tests.chart.conftest import rendered_case
+from tests.chart.cases import rendered_case
 from tests.chart.rendering import ROOT, render
 from tests.chart.test_schema import LEAVES
 

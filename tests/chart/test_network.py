@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.conftest import rendered_case
-from tests.chart.rendering import NAMESPACE, Object, Pod, Rendered, render
+from tests.chart.cases import rendered_case
+from tests.chart.rendering import NAMESPACE, SERVICES, Object, Pod, Rendered, render
 from tests.cluster.objects import label_selector_matches
 from tests.cluster.policies import Peer, why_not
 
@@ -58,28 +58,21 @@ def test_the_drawn_arrows_pass_and_no_others() -> None:
     assert passing == DRAWN
 
 
-def test_one_server_needs_no_cluster_port() -> None:
-    assert not passes(rendered_case("default"), "nats", "nats", 6222)
-
-
-def test_the_verifier_calls_nobody() -> None:
-    rendered = rendered_case("everything")
-    assert _rules(rendered, "verifier", "Egress") == []
-
-
-def test_without_policies_everything_passes() -> None:
+def test_what_the_values_take_away_does_not_pass() -> None:
+    assert not passes(rendered_case("default"), "nats", "nats", 6222), "one server needs no cluster port"
+    assert _rules(rendered_case("everything"), "verifier", "Egress") == []
     assert rendered_case("no-policies").of_kind("NetworkPolicy") == []
     assert passes(rendered_case("no-policies"), "verifier", "nats", 4222)
 
 
+def _ports(rule: Object) -> list[int]:
+    return [entry["port"] for entry in rule.get("ports", [])]
+
+
 def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
     """Addresses and ports outside that a pod may call."""
-    return [
-        (peer["ipBlock"]["cidr"], [entry["port"] for entry in rule.get("ports", [])])
-        for rule in _rules(rendered, component, "Egress")
-        for peer in rule["to"]
-        if "ipBlock" in peer
-    ]
+    rules = _rules(rendered, component, "Egress")
+    return [(peer["ipBlock"]["cidr"], _ports(rule)) for rule in rules for peer in rule["to"] if "ipBlock" in peer]
 
 
 @pytest.mark.parametrize("component", ["actor", "trainer"])
@@ -92,16 +85,32 @@ def test_ways_out_are_values(component: str) -> None:
     assert ("10.0.0.0/8", []) in _outside(rendered_case("everything"), component)
 
 
-def test_addresses_of_the_api_can_be_narrowed() -> None:
+def test_ways_out_can_be_narrowed() -> None:
     rendered = render({"networkPolicy": {"kubernetesApi": {"cidrs": ["10.1.0.5/32"]}, "hub": {"enabled": False}}})
     assert _outside(rendered, "trainer") == [("10.1.0.5/32", [443, 6443])]
+    to = [{"ipBlock": {"cidr": "203.0.113.7/32"}}]
+    tracing = {"endpoint": "https://otel.example.com"}
+    rendered = render({"tracing": tracing, "networkPolicy": {"tracing": {"to": to, "ports": [443]}}})
+    for component in SERVICES:
+        assert ("203.0.113.7/32", [443]) in _outside(rendered, component)
 
 
-def test_names_are_resolved() -> None:
-    for component in ("actor", "trainer"):
-        egress = _rules(rendered_case("default"), component, "Egress")
-        ports = [entry for rule in egress for entry in rule["ports"] if entry["port"] == 53]
-        assert {entry["protocol"] for entry in ports} == {"UDP", "TCP"}
+def test_names_are_resolved_and_traces_sent() -> None:
+    """The verifier looks up the collector's name and no other."""
+
+    def of_other_namespaces(case: str, component: str) -> list[tuple[str, int]]:
+        rules = [rule for rule in _rules(rendered_case(case), component, "Egress") if "ports" in rule]
+        return [
+            (entry["protocol"], entry["port"])
+            for rule in rules
+            for entry in rule["ports"]
+            if any(peer.get("namespaceSelector") == {} for peer in rule["to"])
+        ]
+
+    dns, collector = [("UDP", 53), ("TCP", 53)], [("TCP", 4317), ("TCP", 4318)]
+    for component in SERVICES:
+        assert of_other_namespaces("default", component) == ([] if component == "verifier" else dns)
+        assert sorted(of_other_namespaces("traces", component)) == sorted(dns + collector)
 
 
 def test_prometheus_reaches_metrics(rendered: Rendered) -> None:

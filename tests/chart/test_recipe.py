@@ -10,8 +10,7 @@ import yaml
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from tests.chart.conftest import rendered_case
-from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, environment, render
+from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render
 
 NAMES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")))
 COPY = "cp recipes/*.yaml deploy/helm/recipes/"
@@ -30,30 +29,23 @@ def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recip
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_charts_recipes_are_the_projects(name: str) -> None:
-    copies = {path.stem for path in (CHART / "recipes").glob("*.yaml")}
-    assert copies == set(NAMES), COPY
-    same = (CHART / "recipes" / f"{name}.yaml").read_bytes() == (ROOT / "recipes" / f"{name}.yaml").read_bytes()
-    assert same, COPY
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_by_name_is_that_recipe(name: str, tmp_path: Path) -> None:
-    assert recipe_of(render({"recipe": {"name": name}}), tmp_path) == load_recipe(ROOT / "recipes" / f"{name}.yaml")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_inline_is_that_recipe(name: str, tmp_path: Path) -> None:
-    data = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text().replace(" 1e-6", " 1.0e-6"))
-    assert recipe_of(render({"recipe": {"inline": data}}), tmp_path) == load_recipe(ROOT / "recipes" / f"{name}.yaml")
+def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name: str, tmp_path: Path) -> None:
+    original = ROOT / "recipes" / f"{name}.yaml"
+    assert {path.stem for path in (CHART / "recipes").glob("*.yaml")} == set(NAMES), COPY
+    assert (CHART / "recipes" / f"{name}.yaml").read_bytes() == original.read_bytes(), COPY
+    data = yaml.safe_load(original.read_text().replace(" 1e-6", " 1.0e-6"))
+    for values in ({"name": name}, {"inline": data}):
+        assert recipe_of(render({"recipe": values}), tmp_path) == load_recipe(original)
 
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:
     assert recipe_of(rendered, tmp_path)
 
 
-NUMBERS: dict[str, Any] = {
+PROMPT = 'Put it in \\boxed{}: "yes"\n  and: no # really\n{{ .Values }}'
+SET: dict[str, Any] = {
     "seed": 2**31 - 1,
+    "task": {"system_prompt": PROMPT},
     "sampling": {"temperature": 1},
     "trainer": {"steps": 10_000_000, "learning_rate": 3.0e-7, "epsilon": 1.0e-12, "batch_size": 1_000_000},
     "algorithm": {"clamp": 5, "max_lag": None, "clip_low": 0.0003},
@@ -61,60 +53,22 @@ NUMBERS: dict[str, Any] = {
 }
 
 
-def test_numbers_arrive_as_they_are(tmp_path: Path) -> None:
-    """Helm's numbers have been through JSON and Go: a million must not become 1e+06, which is no integer."""
-    recipe = recipe_of(render({"recipe": {"name": "gsm", "set": NUMBERS}}), tmp_path)
-    assert recipe.trainer.steps == 10_000_000
-    assert recipe.trainer.batch_size == 1_000_000
-    assert recipe.seed == 2**31 - 1
-    assert recipe.trainer.learning_rate == 3e-7
-    assert recipe.trainer.epsilon == 1e-12
-    assert (recipe.algorithm.clamp, recipe.sampling.temperature) == (5.0, 1.0)
-    assert recipe.algorithm.clip_low == 0.0003
+def test_what_is_set_lies_over_the_recipe_as_it_is_and_leaves_the_rest(tmp_path: Path) -> None:
+    """Helm's numbers have been through JSON and Go: a million must not become 1e+06, which is no integer. Null is a value."""
+    original = load_recipe(ROOT / "recipes" / "arithmetic.yaml").model_dump()
+    assert original["algorithm"]["max_lag"] is not None
+    wanted = original | {
+        section: original[section] | value if isinstance(value, dict) else value for section, value in SET.items()
+    }
+    assert recipe_of(render({"recipe": {"name": "arithmetic", "set": SET}}), tmp_path).model_dump() == wanted
 
 
-def test_null_is_a_value_of_its_own(tmp_path: Path) -> None:
-    values = {"recipe": {"name": "arithmetic", "set": {"algorithm": {"max_lag": None}}}}
-    assert load_recipe(ROOT / "recipes" / "arithmetic.yaml").algorithm.max_lag == 4
-    assert recipe_of(render(values), tmp_path).algorithm.max_lag is None
-
-
-def test_what_is_set_lies_over_the_recipe_and_leaves_the_rest(tmp_path: Path) -> None:
-    recipe = recipe_of(render({"recipe": {"name": "gsm", "set": {"trainer": {"steps": 7}}}}), tmp_path)
-    original = load_recipe(ROOT / "recipes" / "gsm.yaml")
-    assert recipe == original.model_copy(update={"trainer": original.trainer.model_copy(update={"steps": 7})})
-
-
-def test_text_survives(tmp_path: Path) -> None:
-    prompt = 'Put it in \\boxed{}: "yes"\n  and: no # really\n{{ .Values }}'
-    recipe = recipe_of(render({"recipe": {"set": {"task": {"system_prompt": prompt}}}}), tmp_path)
-    assert recipe.task.system_prompt == prompt
-
-
-def test_the_models_name_is_enough(tmp_path: Path) -> None:
-    recipe = recipe_of(rendered_case("model"), tmp_path)
-    assert (recipe.model.source, recipe.model.name) == ("hub", "Qwen/Qwen3-8B")
-    recipe = recipe_of(render({"model": {"name": "a/b"}, "recipe": {"name": "smollm2"}}), tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: str, tmp_path: Path) -> None:
+    rendered = render({"model": {"name": "a/b"}, "recipe": {"name": name}})
+    recipe = recipe_of(rendered, tmp_path)
     assert (recipe.model.source, recipe.model.name) == ("hub", "a/b")
-
-
-def test_the_runs_name_is_the_recipes_unless_given() -> None:
-    def run_and_folder(case: str) -> tuple[str, str]:
-        entries = environment(rendered_case(case).pod("trainer").main)
-        return entries["PIPELINERL_RUN"]["value"], entries["PIPELINERL_RUN_DIR"]["value"]
-
-    assert run_and_folder("default") == ("gsm", "/var/lib/pipelinerl/runs/gsm")
-    assert run_and_folder("everything") == ("all-of-it", "/var/lib/pipelinerl/runs/all-of-it")
-
-
-def test_the_model_that_a_run_builds_is_made_before_the_services_start() -> None:
-    def init(case: str, component: str) -> list[list[str]]:
-        spec = rendered_case(case).pod(component).spec
-        return [container["args"] for container in spec.get("initContainers", [])]
-
-    assert init("cpu", "trainer") == [["python", "-m", "services.trainer.warmstart", "--recipe-model"]]
-    assert init("cpu", "actor") == [["python", "-m", "services.actor.initial_model"]]
-    assert init("default", "trainer") == init("default", "actor") == []  # from the hub
+    assert "warmstart" not in rendered.one("ConfigMap", "pipelinerl-recipe")["data"]["recipe.yaml"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -184,6 +138,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"huggingface": {"token": "hf_a", "existingSecret": "hf"}},
         "huggingface.token: huggingface.existingSecret is set too; keep one of them",
     ),
+    "headers of no traces": (
+        {"tracing": {"headersSecret": "login"}},
+        "tracing.headersSecret: login is not used",
+    ),
     "most below fewest": (
         {"verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
         "verifier.autoscaling.maxReplicas: 2 is less than minReplicas = 3",
@@ -207,9 +165,21 @@ def test_a_hub_model_takes_nothing_of_the_recipes_own() -> None:
     assert (model["source"], model["name"], "warmstart" in model) == ("hub", "a/b", False)
 
 
-def test_recreating_pods_needs_no_rolling_update() -> None:
-    deployment = render({"actor": {"strategy": {"type": "Recreate"}}}).one("Deployment", "pipelinerl-actor")
-    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+@pytest.mark.parametrize(
+    ("tracing", "port"),
+    [
+        ({"endpoint": "http://collector:9999/v1"}, "9999"),
+        ({"endpoint": "https://otel.example.com/in:4318"}, "443"),
+        ({"endpoint": "http://[2001:db8::4318]"}, "80"),
+        ({"endpoint": "http://[2001:db8::1]:55680"}, "55680"),
+        ({"endpoint": "http://collector", "protocol": "grpc"}, "443"),
+    ],
+)
+def test_an_endpoint_of_traces_that_the_policies_keep_out_is_refused(tracing: dict[str, str], port: str) -> None:
+    with pytest.raises(HelmError, match=rf"networkPolicy\.tracing\.ports: \[4317, 4318\] lacks port {port} of"):
+        render({"tracing": tracing})
+    for policy in ({"tracing": {"ports": [4318, int(port)]}}, {"enabled": False}, {"tracing": {"to": []}}):
+        assert render({"tracing": tracing, "networkPolicy": policy})
 
 
 def test_a_release_that_cannot_name_a_service_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ import pytest
 from pipelinerl.bus.permissions import Permissions, permissions
 from pipelinerl.kube import client as kube
 from pipelinerl.local.nats import find_nats_server
-from tests.chart.cases import CASES
-from tests.chart.conftest import rendered_case
+from tests.chart.cases import CASES, rendered_case
 from tests.chart.rendering import Object, Rendered, environment
 from tests.support.certificates import Authority
 
@@ -31,27 +29,20 @@ def _granted(role: Object) -> set[tuple[str, str, str]]:
     }
 
 
-def _asked(rights: Iterable[kube.Permission]) -> set[tuple[str, str, str]]:
-    return {("", right.resource, right.verb) for right in rights}
-
-
 def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: str) -> None:
     roles = rendered.of_kind("Role")
+    assert rendered.of_kind("ClusterRole", "ClusterRoleBinding") == []
     if case in ("no-rbac", "no-kubernetes-api"):
         assert roles == rendered.of_kind("RoleBinding") == []
         return
     assert len(roles) == len(RIGHTS)
     for role in roles:
         service = role["metadata"]["labels"]["app.kubernetes.io/component"]
-        assert _granted(role) == _asked(RIGHTS[service])
+        assert _granted(role) == {("", right.resource, right.verb) for right in RIGHTS[service]}
         binding = rendered.one("RoleBinding", role["metadata"]["name"])
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
         (subject,) = binding["subjects"]
         assert (subject["name"], subject["namespace"]) == (rendered.pod(service).spec["serviceAccountName"], "train")
-
-
-def test_nothing_is_granted_beyond_the_namespace(rendered: Rendered) -> None:
-    assert rendered.of_kind("ClusterRole", "ClusterRoleBinding") == []
 
 
 def _configuration(rendered: Rendered, name: str = "pipelinerl-nats") -> str:

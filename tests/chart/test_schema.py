@@ -115,6 +115,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "labels that are no labels": {"actor": {"podLabels": {"queue": "a b"}}},
     "an address as a registry": {"images": {"registry": "https://registry.example.com/ml"}},
     "no tag of NATS": {"nats": {"image": {"tag": ""}}},
+    "a login in an endpoint": {"tracing": {"endpoint": "http://user:secret@collector:4318"}},
+    "no threshold of an alert": {"metrics": {"prometheusRule": {"thresholds": {"essratio": 0.9}}}},
+    "a runbook that is no URL": {"metrics": {"prometheusRule": {"runbook": "docs/runbook.md"}}},
     "a port out of range": {"networkPolicy": {"hub": {"ports": [70000]}}},
 }
 

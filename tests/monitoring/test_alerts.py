@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipelinerl.recipe.fields import Recipe, dotted_paths
-from tests.chart.rendering import ROOT, HelmError, render
+from tests.chart.rendering import ROOT, render
 from tests.chart.test_schema import LEAVES
 from tests.monitoring.catalogue import problems_of, samples
 from tests.monitoring.chart_rules import alerts, shown_alerts, write_rules
@@ -97,8 +97,6 @@ def test_alerts_link_to_the_runbook_where_the_values_say_where_it_is() -> None:
     assert not any("runbook_url" in rule["annotations"] for rule in shown_alerts().values())
     for name, rule in alerts({"runbook": "https://wiki.example.com/rl"}).items():
         assert rule["annotations"]["runbook_url"] == f"https://wiki.example.com/rl#{name.lower()}"
-    with pytest.raises(HelmError, match="runbook"):
-        alerts({"runbook": "docs/runbook.md"})
 
 
 def test_every_section_says_what_it_means_how_to_look_and_what_to_do() -> None:
@@ -135,11 +133,6 @@ def test_thresholds_are_values() -> None:
     assert changed == set(shown_alerts()) - fixed
     text = (ROOT / "deploy/helm/files/alerts.yaml").read_text(encoding="utf-8")
     assert all(f"[[{name}]]" in text for name in thresholds)
-
-
-def test_a_threshold_that_there_is_not_is_refused() -> None:
-    with pytest.raises(HelmError, match="essratio"):
-        alerts({"thresholds": {"essratio": 0.9}})
 
 
 def test_the_runbook_names_metrics_fields_and_values_that_exist() -> None:

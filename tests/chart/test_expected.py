@@ -1,0 +1,240 @@
+"""Single values of the rendered objects that matter, and why: a table per case.
+
+What holds for every case is in the other files; the whole of two cases is in the snapshots.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from services.trainer.launch import RENDEZVOUS_TIMEOUT_S
+from tests.chart.cases import rendered_case
+from tests.chart.rendering import SERVICES, Rendered, environment, render
+from tests.monitoring.catalogue import names_in, samples
+
+GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+SPOT = {"key": "spot", "operator": "Exists"}
+AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
+IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
+PODS = (*SERVICES, "nats", "test")
+NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
+RECIPE_MODEL = [["python", "-m", "services.trainer.warmstart", "--recipe-model"]]
+ACTOR, TRAINER, VERIFIER = (
+    "Deployment/pipelinerl-actor",
+    "StatefulSet/pipelinerl-trainer",
+    "Deployment/pipelinerl-verifier",
+)
+WANTED = "pipelinerl_actor_replicas_wanted"
+
+OF_CASES: dict[str, dict[str, Any]] = {
+    "default": {
+        "env/trainer PIPELINERL_RUN": "gsm",  # the recipe's name
+        "env/trainer PIPELINERL_RUN_DIR": "/var/lib/pipelinerl/runs/gsm",
+        "env/trainer PIPELINERL_RANKS_PER_NODE": "4",  # of recipes/gsm.yaml, with GPUs to match
+        "env/trainer PIPELINERL_STREAM_REPLICAS": "1",
+        "env/trainer PIPELINERL_PAGE_HOSTS": None,
+        "env/actor HF_TOKEN": None,
+        "main/actor image": "pipelinerl/actor:0.1.0",
+        "main/test image": "pipelinerl/trainer:0.1.0-cpu",
+        "main/actor resources limits nvidia.com/gpu": 1,
+        "main/trainer resources limits nvidia.com/gpu": 4,
+        **NO_TOLERATIONS,
+        "pod/actor spec tolerations": [GPU_TAINT],
+        "pod/trainer spec tolerations": [GPU_TAINT],
+        # A hub's model needs no preparation.
+        "pod/actor spec initContainers": None,
+        "pod/trainer spec initContainers": None,
+        # Old actors go before new ones come, and a large model may load for longer than a rollout lasts as a rule.
+        f"{ACTOR} spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
+        f"{ACTOR} spec progressDeadlineSeconds": 600 + 3600,
+        f"{TRAINER} spec updateStrategy": None,
+        "main/trainer startupProbe periodSeconds": 5,
+        "main/trainer startupProbe failureThreshold": 600 / 5,
+        # The verifier has as many pods as its autoscaler says.
+        f"{VERIFIER} spec replicas": None,
+        "HorizontalPodAutoscaler/pipelinerl-verifier spec minReplicas": 2,
+        "HorizontalPodAutoscaler/pipelinerl-verifier spec maxReplicas": 16,
+        # `helm test`: what the trainer needs runs as sidecars in the order of need; the pod ends with the trainer.
+        "pod/test metadata annotations helm.sh/hook": "test",
+        "pod/test spec restartPolicy": "Never",
+        "pod/test spec containers * name": ["trainer"],
+        "env/test PIPELINERL_LINGER": "false",
+        "pod/test spec initContainers * name": ["initial-model", "nats", "verifier", "actor"],
+        "pod/test spec initContainers * restartPolicy": [None, "Always", "Always", "Always"],
+        "pod/test spec initContainers * startupProbe failureThreshold": [None, 60, 90, 60],
+        **{f"env/{service} OTEL_EXPORTER_OTLP_ENDPOINT": None for service in SERVICES},
+    },
+    "cpu": {
+        **NO_TOLERATIONS,
+        **{f"main/{pod} resources limits nvidia.com/gpu": None for pod in PODS},
+        **{f"main/{pod} image": f"pipelinerl/{pod}:0.1.0-cpu" for pod in ("actor", "trainer")},
+        "main/test image": "pipelinerl/trainer:0.1.0-cpu",
+        "main/verifier image": "pipelinerl/verifier:0.1.0",
+        f"{VERIFIER} spec replicas": 1,
+        # The model that a run builds is made before the services start.
+        "pod/trainer spec initContainers * args": RECIPE_MODEL,
+        "pod/actor spec initContainers * args": [["python", "-m", "services.actor.initial_model"]],
+    },
+    "everything": {
+        "env/trainer PIPELINERL_RUN": "all-of-it",
+        "env/trainer PIPELINERL_RUN_DIR": "/var/lib/pipelinerl/runs/all-of-it",
+        "env/trainer PIPELINERL_PAGE": "true",
+        "env/trainer PIPELINERL_PAGE_HOSTS": "runs.example.com,runs",
+        "main/actor image": "registry.example.com/ml/pipelinerl/actor:1.2.3",
+        "main/actor resources limits nvidia.com/gpu": 2,
+        "main/actor resources limits rdma/hca": 1,
+        "main/trainer resources limits nvidia.com/gpu": 8,
+        "main/trainer resources limits rdma/hca": 8,
+        "main/trainer resources requests nvidia.com/gpu": 8,
+        "main/trainer resources requests cpu": "8",
+        # Variables of the values replace the chart's.
+        "env/actor HOME": "/elsewhere",
+        "env/actor NCCL_DEBUG": "INFO",
+        "env/actor NCCL_SOCKET_IFNAME": "net1",
+        "env/actor GLOO_SOCKET_IFNAME": "net1",
+        "env/actor NCCL_IB_HCA": "mlx5",
+        "env/actor HF_TOKEN secretKeyRef": {"name": "pipelinerl-huggingface", "key": "token"},
+        "Secret/pipelinerl-huggingface data token": "aGZfeA==",  # hf_x
+        # Labels of the values are added, podLabels before commonLabels, and the chart's own win.
+        f"{ACTOR} metadata labels kueue.x-k8s.io/queue-name": "rl",
+        f"{ACTOR} metadata labels team": "rl",
+        f"{ACTOR} metadata labels app.kubernetes.io/name": "pipelinerl",
+        "pod/actor metadata labels team": "a",
+        "pod/actor metadata labels kueue.x-k8s.io/queue-name": None,
+    },
+    "two-nodes": {
+        # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
+        # and that one for an old pod that it can never meet. A node is not killed while it waits for the others.
+        f"{TRAINER} spec podManagementPolicy": "Parallel",
+        f"{TRAINER} spec replicas": 2,
+        f"{TRAINER} spec updateStrategy": {"type": "OnDelete"},
+        f"{TRAINER} spec serviceName": "pipelinerl-trainer",
+        "Service/pipelinerl-trainer spec clusterIP": "None",
+        "Service/pipelinerl-trainer spec publishNotReadyAddresses": True,
+        "main/trainer startupProbe failureThreshold": (600 + RENDEZVOUS_TIMEOUT_S) / 5,
+    },
+    "keda": {
+        f"{ACTOR} spec replicas": None,  # an autoscaler decides alone
+        "ScaledObject/pipelinerl-actor spec minReplicaCount": 1,
+        "ScaledObject/pipelinerl-actor spec maxReplicaCount": 8,
+        "ScaledObject/pipelinerl-actor spec triggers * metadata ignoreNullValues": [
+            "false"
+        ],  # else no value would mean 0
+    },
+    "hpa": {
+        f"{ACTOR} spec replicas": None,
+        "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric name": [WANTED],
+    },
+    "nats-3": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
+    "external-nats": {"env/trainer PIPELINERL_STREAM_REPLICAS": "3"},
+    "no-kubernetes-api": {"pod/test": None},
+    "traces": {
+        key: value
+        for service in SERVICES
+        for key, value in {
+            f"env/{service} OTEL_EXPORTER_OTLP_HEADERS secretKeyRef": {"name": "collector-login", "key": "headers"},
+            f"env/{service} OTEL_RESOURCE_ATTRIBUTES": "k8s.namespace.name=train,k8s.pod.name=$(PIPELINERL_INSTANCE)",
+        }.items()
+    },
+}
+OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"actor": {"tolerations": [GPU_TAINT, SPOT]}}, {"pod/actor spec tolerations": [GPU_TAINT, SPOT]}),  # once
+    ({"verifier": {"tolerations": [SPOT]}}, {"pod/verifier spec tolerations": [SPOT]}),
+    (
+        {"gpu": {"resource": "amd.com/gpu", "tolerations": [AMD_TAINT]}},
+        {"pod/trainer spec tolerations": [AMD_TAINT], "main/trainer resources limits amd.com/gpu": 4},
+    ),
+    ({"actor": {"image": {"reference": IMAGE}}}, {"main/actor image": IMAGE}),
+    ({"actor": {"strategy": {"type": "Recreate"}}}, {f"{ACTOR} spec strategy": {"type": "Recreate"}}),
+]
+
+
+def found(rendered: Rendered, place: str) -> Any:
+    """The value at a place; None where there is none. `*` is a list's items.
+
+    A place begins with an object (KIND/NAME), a pod of a component, its main container, or a variable of that.
+    """
+    start, *path = place.split(" ")
+    kind, _, name = start.partition("/")
+    if kind not in ("pod", "main", "env"):
+        return functools.reduce(_step, path, rendered.find(kind, name))
+    pod = next((pod for pod in rendered.pods if pod.component == name), None)
+    if pod is None or kind == "pod":
+        return functools.reduce(_step, path, pod and {"metadata": pod.metadata, "spec": pod.spec})
+    if kind == "main":
+        return functools.reduce(_step, path, pod.main)
+    entry = environment(pod.main).get(path[0], {})
+    return functools.reduce(_step, path[1:], entry.get("valueFrom")) if path[1:] else entry.get("value")
+
+
+def _step(value: Any, key: str) -> Any:
+    """Lists of what `*` opened are gone through."""
+    if isinstance(value, list):
+        return value if key == "*" else [_step(item, key) for item in value]
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+@pytest.mark.parametrize("case", OF_CASES)
+def test_values_are_as_expected(case: str) -> None:
+    rendered = rendered_case(case)
+    assert {place: found(rendered, place) for place in OF_CASES[case]} == OF_CASES[case]
+
+
+@pytest.mark.parametrize(("values", "expected"), OF_VALUES, ids=lambda one: next(iter(one)))
+def test_these_values_lead_to(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    rendered = render(values)
+    assert {place: found(rendered, place) for place in expected} == expected
+
+
+def test_autoscalers_ask_for_a_metric_that_exists() -> None:
+    (trigger,) = found(rendered_case("keda"), "ScaledObject/pipelinerl-actor spec triggers")
+    assert names_in(trigger["metadata"]["query"]) == {WANTED}
+    assert WANTED in samples()
+
+
+def test_monitors_tell_releases_apart_as_the_autoscaler_asks(rendered: Rendered) -> None:
+    """The HPA's selector is a label that podTargetLabels puts on every sample."""
+    for monitor in rendered.of_kind("PodMonitor"):
+        assert "app.kubernetes.io/instance" in monitor["spec"]["podTargetLabels"]
+    selectors = found(
+        rendered, "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric selector matchLabels"
+    )
+    assert selectors in (None, [{"app_kubernetes_io_instance": "pipelinerl"}])
+
+
+def test_a_changed_recipe_replaces_the_pods() -> None:
+    def sums(values: dict[str, Any]) -> set[str]:
+        rendered = render(values)
+        return {rendered.pod(service).metadata["annotations"]["checksum/recipe"] for service in SERVICES}
+
+    before, after = sums({}), sums({"recipe": {"set": {"trainer": {"steps": 7}}}})
+    assert len(before) == len(after) == 1
+    assert before != after
+
+
+def test_a_stopped_actor_has_time_to_hand_over() -> None:
+    """services/actor/app.py: about 9 s where nothing answers, and preStop counts into the grace period."""
+    pod = rendered_case("default").pod("actor")
+    assert pod.spec["terminationGracePeriodSeconds"] >= pod.main["lifecycle"]["preStop"]["sleep"]["seconds"] + 15
+
+
+def test_the_processes_of_helm_test_find_each_other_on_its_loopback_and_share_no_port() -> None:
+    rendered = rendered_case("default")
+    by_name = {container["name"]: environment(container) for container in rendered.pod("test").containers[1:]}
+    ports = [
+        entries[name]["value"]
+        for entries in by_name.values()
+        for name in ("PIPELINERL_GRPC_PORT", "PIPELINERL_HTTP_PORT")
+        if name in entries
+    ]
+    assert len(set(ports)) == len(ports) == 6
+    grpc = by_name["verifier"]["PIPELINERL_GRPC_PORT"]["value"]
+    for name in ("actor", "trainer"):
+        assert by_name[name]["PIPELINERL_VERIFIER"]["value"] == f"127.0.0.1:{grpc}"
+        assert by_name[name]["PIPELINERL_NATS_URL"]["value"] == "nats://127.0.0.1:4222"
+    assert "listen: 127.0.0.1:4222" in rendered.one("ConfigMap", "pipelinerl-test")["data"]["nats.conf"]
+    assert all("PIPELINERL_GRPC_HOST" not in entries for entries in by_name.values())  # loopback by itself
