@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+_SDK_LOG = logging.getLogger("opentelemetry")
 
 END_WITHIN_S = 1.0
 """For the spans that wait when the process ends."""
-SAME_AGAIN_S = 60.0
-"""Between two log lines of the SDK that say the same."""
 
 
 def _lower(value: object) -> object:
@@ -123,22 +122,20 @@ def tracing(context: LogContext) -> Iterator[None]:
     if settings.traces_exporter == "none":
         yield
         return
-    with _RepeatLimiter():
-        exporter = OutageLogger(_exporter(settings))
-        provider = _provider(context, exporter)
-        where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
-        log.info(
-            "traces go to %s; sampler %s", where, f"{settings.traces_sampler} {settings.traces_sampler_arg}".strip()
-        )
-        try:
-            with use_tracer(provider.get_tracer("pipelinerl", __version__)):
-                yield
-        finally:
-            _end(provider, exporter)
+    exporter = OutageLogger(_exporter(settings))
+    provider = _provider(context, exporter)
+    where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
+    log.info("traces go to %s; sampler %s", where, f"{settings.traces_sampler} {settings.traces_sampler_arg}".strip())
+    try:
+        with use_tracer(provider.get_tracer("pipelinerl", __version__)):
+            yield
+    finally:
+        _end(provider, exporter)
 
 
 class OutageLogger:
-    """A `SpanExporter` that says once when spans begin to be lost, and once when that is over."""
+    """A `SpanExporter` that says once when spans begin to be lost, and once when that is over. In between the SDK's own lines,
+    which would tell of every try, are left out: its first ones have said why."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -153,15 +150,18 @@ class OutageLogger:
                 lost_s = time.monotonic() - self._lost_since_s
                 log.info("spans are sent again; %d were lost in %.0f s", self.lost, lost_s)
             self.lost = 0
+            _SDK_LOG.setLevel(logging.NOTSET)
         else:
             if not self.lost:
                 self._lost_since_s = time.monotonic()
                 log.warning("spans cannot be sent, and are lost until that changes; training goes on")
+                _SDK_LOG.setLevel(logging.CRITICAL)
             self.lost += len(spans)
         return result
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
+        _SDK_LOG.setLevel(logging.NOTSET)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)
@@ -214,29 +214,3 @@ def _end(provider: TracerProvider, exporter: OutageLogger) -> None:
     ending.join(0 if exporter.lost else END_WITHIN_S)
     if ending.is_alive():
         log.warning("the last spans are lost: the collector did not take them in time")
-
-
-class _RepeatLimiter(logging.Handler):
-    """While entered, the SDK's own log lines reach the root logger only once per text template in `SAME_AGAIN_S`: it repeats
-    itself for as long as a collector is away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logger = logging.getLogger("opentelemetry")
-        self._passed_at_s: dict[tuple[str, str], float] = {}
-
-    def __enter__(self) -> None:
-        self._propagated, self._logger.propagate = self._logger.propagate, False
-        self._logger.addHandler(self)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.propagate = self._propagated
-
-    def emit(self, record: logging.LogRecord) -> None:
-        key, now_s = (record.name, str(record.msg)), time.monotonic()
-        passed_at_s = self._passed_at_s.get(key)
-        root = logging.getLogger()
-        if record.levelno >= root.level and (passed_at_s is None or now_s - passed_at_s >= SAME_AGAIN_S):
-            self._passed_at_s[key] = now_s
-            root.handle(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty
-from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score
+from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 from services.verifier.rewards.user import user_scorer
 from services.verifier.worker import score_item
@@ -65,15 +66,30 @@ def test_regex_matches_the_whole_answer(answer: str | None, value: float) -> Non
     assert regex(item(answer, "colou?r")).value == value
 
 
-def test_regex_reference_that_does_not_compile() -> None:
-    with pytest.raises(BadReference, match=r"answer.*not a regular expression"):
-        regex(item("x", "("))
-
-
-@pytest.mark.parametrize("reference", [{}, {"answer": ""}, {"answer": None}, {"answer": 7}])
-def test_missing_reference_answer_is_not_a_wrong_answer(reference: dict[str, Any]) -> None:
-    with pytest.raises(BadReference, match="answer"):
-        exact(item(None, reference))
+@pytest.mark.parametrize(
+    ("make", "reference", "problem"),
+    [
+        (lambda: exact, {}, "answer"),
+        (lambda: exact, {"answer": ""}, "answer"),
+        (lambda: exact, {"answer": None}, "answer"),
+        (lambda: exact, {"answer": 7}, "answer"),
+        (lambda: regex, "(", "answer.*not a regular expression"),
+        (lambda: math_scorer(8.0), "$$", "not a mathematical expression"),
+        (lambda: json_schema_scorer({}), "not json", "not a JSON Schema"),
+        (lambda: json_schema_scorer({}), "[]", "not a JSON Schema: an object is needed"),
+        (lambda: json_schema_scorer({}), '{"type": "objekt"}', "not a JSON Schema"),
+        (
+            lambda: json_schema_scorer({}),
+            '{"$ref": "https://example.org/schema"}',
+            "refers to https://example.org/schema",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
+    make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str
+) -> None:
+    with pytest.raises(BadReference, match=problem):
+        make()(item("{}", reference))
 
 
 # --- math
@@ -98,11 +114,6 @@ def test_math(reference: str, answer: str | None, value: float) -> None:
     assert math_scorer(8.0)(item(answer, reference)).value == value
 
 
-def test_math_reference_without_an_expression() -> None:
-    with pytest.raises(BadReference, match="not a mathematical expression"):
-        math_scorer(8.0)(item("3", "$$"))
-
-
 # --- JSON Schema
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -124,16 +135,7 @@ def test_json_schema_of_the_problem() -> None:
 
 def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
-
-
-def test_deeply_nested_json_is_a_wrong_answer() -> None:
     assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
-
-
-@pytest.mark.parametrize("schema", ["not json", "[]", '{"type": "objekt"}', '{"$ref": "https://example.org/schema"}'])
-def test_bad_schema_of_a_problem(schema: str) -> None:
-    with pytest.raises(BadReference):
-        json_schema_scorer({})(item("{}", schema))
 
 
 def test_bad_schema_of_the_recipe_is_found_at_the_start() -> None:
@@ -174,11 +176,8 @@ def test_reasoning_gym_reference_with_a_broken_field(broken: dict[str, Any]) -> 
         reasoning_gym_scorer("chain_sum")(item("1", gym_reference("chain_sum") | broken))
 
 
-def test_no_answer_gets_no_credit() -> None:
+def test_no_answer_gets_no_credit_and_an_unknown_family_names_near_ones() -> None:
     assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
-
-
-def test_unknown_family_names_near_ones() -> None:
     with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum"):
         reasoning_gym_scorer("chain_summ")
 
@@ -191,10 +190,6 @@ def test_unknown_family_names_near_ones() -> None:
 )
 def test_overlong_penalty_is_equation_13(tokens: int, expected: float) -> None:
     assert overlong_penalty(tokens, max_tokens=100, buffer_tokens=20, penalty=1.0) == pytest.approx(expected)
-
-
-def test_overlong_penalty_scales() -> None:
-    assert overlong_penalty(90, max_tokens=100, buffer_tokens=20, penalty=0.4) == pytest.approx(-0.2)
 
 
 # --- a user's function
@@ -217,12 +212,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         sys.modules.pop(name, None)
 
 
-def test_user_function(user_module: str) -> None:
+def test_a_users_number_or_mapping_is_the_score(user_module: str) -> None:
     scorer = user_scorer("house_rewards:half")
     assert (scorer(item("a", "a")).value, scorer(item("b", "a")).value) == (0.5, 0.0)
-
-
-def test_user_mapping_adds_up(user_module: str) -> None:
     score = user_scorer("house_rewards:parts")(item("12345"))
     assert (score.value, score.parts) == (0.75, {"style": 0.25, "length": 0.5})
 
@@ -255,18 +247,22 @@ def compose(score: Score, *, graded: bool = False, **config: Any) -> ComposedRew
     return ComposedReward(RewardConfig(**config), lambda _: score, graded=graded)
 
 
-@pytest.mark.parametrize(("value", "reward"), [(1.0, 2.0), (1.0 - 1e-12, 2.0), (0.99, 0.0), (0.01, 0.0), (0.0, 0.0)])
-def test_binary_keeps_full_answers_only(value: float, reward: float) -> None:
-    assert compose(Score(value), correct=2.0)(item("x")).value == reward
-
-
-def test_partial_credit_scales() -> None:
-    assert compose(Score(0.25), correct=2.0, binary=False)(item("x")).parts == {"answer": 0.5}
-
-
-def test_a_users_number_counts_as_it_is() -> None:
-    assert compose(Score(0.25), graded=True)(item("x")).value == 0.25
-    assert compose(Score(-3.0), graded=True)(item("x")).value == -3.0
+@pytest.mark.parametrize(
+    ("config", "value", "reward"),
+    [
+        ({"correct": 2.0}, 1.0, 2.0),
+        ({"correct": 2.0}, 1.0 - 1e-12, 2.0),
+        ({"correct": 2.0}, 0.99, 0.0),
+        ({"correct": 2.0}, 0.0, 0.0),
+        ({"correct": 2.0, "binary": False}, 0.25, 0.5),
+        ({"graded": True}, 0.25, 0.25),
+        ({"graded": True}, -3.0, -3.0),
+    ],
+)
+def test_binary_keeps_full_answers_only_and_a_users_number_counts_as_it_is(
+    config: dict[str, Any], value: float, reward: float
+) -> None:
+    assert compose(Score(value), **config)(item("x")).parts == {"answer": reward}
 
 
 def test_terms_add_up() -> None:
@@ -295,15 +291,12 @@ def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
     assert reward.value == 2.5
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite(value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "graded"), [(math.nan, True), (math.inf, True), (-math.inf, True), (math.nan, False)]
+)
+def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bool) -> None:
     with pytest.raises(BadReward):
-        compose(Score(value), graded=True)(item("x"))
-
-
-def test_nan_is_not_made_a_wrong_answer_by_binary() -> None:
-    with pytest.raises(BadReward):
-        compose(Score(math.nan))(item("x"))
+        compose(Score(value), graded=graded)(item("x"))
 
 
 def test_overlong_needs_the_limit() -> None:
@@ -319,7 +312,7 @@ def wire_item(completion: str, reference: dict[str, Any] | str, **fields: Any) -
     return verifier_pb2.VerifyItem(sequence_id="s", completion_text=completion, reference_json=text, **fields)
 
 
-def test_task_scorer_of_a_reasoning_gym_recipe() -> None:
+def test_the_task_scorer_is_the_familys_or_for_a_file_exact() -> None:
     reward = make_reward(RewardConfig(answer_pattern=r"= (-?\d+)"), TaskConfig(name="chain_sum"))
     reference = gym_reference("chain_sum")
     right = score_item(reward, wire_item(f"1 + 1 = 2 ... = {reference['answer']}", reference))
@@ -327,11 +320,8 @@ def test_task_scorer_of_a_reasoning_gym_recipe() -> None:
     silent = score_item(reward, wire_item("I give up", reference))
     assert (silent.status, silent.reward) == (verifier_pb2.VERIFY_STATUS_OK, 0.0)
     assert silent.message == "reward.answer_pattern found no answer"
-
-
-def test_task_scorer_of_a_files_recipe_is_exact() -> None:
-    reward = make_reward(RewardConfig(), TaskConfig(source="jsonl", name="capitals", path="capitals.jsonl"))
-    assert score_item(reward, wire_item(" Paris", {"answer": "Paris"})).reward == 1.0
+    of_file = make_reward(RewardConfig(), TaskConfig(source="jsonl", name="capitals", path="capitals.jsonl"))
+    assert score_item(of_file, wire_item(" Paris", {"answer": "Paris"})).reward == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000])

@@ -32,7 +32,7 @@ from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.service import tls
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port, write_address
-from pipelinerl.service.grpc import GrpcServer, serve_grpc
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter, take_over
@@ -152,25 +152,12 @@ async def test_blocked_loop_is_visible_from_another_thread() -> None:
             assert answers[0][1].startswith("event loop blocked for ")
 
 
-async def test_signal_handlers_are_left_alone() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    async with serve_http(FastAPI(), HOST, 0):
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-@pytest.mark.parametrize("own_thread", [False, True])
-async def test_http_port_in_use_is_named(own_thread: bool) -> None:
+async def test_a_port_that_cannot_be_had_is_named_and_leaves_no_socket_open() -> None:
     with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ServiceError, match=f"http_port = {port}: cannot listen"):
-            async with serve_http(FastAPI(), HOST, port, own_thread=own_thread):
-                pass
-
-
-async def test_a_port_beyond_the_last_one_is_named_and_leaves_no_socket_open() -> None:
-    with pytest.raises(ServiceError, match=r"http_port = 70000: cannot listen on 127\.0\.0\.1:70000"):
-        async with serve_http(FastAPI(), HOST, 70000):
-            pass  # a socket that is left open is a ResourceWarning, which is an error here
+        for port in (taken.getsockname()[1], 70000):
+            with pytest.raises(ServiceError, match=rf"http_port = {port}: cannot listen on 127\.0\.0\.1:{port}"):
+                async with serve_http(FastAPI(), HOST, port):
+                    pass  # a socket that is left open is a ResourceWarning, which is an error here
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
@@ -210,15 +197,7 @@ def register(server: aio.Server) -> None:
 
 
 NAME = "pipelinerl.v1.VerifierService"
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[tuple[GrpcServer, aio.Channel]]:
-    async with (
-        serve_grpc(register, [NAME], HOST, 0) as server,
-        aio.insecure_channel(f"{HOST}:{server.port}") as channel,
-    ):
-        yield server, channel
+LARGE = 64 * 1024**2
 
 
 async def verify(port: int, sequence_id: str, text: str = "") -> verifier_pb2.VerifyResponse:
@@ -243,19 +222,17 @@ async def test_error_in_a_handler_becomes_a_status(
         with pytest.raises(aio.AioRpcError) as raised:
             await verify(server.port, kind)
         assert (raised.value.code(), raised.value.details()) == (code, details)
-        assert (await verify(server.port, "fine")).results  # the server goes on
+        (result,) = (await verify(server.port, "fine", "x" * LARGE)).results  # the server goes on
+        assert result.reward == LARGE
     logged = [entry for entry in caplog.records if entry.name == "pipelinerl.service.grpc"]
     assert [bool(entry.exc_info) for entry in logged] == ([True] if kind == "bug" else [])
 
 
-async def test_messages_of_64_mib_pass() -> None:
-    async with serve_grpc(register, [NAME], HOST, 0) as server:
-        size = 64 * 1024**2
-        assert (await verify(server.port, "fine", "x" * size)).results[0].reward == size
-
-
 async def test_health_follows_set_serving_and_reflection_lists_the_services() -> None:
-    async with serving() as (server, channel):
+    async with (
+        serve_grpc(register, [NAME], HOST, 0) as server,
+        aio.insecure_channel(f"{HOST}:{server.port}") as channel,
+    ):
         stub = health_pb2_grpc.HealthStub(channel)
         for is_serving, expected in ((None, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
             if is_serving is not None:
@@ -287,19 +264,17 @@ async def test_grpc_port_in_use_is_named() -> None:
 # --- addresses, certificates, settings
 
 
-@pytest.mark.parametrize(
-    ("host", "port", "text"),
-    [("10.0.0.7", 80, "10.0.0.7:80"), ("trainer-0.trainer", 1, "trainer-0.trainer:1"), ("fd00::7", 8, "[fd00::7]:8")],
-)
-def test_an_address_as_text_and_back(host: str, port: int, text: str) -> None:
-    assert host_port(host, port) == text
-    assert split_host_port(text) == (host, port)
-
-
-@pytest.mark.parametrize("text", ["", "host", "host:", "[fd00::7]"])
-def test_an_address_without_a_port(text: str) -> None:
-    with pytest.raises(ValueError, match="invalid literal"):
-        split_host_port(text)
+def test_an_address_as_text_and_back() -> None:
+    for host, port, text in (
+        ("10.0.0.7", 80, "10.0.0.7:80"),
+        ("trainer-0.trainer", 1, "trainer-0.trainer:1"),
+        ("fd00::7", 8, "[fd00::7]:8"),
+    ):
+        assert host_port(host, port) == text
+        assert split_host_port(text) == (host, port)
+    for text in ("", "host", "host:", "[fd00::7]"):
+        with pytest.raises(ValueError, match="invalid literal"):
+            split_host_port(text)
 
 
 async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None:
@@ -335,20 +310,17 @@ def _without_files(folder: Path, check: Callable[..., Any]) -> Callable[..., Any
     return checked
 
 
-def test_address_file_round_trip_leaves_nothing_else(tmp_path: Path) -> None:
-    address = ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3)
-    write_address(tmp_path / "verifier.json", address)
-    assert read_address(tmp_path / "verifier.json") == address
-    assert [path.name for path in tmp_path.iterdir()] == ["verifier.json"]
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'])
-def test_address_file_that_is_none(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "verifier.json"
-    if text is not None:
-        path.write_text(text)
+def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path) -> None:
+    address, path = ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3), tmp_path / "verifier.json"
     with pytest.raises(ServiceError, match=r"verifier\.json"):
         read_address(path)
+    write_address(path, address)
+    assert read_address(path) == address
+    assert list(tmp_path.iterdir()) == [path]
+    for text in ("", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'):
+        path.write_text(text)
+        with pytest.raises(ServiceError, match=r"verifier\.json"):
+            read_address(path)
 
 
 class SmallSettings(ServiceSettings):
@@ -364,18 +336,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     return monkeypatch
 
 
-def test_settings_come_from_the_environment(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
-    settings = read_settings(SmallSettings)
-    assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
-
-
-def test_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PIPELINERL_WORKERS", "0")
     with pytest.raises(UserError) as raised:
         read_settings(SmallSettings)
     assert "PIPELINERL_RECIPE is not set" in str(raised.value)
     assert "PIPELINERL_WORKERS = '0': Input should be greater than or equal to 1" in str(raised.value)
+    environment.delenv("PIPELINERL_WORKERS")
+    environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
+    settings = read_settings(SmallSettings)
+    assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
 
 
 # --- lifecycle
@@ -397,14 +367,6 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptur
     assert raising(RuntimeError("defect")) == 1
     assert raising(ExceptionGroup("tasks", [FieldError("a.b", 1, "use 2"), RuntimeError("defect")])) == 1
     assert [bool(entry.exc_info) for entry in caplog.records] == [False, True, True]
-
-
-async def test_signal_sets_the_event() -> None:
-    told: list[str] = []
-    with stop_event(lambda: told.append("stopping")) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 5)
-    assert told == ["stopping"]
 
 
 async def test_second_signal_cancels() -> None:

@@ -1,8 +1,9 @@
-"""What is traced, and how a trace goes from one process to the next in headers and messages."""
+"""What is traced, and how a trace goes from one process to the next in headers and messages; whole traces are the tour's."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, mess
 from opentelemetry.trace import SpanKind, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
-from pipelinerl.bus.protocol import NO_HEADERS, Headers, LogEntry
-from pipelinerl.messages.sequences import PolicyVersion, decode_group, encode_group, encode_sequence
+from pipelinerl.bus.protocol import NO_HEADERS, LogEntry
+from pipelinerl.messages.sequences import PolicyVersion, encode_group
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import (
@@ -30,7 +31,7 @@ from services.verifier.server import CallSpans
 from tests.support.generation import stage as actor_stage
 from tests.support.memory_bus import MemoryServer
 from tests.support.spans import recorded
-from tests.unit.builders import RUN, make_group, make_sequence
+from tests.unit.builders import make_group, make_sequence
 from tests.unit.test_feeder_and_intake import desk
 from tests.unit.test_update_protocol import stage as update_stage
 
@@ -122,40 +123,13 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
     assert {(span.attributes or {})[a.REASON] for span in stale} == {"too old"}
 
 
-async def test_what_the_feeder_issues_and_the_intake_reads_is_one_trace() -> None:
-    with recorded() as spans:
+@pytest.mark.parametrize("sampled", [nullcontext(), recorded(ALWAYS_OFF)], ids=["no tracer", "nothing sampled"])
+async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: AbstractContextManager[object]) -> None:
+    with sampled:
         async with desk() as one:
             delivery = await one.bus.next_prompt(5.0)
-            assert delivery is not None
-            group = decode_group(delivery.payload, expected_run=RUN)
-            for index, reward in enumerate((1.0, 0.0)):
-                sequence = make_sequence(group, index, reward=reward)
-                await one.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id, delivery.headers)
-            async with asyncio.timeout(10):
-                while len(spans.named("sequence.receive")) < 2:
-                    await asyncio.sleep(0)
-    issued = next(span for span in spans.named("group.issue") if (span.attributes or {})[a.GROUP_ID] == group.group_id)
-    assert [spans.way(span) for span in spans.named("sequence.receive")] == [["group.issue", "sequence.receive"]] * 2
-    assert issued.attributes is not None
-    assert issued.attributes["messaging.destination.name"] == f"{RUN}.prompts"
-    assert issued.attributes["messaging.message.id"] == group.group_id
-
-
-async def issued_headers() -> list[Headers]:
-    async with desk() as one:
-        deliveries = [await one.bus.next_prompt(5.0) for _ in range(2)]
-    assert all(deliveries)
-    return [delivery.headers for delivery in deliveries if delivery]
-
-
-async def test_nothing_travels_without_a_tracer() -> None:
-    assert await issued_headers() == [NO_HEADERS] * 2
-
-
-async def test_nothing_travels_where_nothing_is_sampled() -> None:
-    with recorded(ALWAYS_OFF) as spans:
-        assert await issued_headers() == [NO_HEADERS] * 2
-    assert spans.all == ()
+    assert delivery is not None
+    assert delivery.headers == NO_HEADERS
 
 
 # --- the actor
@@ -169,28 +143,6 @@ async def headers_of_log(bus: Bus, count: int) -> list[dict[str, str]]:
             if len(found) == count:
                 break
     return found
-
-
-async def test_an_actors_spans_follow_the_group_and_lead_into_the_log() -> None:
-    with recorded() as spans:
-        async with actor_stage() as one:
-            with root("group.issue") as issued:
-                group = make_group()
-                await one.bus.publish_prompt(encode_group(group), group.group_id, headers_of(trace_of(issued)))
-            headers = await headers_of_log(one.bus, 2)
-            await one.until(lambda: len(one.held) == 0)
-    chain = ["group.issue", "sequence.generate"]
-    assert [spans.way(span) for span in spans.named("sequence.verify")] == [[*chain, "sequence.verify"]] * 2
-    published = spans.named("sequence.publish")
-    assert [spans.way(span) for span in published] == [[*chain, "sequence.publish"]] * 2
-    assert {trace_in(each).span_id for each in headers} == {  # type: ignore[union-attr]
-        span.context.span_id for span in published if span.context
-    }
-    generated = spans.named("sequence.generate")[0].attributes
-    assert generated is not None
-    assert generated[a.OUTPUT_TOKENS] == 2
-    assert generated[a.FINISH_REASONS] == ("stop",)
-    assert (generated[a.FIRST_VERSION], generated[a.LAST_VERSION]) == (0, 0)
 
 
 @pytest.mark.parametrize("headers", [NO_HEADERS, {"traceparent": "garbage"}])
@@ -246,35 +198,6 @@ def test_each_item_of_a_call_is_scored_in_its_own_trace() -> None:
 
 # --- weight updates
 
-PARTS = ("receive", "stage", "commit", "load")
-
-
-async def test_an_update_is_one_trace_over_the_trainer_and_every_member() -> None:
-    with recorded() as spans:
-        async with update_stage("a", "b") as one:
-            await one.send(0)
-    (update,) = spans.named("weight_update")
-    assert sorted(event.name for event in update.events) == ["serving"] * 2 + ["staged"] * 2
-    for part in ("receive", "stage", "load"):
-        assert len(spans.named(f"weight_update.{part}")) == 2
-    assert len(spans.named("weight_update.commit")) == 3  # the trainer's and the members'
-    ways = {tuple(spans.way(span)[1:]) for span in spans.all}
-    assert ways == {
-        tuple(f"weight_update.{part}" for part in way)
-        for way in (
-            (),
-            ("announce",),
-            ("transfer",),
-            ("commit",),
-            ("announce", "receive"),
-            ("announce", "receive", "stage"),
-            ("announce", "receive", "answer"),
-            ("commit", "commit"),
-            ("commit", "commit", "load"),
-            ("commit", "commit", "answer"),
-        )
-    }
-
 
 async def test_an_eviction_stays_in_the_updates_trace() -> None:
     with recorded() as spans:
@@ -301,14 +224,6 @@ async def test_a_commit_that_nobody_lives_to_carry_out_ends_as_an_error() -> Non
             ]
             (commit,) = [span for span in spans.named("weight_update.commit") if span.kind is SpanKind.PRODUCER]
             assert commit.status.status_code is StatusCode.ERROR
-
-
-async def test_orders_and_answers_have_no_headers_without_a_trace() -> None:
-    async with update_stage("a") as one:
-        await one.send(0)
-        kinds = ("epoch", "announce", "commit", "joined", "staged", "serving")
-        async with asyncio.timeout(10), one.updater.bus.watch_control(kinds) as messages:
-            assert [dict((await anext(messages)).headers) for _ in kinds] == [{}] * len(kinds)
 
 
 def test_a_failed_sequence_shows_why() -> None:

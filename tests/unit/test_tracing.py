@@ -60,6 +60,7 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         ({"OTEL_TRACES_EXPORTER": "None", **COLLECTOR}, False),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
         (COLLECTOR, True),
+        ({"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLER_ARG": "endpoint=x", **COLLECTOR}, True),
         ({"OTEL_SDK_DISABLED": "TRUE", **COLLECTOR}, False),
     ],
 )
@@ -111,11 +112,6 @@ def test_a_password_in_the_endpoint_is_not_logged(
     assert "secret" not in caplog.text
 
 
-def test_the_argument_of_a_sampler_that_takes_none_is_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, {"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLER_ARG": "endpoint=x", **COLLECTOR})
-    assert read_settings(TracingSettings).protocol == "http/protobuf"
-
-
 def test_a_process_that_does_not_trace_loads_nothing_of_the_sdk() -> None:
     code = """
 import sys
@@ -139,21 +135,20 @@ def test_spans_carry_who_made_them(monkeypatch: pytest.MonkeyPatch, collector: C
     assert span.attributes == {"n": 3}
 
 
-def test_a_service_name_of_ones_own_wins(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
-    given(
-        monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_SERVICE_NAME": "mine"}
-    )
+@pytest.mark.parametrize(
+    ("variables", "services"),
+    [
+        ({"OTEL_SERVICE_NAME": "mine"}, ["mine"]),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, []),
+    ],
+)
+def test_the_environments_name_and_sampler_count(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, variables: dict[str, str], services: list[str]
+) -> None:
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", **variables})
     with tracing(CONTEXT), root("one"):
         pass
-    assert collector.spans[0].service == "mine"
-
-
-def test_the_share_of_traces_is_the_samplers(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
-    none = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **none})
-    with tracing(CONTEXT), root("one"):
-        pass
-    assert collector.spans == []
+    assert [span.service for span in collector.spans] == services
 
 
 def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,19 +204,13 @@ def test_an_outage_is_said_once_when_it_begins_and_once_when_it_ends(
 
     exporter, losing = OutageLogger(Flaky()), []
     for _ in range(4):
+        logging.getLogger("opentelemetry.exporter.any").error("cannot reach it")
         exporter.export([object(), object()])  # type: ignore[list-item]
         losing.append(bool(exporter.lost))
     assert losing == [True, True, False, False]
+    assert caplog.text.count("cannot reach it") == 2, "once for the outage, and again after its end"
     ours = [record.getMessage() for record in caplog.records if record.name == "pipelinerl.telemetry.tracing"]
     assert [message.partition(" in ")[0] for message in ours] == [
         "spans cannot be sent, and are lost until that changes; training goes on",
         "spans are sent again; 4 were lost",
     ]
-
-
-def test_the_sdks_own_lines_are_not_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    given(monkeypatch, COLLECTOR)
-    with tracing(CONTEXT):
-        for number in range(3):
-            logging.getLogger("opentelemetry.exporter.any").warning("cannot reach it, try %d", number)
-    assert caplog.text.count("cannot reach it") == 1
