@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,17 +17,12 @@ from pydantic_core import to_jsonable_python
 from pipelinerl.errors import UserError
 from pipelinerl.recipe.fields import PUBLISHED, Recipe, may_change, section_of
 
-
-class Absent(StrEnum):
-    """Stands for a value that there is not."""
-
-    MISSING = "(missing)"
-    UNKNOWN = "(no such field in this version)"
+UNKNOWN = "(no such field in this version)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs. `field` is dotted; `old` and `new` are JSON values, or `Absent`."""
+    """One field that differs. `field` is dotted; `old` and `new` are JSON values, `new` also `UNKNOWN`."""
 
     field: str
     old: Any
@@ -46,7 +40,7 @@ class ChangedRecipe(UserError):
         self.refused = tuple(refused)
         lines = ["a run that is resumed keeps its recipe; put these back, or start a new run:"]
         lines += [f"  - {change}" for change in refused]
-        if any(change.new is Absent.UNKNOWN for change in refused):
+        if any(change.new is UNKNOWN for change in refused):
             lines.append(
                 "what this version does not know cannot be put back: resume with the version that began the run"
             )
@@ -81,14 +75,14 @@ def _differences(
 ) -> Iterator[Change]:
     for name, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
-        was = old.get(name, Absent.MISSING if field.is_required() else to_jsonable_python(default))
+        was = old[name] if field.is_required() else old.get(name, to_jsonable_python(default))
         section, now = section_of(field.annotation), new[name]
         if section is not None and isinstance(was, Mapping) and isinstance(now, Mapping):
             yield from _differences(was, now, section, f"{prefix}{name}.")
         elif was != now:
             yield Change(prefix + name, was, now, may_change(field))
     unknown = [name for name in old if name not in model.model_fields]
-    yield from (Change(prefix + name, old[name], Absent.UNKNOWN, allowed=False) for name in unknown)
+    yield from (Change(prefix + name, old[name], UNKNOWN, allowed=False) for name in unknown)
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -98,5 +92,5 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = str(value) if isinstance(value, Absent) else json.dumps(value, ensure_ascii=False)
+    text = UNKNOWN if value is UNKNOWN else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
