@@ -219,9 +219,9 @@ class RunTotals:
         }
 
 
-def summary_from_metrics(recipe: Recipe, records: list[Record]) -> dict[str, Any]:
+def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[str, Any]:
     """What metrics.jsonl alone tells, as far as the run got."""
-    totals, last = RunTotals(), records[-1] if records else {}
+    totals, last = RunTotals(), records[-1] if records else dict[str, Any]()
     for record in records:
         totals.add_step(record)
         totals.add_events(record)
@@ -319,22 +319,3 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 def is_finished(summary: Record | None) -> bool:
     """Whether the run of that summary came to its own end."""
     return summary is not None and summary.get("interrupted") is False and "error" not in summary
-
-
-def kept_records(records: Iterable[Record]) -> list[Record]:
-    """Steps of one history: one that is not after the step before takes the place of those from it on, which a restart
-    undid. `time_s` never goes back: what a new trainer counts from its own start continues the time before."""
-    kept: list[Record] = []
-    for record in records:
-        step = record.get("step")
-        while step is not None and kept and (kept[-1].get("step") or 0) >= step:
-            kept.pop()
-        kept.append(record)
-    shift_s, before_s = 0.0, 0.0
-    for index, record in enumerate(kept):
-        time_s = record.get("time_s")
-        if time_s is not None:
-            shift_s = before_s if time_s + shift_s < before_s else shift_s
-            before_s = time_s + shift_s
-            kept[index] = {**record, "time_s": before_s} if shift_s else record
-    return kept

@@ -24,7 +24,7 @@ from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, trainer_starts, write_json
-from pipelinerl.run_summary import jsonl_ends, kept_records, read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.run_summary import jsonl_ends, read_jsonl, read_summary, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
@@ -47,7 +47,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
-    records = kept_records(read_jsonl(run_dir / "metrics.jsonl"))
+    records = read_jsonl(run_dir / "metrics.jsonl")
     summary = read_summary(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
     text = recipe_file.read_text(encoding="utf-8")
@@ -113,7 +113,7 @@ def finish(
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
     """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
-    summary = read_summary(run_dir.summary) or summary_from_metrics(recipe, kept_records(read_jsonl(run_dir.metrics)))
+    summary = read_summary(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
     return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}

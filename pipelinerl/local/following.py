@@ -32,7 +32,7 @@ async def follow_trainer(
     service: Service,
     state: RunState,
     elapsed_s: Callable[[], float],
-    on_up: Callable[[ServiceAddress], None] = lambda address: None,
+    on_up: Callable[[ServiceAddress], None],
 ) -> None:
     """Consumes step stream and status of the trainer, and after a restart those of the next one. Waits for each trainer's
     address file and calls `on_up` with its content. The runner reports a trainer that died, not this."""
@@ -44,8 +44,14 @@ async def follow_trainer(
             on_up(address)
             async with grpc.aio.insecure_channel(address.grpc, options=_LOOPBACK) as channel:
                 trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-                async with background(_follow_status(trainer, state)):
-                    await _while_it_lives(process, _follow_steps(trainer, state, elapsed_s))
+                async with asyncio.TaskGroup() as group:
+                    following = [
+                        group.create_task(_follow_status(trainer, state)),
+                        group.create_task(_follow_steps(trainer, state, elapsed_s)),
+                    ]
+                    await process.wait()
+                    for task in following:
+                        task.cancel()
 
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:
@@ -88,19 +94,6 @@ async def _follow_steps(
                     heard = message.step
                     state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
         await asyncio.sleep(_RETRY_S)
-
-
-async def _while_it_lives(process: ServiceProcess, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` until the process ends. Raises what `work` raises."""
-    tasks = {asyncio.ensure_future(work), asyncio.ensure_future(process.wait())}
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def watch_actors(services: Callable[[], Sequence[Service]], state: RunState) -> None:

@@ -84,8 +84,6 @@ class RunState:
     last: Metrics = field(default_factory=dict)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
-    stall: tuple[float, int | None] | None = None
-    """Seconds and version of the newest weight update."""
     history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
     """The newest steps, the last one included."""
     furthest: int = 0
@@ -114,9 +112,6 @@ class RunState:
         self.history.append(metrics)
         if elapsed_s is not None:
             self.heard_s.append((self.step, elapsed_s))
-        update = metrics.get("weight_update") or {}
-        if (stall_s := update.get("stall_s", metrics.get("stall_s"))) is not None:
-            self.stall = (stall_s, update.get("version"))
         if metrics.get("sequences"):
             self.sequences = metrics["sequences"]
         if metrics.get("heldout_accuracy") is not None:
@@ -155,7 +150,10 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
     actors = [_actor_text(actor, state.restarts[actor.name]) for actor in state.actors]
     return [
-        ("step", _step_text(state, elapsed_s)),
+        (
+            "step",
+            f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {_time_text(state, elapsed_s)}",
+        ),
         ("policy version", number(last.get("policy_version"))),
         ("train reward", f"{number(last.get('reward_mean'), 3)}  {sparkline(rewards, width=32)}".rstrip()),
         ("held-out accuracy", _heldout_text(state)),
@@ -173,7 +171,6 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
 def plain_line(state: RunState, elapsed_s: float) -> str:
     """The newest step as one line, for logs and pipes."""
     last = state.last
-    left = seconds_left(state, elapsed_s)
     parts = [
         f"step {state.step}/{state.total_steps}",
         f"version {number(last.get('policy_version'))}",
@@ -184,7 +181,7 @@ def plain_line(state: RunState, elapsed_s: float) -> str:
         f"tokens/s {_rates_text(last)}",
         f"stall {_stall_text(state)}",
         f"sequences {_sequences_text(state.sequences)}",
-        f"{duration(elapsed_s)} passed" + (f", {duration(left)} left" if left is not None else ""),
+        _time_text(state, elapsed_s),
     ]
     return " | ".join(parts)
 
@@ -193,10 +190,9 @@ def fraction_done(state: RunState) -> float:
     return min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
 
 
-def _step_text(state: RunState, elapsed_s: float) -> str:
+def _time_text(state: RunState, elapsed_s: float) -> str:
     left = seconds_left(state, elapsed_s)
-    tail = f", {duration(left)} left" if left is not None else ""
-    return f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {duration(elapsed_s)} passed{tail}"
+    return f"{duration(elapsed_s)} passed" + (f", {duration(left)} left" if left is not None else "")
 
 
 def _heldout_text(state: RunState) -> str:
@@ -220,10 +216,13 @@ def _rates_text(last: Metrics) -> str:
 
 
 def _stall_text(state: RunState) -> str:
-    if state.stall is None:
-        return "-"
-    stall_s, version = state.stall
-    return f"{stall_s * 1000:.0f} ms" + (f" (version {version})" if version is not None else "")
+    """Of the newest weight update that the remembered steps tell of."""
+    for record in reversed(state.history):
+        update = record.get("weight_update") or {}
+        if (stall_s := update.get("stall_s", record.get("stall_s"))) is not None:
+            version = update.get("version")
+            return f"{stall_s * 1000:.0f} ms" + (f" (version {version})" if version is not None else "")
+    return "-"
 
 
 def _sequences_text(sequences: Mapping[str, int]) -> str:

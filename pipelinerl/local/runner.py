@@ -39,7 +39,7 @@ from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, read_scale, write_json, write_whole
-from pipelinerl.run_summary import is_finished, kept_records, read_jsonl, read_summary
+from pipelinerl.run_summary import is_finished, read_jsonl, read_summary
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.telemetry.metrics import RunRegistry
@@ -132,7 +132,7 @@ class LocalRun:
             except ExceptionGroup as raised:
                 error = _only_ours(raised)
         ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error)
-        for record in kept_records(read_jsonl(self.run_dir.metrics)):  # steps that the trainer could no longer tell of
+        for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer tell of
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)
         self._state.on_end(ending.how)

@@ -149,8 +149,6 @@ def test_members_have_the_version_that_they_serve() -> None:
         ("y", "leaving", None, None),
     ]
     assert sorted(["b", "a10", "a9", "10", "9"], key=natural) == ["9", "10", "a9", "a10", "b"]
-    endless = "a" + "1" * 10_000  # more digits than int() takes
-    assert sorted([endless, "a09", "a10"], key=natural) == ["a09", "a10", endless]
 
 
 # Board and readers

@@ -168,3 +168,14 @@ def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_
         for _ in range(5):
             desk.step()  # uses up 10 in 2 s: 5 a second
     assert desk.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5
+
+
+def test_steps_that_a_restart_undid_are_set_aside(desk: Desk) -> None:
+    for _ in range(3):
+        desk.step()
+    with (desk.run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    with RunFiles(desk.run_dir, keep_steps=1) as files:
+        assert [record["step"] for record in files.kept] == [1]
+    undone = (desk.run_dir / "metrics-undone.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in undone] == [2, 3], "the line that was cut off is dropped"

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish, read_run
+from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
 from pipelinerl.local.processes import ServiceDied
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import (
     is_finished,
-    kept_records,
     lag_summary,
     read_jsonl,
     summary_from_metrics,
@@ -130,31 +129,6 @@ def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
     if summary is not None:
         run.summary.write_text(json.dumps(summary))
     return run
-
-
-def test_steps_that_a_restart_undid_do_not_count() -> None:
-    """As a trainer leaves them that appended to what it should have cut."""
-    written = [step(1, {"0": 10}), step(2, {"0": 99}), step(3, {"0": 99}), step(2, {"1": 20}), step(3, {"1": 30})]
-    kept = kept_records(written)
-    assert [record["step"] for record in kept] == [1, 2, 3]
-    assert summary_from_metrics(recipe(), kept)["tokens_trained"] == 60
-    assert kept_records([]) == []
-
-
-def test_time_goes_on_where_a_new_trainer_counts_from_its_own_start() -> None:
-    times_s = [10.0, 20.0, 3.0, 5.0, 2.0]
-    kept = kept_records([{"step": number + 1, "time_s": time_s} for number, time_s in enumerate(times_s)])
-    assert [record["time_s"] for record in kept] == [10.0, 20.0, 23.0, 25.0, 27.0]
-    assert kept_records([{"step": 1, "time_s": None}, {"step": 2}]) == [{"step": 1, "time_s": None}, {"step": 2}]
-
-
-def test_a_report_of_a_resumed_run_shows_one_history(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, None)
-    with run.metrics.open("a") as file:
-        print(json.dumps(step(2, {"7": 11}, time_s=1.0)), file=file)
-    data = read_run(tmp_path)
-    assert [record["step"] for record in data["records"]] == [1, 2]
-    assert data["lag_totals"] == {"0": 90, "1": 10, "7": 11}
 
 
 def test_what_counts_as_finished() -> None:

@@ -226,7 +226,6 @@ def member_rows(
     return rows[:MOST_MEMBERS]
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Key by which actor-10 comes after actor-9, whatever is in the name and however long its numbers are."""
-    parts = [part.lstrip("0") if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
-    return [(len(part), part) if index % 2 else (-1, part) for index, part in enumerate(parts)]
+def natural(name: str) -> list[str | int]:
+    """Key by which actor-10 comes after actor-9."""
+    return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
