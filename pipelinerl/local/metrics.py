@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TypedDict
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import living_names, service_of
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, write_address
@@ -64,7 +64,7 @@ class Target(TypedDict):
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
     """Serves /metrics, /targets and the health paths on this machine alone; the address is in the run directory meanwhile.
 
-    Raises `FieldError` when `port` cannot be listened on; 0 is any free one.
+    Raises `ServiceError` when `port` cannot be listened on; 0 is any free one.
     """
     app = health_app(Readiness(""), registry)
 
@@ -72,14 +72,12 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
     def targets() -> list[Target]:
         return targets_of(run_dir, {NAME, *living_names(run_dir)})
 
-    async with AsyncExitStack() as stack:
-        try:
-            bound = await stack.enter_async_context(serve_http(app, HOST, port, own_thread=True))
-        except ServiceError as error:
-            raise FieldError("--metrics-port", port, "cannot be listened on; give another, or leave it out") from error
+    async with serve_http(app, HOST, port, own_thread=True) as bound:
         write_address(run_dir.address(NAME), ServiceAddress("", host_port(HOST, bound), os.getpid()))
-        stack.callback(run_dir.address(NAME).unlink, missing_ok=True)
-        yield
+        try:
+            yield
+        finally:
+            run_dir.address(NAME).unlink(missing_ok=True)
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[Target]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -44,12 +43,10 @@ from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.telemetry.metrics import RunRegistry
 
-log = logging.getLogger(__name__)
-
 STOP_WITHIN_S = 12.0
 """Of the 15 s a user waits at most after Ctrl-C; the rest is for summary and report."""
 _RESERVED_S = {"warmstart": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""What must be left, of `STOP_WITHIN_S`, for those that stop later."""
+"""What must be left, of `STOP_WITHIN_S`, for those that stop later: they stop in this order."""
 _NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _SCALED_GRACE_S = 15.0
@@ -143,11 +140,14 @@ class LocalRun:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(background(self._refresh()))
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
-            nats = await stack.enter_async_context(self._nats())
+            for kind in reversed(_RESERVED_S):
+                stack.push_async_callback(self._stop, kind)
+            nats = await self._start_nats()
             self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
-            verifier = await stack.enter_async_context(self._verifier())
-            await stack.enter_async_context(self._first_actors())
-            trainer = await stack.enter_async_context(self._trainer())
+            verifier = await self._start_verifier()
+            await self._scale(self._actors_wanted())
+            trainer = self._service(TRAINER, self._prepare_trainer, follows_run=True)
+            await self._start(trainer)
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
@@ -168,68 +168,41 @@ class LocalRun:
         if trainer.process is not None and (trainer.process.returncode or 0) > 0:
             raise trainer.process.died()
 
-    # Services as context managers: started on the way in, stopped within their share of the time on the way out.
+    # Starting and stopping.
 
-    @asynccontextmanager
-    async def _nats(self) -> AsyncIterator[Service]:
+    async def _start_nats(self) -> Service:
         """Comes back on its port, with its streams. While it is away the services wait and reconnect; what they hold they
         keep. The address file says where it is, for as long as it runs."""
         self._set_phase("starting nats-server")
         server = NatsServer(self.run_dir.nats_store.resolve(), log_file=self.run_dir.log(NATS).resolve())
         service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
-        try:
-            process = await self._start(service)
+        process = await self._start(service)
 
-            async def reachable() -> str | None:
-                return server.url_of(process.pid)
+        async def reachable() -> str | None:
+            return server.url_of(process.pid)
 
-            self._launches.nats_url = await process.until(reachable, _NATS_READY_S, "is not ready")
-            server.port = int(self._launches.nats_url.rpartition(":")[2])
-            self._announce_nats()
-            yield service
-        finally:
-            await self._stop(NATS)
-            self.run_dir.address(NATS).unlink(missing_ok=True)
+        self._launches.nats_url = await process.until(reachable, _NATS_READY_S, "is not ready")
+        server.port = int(self._launches.nats_url.rpartition(":")[2])
+        self._announce_nats()
+        return service
 
     def _announce_nats(self) -> None:
         """Once it is known where it is: its port stays."""
         if self._launches.nats_url:
             write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
-    @asynccontextmanager
-    async def _verifier(self) -> AsyncIterator[Service]:
+    async def _start_verifier(self) -> Service:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
         service = self._service("verifier", lambda: self._launches.verifier(again=address))
-        try:
-            address = await (await self._start(service)).ready(_VERIFIER_READY_S)
-            self._launches.verifier_address = address.grpc
-            yield service
-        finally:
-            await self._stop("verifier")
+        address = await (await self._start(service)).ready(_VERIFIER_READY_S)
+        self._launches.verifier_address = address.grpc
+        return service
 
-    @asynccontextmanager
-    async def _first_actors(self) -> AsyncIterator[None]:
-        try:
-            await self._scale(self._actors_wanted())
-            yield
-        finally:
-            await self._stop("actor")
-
-    @asynccontextmanager
-    async def _trainer(self) -> AsyncIterator[Service]:
+    def _prepare_trainer(self) -> Launch:
         """Each start is one from the newest checkpoint, and waits for as many actors as there are then."""
-
-        def prepare() -> Launch:
-            self.run_dir.summary.unlink(missing_ok=True)  # of the process before
-            return self._launches.trainer(len(self._actors), self._trainer_address)
-
-        service = self._service(TRAINER, prepare, follows_run=True)
-        try:
-            await self._start(service)
-            yield service
-        finally:
-            await self._stop(TRAINER)
+        self.run_dir.summary.unlink(missing_ok=True)  # of the process before
+        return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
     async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
@@ -247,6 +220,8 @@ class LocalRun:
         ended = all(process.returncode is not None for process in running)
         within_s = _ENDED_GRACE_S if ended else self._grace_s(kind)
         await asyncio.gather(*(process.terminate(within_s) for process in running))
+        if kind == NATS:
+            self.run_dir.address(NATS).unlink(missing_ok=True)
 
     def _grace_s(self, kind: str) -> float:
         """See `grace_s`. The time to stop begins with the first call, or with Ctrl-C."""
@@ -287,25 +262,19 @@ class LocalRun:
             if delay_s is None:
                 raise process.died(service.restarts.in_a_row)
             self._on_end(process.died(), delay_s)
-            if not await self._start_again(service, delay_s, served):
-                return
-
-    async def _start_again(self, service: Service, delay_s: float, served: bool) -> bool:
-        """After `delay_s`; False when the run is finished by then. A failed start counts as a death; the last one is raised."""
-        while True:
-            await asyncio.sleep(delay_s)
-            if self._finished():
-                return False
-            try:
-                await self._start(service)
-            except ServiceError as error:
-                next_s = service.restarts.next_delay_s(0.0, EXIT_FAILURE, served)
-                if next_s is None:
-                    raise
-                delay_s = next_s
-                log.warning("%s, trying again in %.1f s", error, delay_s)
-            else:
-                return True
+            while True:
+                await asyncio.sleep(delay_s)
+                if self._finished():
+                    return
+                try:
+                    await self._start(service)
+                except ServiceError as error:  # counts as a death
+                    delay_s = service.restarts.next_delay_s(0.0, EXIT_FAILURE, served)
+                    if delay_s is None:
+                        raise
+                    self._note(f"{error}; trying again in {delay_s:g} s")
+                else:
+                    break
 
     def _on_end(self, died: ServiceDied, delay_s: float) -> None:
         self._state.restarts[died.name] += 1

@@ -197,7 +197,10 @@ class GenerationLoop:
         try:
             group = decode_group(delivery.payload, expected_run=self._bus.run)
         except MessageError as error:
-            await self._set_aside(delivery, error)
+            log.error("a prompt group is set aside: %s", error)
+            self._metrics.bad_messages.labels("prompt_group").inc()
+            remains = remains_of_group(delivery.payload, run=self._bus.run)
+            await self._give_up(remains, delivery, f"unreadable_group: {error}")
             return None
         if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
             # It took several actors down with it.
@@ -207,13 +210,6 @@ class GenerationLoop:
         samples = self._held.take(group, delivery)
         await self._held.acknowledge(group.group_id)  # one that asks for nothing is done
         return (group, samples, trace_in(delivery.headers)) if samples else None
-
-    async def _set_aside(self, delivery: PromptDelivery, error: MessageError) -> None:
-        """A group that cannot be read ends as failed sequences where it says which, and is never delivered again."""
-        log.error("a prompt group is set aside: %s", error)
-        self._metrics.bad_messages.labels("prompt_group").inc()
-        group = remains_of_group(delivery.payload, run=self._bus.run)
-        await self._give_up(group, delivery, f"unreadable_group: {error}")
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Ends its samples as failed sequences; with the last one stored the group is acknowledged. None: no group to name."""

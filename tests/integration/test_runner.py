@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl.cli import main
-from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, session_pids
@@ -234,16 +233,6 @@ async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_pa
     assert "nats was killed by SIGKILL after 2 restarts in a row; end of" in str(ending.error)
     assert ending.restarts["nats"] in (2, 3), "the first may have been before the first step was heard of"
     assert ending.exit_code == 1
-
-
-async def test_a_port_in_use_is_the_users_mistake(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(), {})
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        run.local.metrics_port = taken.getsockname()[1]
-        ending = await run.end()
-    assert isinstance(ending.error, FieldError)
-    assert str(ending.error).startswith("--metrics-port = ")
-    assert run.pids() == {}
 
 
 def test_what_is_still_starting_is_no_target(tmp_path: Path) -> None:
