@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -160,7 +161,7 @@ def update_row(
         "model": case.name,
         "way": way,
         "loader": mine[0].mode,
-        "parameters": sum(spec.num_elements for spec in manifest.parameters),
+        "parameters": sum(math.prod(spec.shape) for spec in manifest.parameters),
         "megabytes": round(manifest.total_bytes / 1e6, 1),
         "updates": len(updates),
         "copy_ms": copy_ms,

@@ -10,7 +10,6 @@ import queue
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,8 +22,8 @@ from pipelinerl.transfer.manifest import (
     Chunk,
     Manifest,
     ManifestDiffers,
-    OutOfStep,
     ParameterSpec,
+    WrongChunk,
     aligned,
     build_manifest,
 )
@@ -76,43 +75,28 @@ MAGIC = 0x50524C31  # "PRL1"; the last digit is the wire format's
 HEADER_SIZE = 6
 
 
-@dataclass(frozen=True)
-class ChunkHeader:
-    """What precedes each chunk on the wire, int64[6], so that a receiver notices a mix-up before it takes the bytes.
+def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
+    """int64[6]: what precedes each chunk on the wire, so that a receiver notices a mix-up before it takes the bytes.
 
     With NCCL it is a small tensor on the device, sent as the chunks are: in order with them, under the same timeouts, and gone
     with the communicator when a transfer is given up. The key-value store would be a second channel to keep in step.
-    `checksum`: of the chunk that follows; `num_bytes`: its size.
     """
+    values = [MAGIC, version.incarnation, version.number, chunk.index, checksum, chunk.num_bytes]
+    return torch.tensor(values, dtype=torch.int64)
 
-    version: PolicyVersion
-    chunk: int
-    checksum: int
-    num_bytes: int
 
-    def to_tensor(self) -> Tensor:
-        """int64[6]"""
-        version = self.version
-        values = [MAGIC, version.incarnation, version.number, self.chunk, self.checksum, self.num_bytes]
-        return torch.tensor(values, dtype=torch.int64)
-
-    @classmethod
-    def parse(cls, tensor: Tensor) -> ChunkHeader:
-        """Raises OutOfStep when this is no header."""
-        magic, incarnation, number, chunk, checksum, num_bytes = tensor.tolist()
-        if magic != MAGIC:
-            raise OutOfStep("magic", f"{MAGIC:#x}", f"{magic:#x}")
-        return cls(PolicyVersion(incarnation, number), chunk, checksum, num_bytes)
-
-    def check(self, version: PolicyVersion, chunk: Chunk) -> None:
-        """Raises OutOfStep when the chunk announced here is not the one expected."""
-        for field, expected, actual in (
-            ("version", version, self.version),
-            ("chunk", chunk.index, self.chunk),
-            ("num_bytes", chunk.num_bytes, self.num_bytes),
-        ):
-            if expected != actual:
-                raise OutOfStep(field, expected, actual)
+def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
+    """That of the chunk which follows `header`. Raises WrongChunk when this is no header, or that of another chunk."""
+    magic, incarnation, number, index, checksum, num_bytes = header.tolist()
+    for field, expected, actual in (
+        ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
+        ("version", version, PolicyVersion(incarnation, number)),
+        ("chunk", chunk.index, index),
+        ("num_bytes", chunk.num_bytes, num_bytes),
+    ):
+        if expected != actual:
+            raise WrongChunk(f"chunk header: {field} is {actual}, expected {expected}")
+    return int(checksum)
 
 
 @torch.no_grad()
@@ -191,29 +175,32 @@ class Unpacker:
 
     def __init__(self, manifest: Manifest, memory: ReusedMemory | None = None) -> None:
         self._manifest, self._memory = manifest, memory
-        self._next = 0
+        self._chunk = self._parameter = 0
+        """The next of each."""
         self._partial: Tensor | None = None
 
-    def add(self, chunk: Tensor) -> list[tuple[str, Tensor]]:
-        """The parameters that `chunk` (uint8[num_bytes], the next in order) completes, in the manifest's order."""
-        layout = self._manifest.chunks[self._next]
-        assert chunk.numel() == layout.num_bytes
-        self._next += 1
+    def add(self, raw: Tensor) -> list[tuple[str, Tensor]]:
+        """The parameters that the next chunk, of bytes `raw`, completes, in the manifest's order."""
+        manifest, chunk = self._manifest, self._manifest.chunks[self._chunk]
+        assert raw.numel() == chunk.num_bytes
+        self._chunk += 1
         done = []
-        for piece in layout.pieces:
-            spec, size = self._manifest.parameters[piece.parameter], self._manifest.sizes[piece.parameter]
-            raw = chunk[piece.chunk_offset : piece.chunk_offset + piece.num_bytes]
-            if piece.num_bytes < size:
-                if piece.tensor_offset == 0 and self._memory is not None:
-                    self._partial = self._memory.take(size)
-                elif piece.tensor_offset == 0:
-                    self._partial = chunk.new_empty(size)
-                assert self._partial is not None
-                self._partial[piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = raw
-                if piece.tensor_offset + piece.num_bytes < size:
-                    continue
-                raw, self._partial = self._partial, None
-            done.append((spec.name, _as_tensor(raw, spec, self._manifest)))
+        while self._parameter < len(manifest.parameters):
+            spec, size = manifest.parameters[self._parameter], manifest.sizes[self._parameter]
+            start = manifest.offsets[self._parameter] - chunk.offset  # in this chunk; negative: in one before
+            here = raw[max(start, 0) : max(start + size, 0)]
+            if here.numel() < size:
+                if self._partial is None:
+                    if start >= chunk.num_bytes:
+                        break
+                    self._partial = self._memory.take(size) if self._memory is not None else raw.new_empty(size)
+                begin = max(-start, 0)
+                self._partial[begin : begin + here.numel()] = here
+                if start + size > chunk.num_bytes:
+                    break
+                here, self._partial = self._partial, None
+            self._parameter += 1
+            done.append((spec.name, _as_tensor(here, spec, manifest)))
         return done
 
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
@@ -53,15 +52,8 @@ class RanksMissing(DeadlineExceeded):
         super().__init__(group, f"the meeting of {world} ranks, of which {list(ranks)} have not come,", timeout_s)
 
 
-class ChunkCorrupt(TransferError):
-    """The bytes of one chunk are not those whose checksum the trainer sent."""
-
-
-class OutOfStep(TransferError):
-    """The chunk that arrived is not the one expected next: another version, another index, another size."""
-
-    def __init__(self, field: str, expected: object, actual: object) -> None:
-        super().__init__(f"chunk header: {field} is {actual}, expected {expected}")
+class WrongChunk(TransferError):
+    """The chunk that arrived is not the one expected next, or its bytes are not those whose checksum the trainer sent."""
 
 
 class TransferAborted(TransferError):
@@ -109,10 +101,6 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -132,23 +120,12 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes [tensor_offset, +num_bytes) of parameter number `parameter` lie at `chunk_offset` of the chunk."""
-
-    parameter: int
-    tensor_offset: int
-    chunk_offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of the stream, and the tensors' pieces in it, in stream order."""
+    """Bytes [offset, offset + num_bytes) of the stream."""
 
     index: int
     offset: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -165,7 +142,7 @@ class Manifest:
     low_rank: tuple[LowRank, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
+        if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
             raise FieldError("chunk_bytes", self.chunk_bytes, f"a positive multiple of {ALIGNMENT}")
         if self.wire_dtype and self.wire_dtype not in DTYPE_BYTES:
             raise FieldError("wire_dtype", self.wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
@@ -180,7 +157,7 @@ class Manifest:
             names.add(spec.name)
             if spec.dtype not in DTYPE_BYTES:
                 raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
-            if not all(isinstance(size, int) and size > 0 for size in spec.shape):
+            if not all(size > 0 for size in spec.shape):
                 raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
         _validate_low_rank(self)
 
@@ -197,7 +174,7 @@ class Manifest:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each parameter on the wire, without padding."""
-        return tuple(spec.num_elements * DTYPE_BYTES[self.sent_dtype(spec)] for spec in self.parameters)
+        return tuple(math.prod(spec.shape) * DTYPE_BYTES[self.sent_dtype(spec)] for spec in self.parameters)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -216,18 +193,9 @@ class Manifest:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The stream cut into pieces of `chunk_bytes`; the last one may be shorter."""
-        pieces: dict[int, list[Piece]] = {}
-        for number, (total, start) in enumerate(zip(self.sizes, self.offsets, strict=True)):
-            done = 0
-            while done < total:
-                index, within = divmod(start + done, self.chunk_bytes)
-                size = min(total - done, self.chunk_bytes - within)
-                pieces.setdefault(index, []).append(Piece(number, done, within, size))
-                done += size
         starts = range(0, self.total_bytes, self.chunk_bytes)
         return tuple(
-            Chunk(i, start, min(self.chunk_bytes, self.total_bytes - start), tuple(pieces.get(i, ())))
-            for i, start in enumerate(starts)
+            Chunk(index, start, min(self.chunk_bytes, self.total_bytes - start)) for index, start in enumerate(starts)
         )
 
     def to_bytes(self) -> bytes:

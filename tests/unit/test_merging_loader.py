@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_the_actors_sum_is_the_trainers(family: str, dtype: str, tmp_path: Path)
     sender = weight_sender(learning, recipe, "gloo")
     snapshot = sender.snapshot(PolicyVersion(1, 1), learning.adapter())
     trained = sum(weight.numel() for weight in learning.policy.model.parameters() if weight.requires_grad)
-    assert trained == sum(spec.num_elements for spec in sender.manifest.parameters)
+    assert trained == sum(math.prod(spec.shape) for spec in sender.manifest.parameters)
 
     within, base = KeepingLoader(), load_file(tmp_path / "model.safetensors")
     loader = MergingLoader(within, base.items(), sender.manifest, CPU)

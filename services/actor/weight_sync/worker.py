@@ -28,15 +28,15 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import (
     HEADER_SIZE,
-    ChunkHeader,
     Prefetcher,
     ReusedMemory,
     Unpacker,
+    announced_checksum,
     checksum,
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
-from pipelinerl.transfer.manifest import Chunk, ChunkCorrupt, GroupFailed, Manifest, NothingStaged, TransferAborted
+from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
 from services.actor.engine import StagedWeights
 from services.actor.weight_sync.client import Discard, Failure, Hello, Join, Order, Receive, Reply, as_line
 from services.actor.weight_sync.loaders import Loader
@@ -120,17 +120,16 @@ class Receiver:
         """One chunk as it came, and what its checksum should be."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
-            packed_header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
-            self._group.broadcast(packed_header, self._time_left())
-            header = ChunkHeader.parse(packed_header)
-            header.check(self._version, chunk)
+            header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
+            self._group.broadcast(header, self._time_left())
+            expected = announced_checksum(header, self._version, chunk)
             if self._memory is not None:
                 raw = self._memory.chunks.take(chunk.num_bytes)
             else:
                 raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
             self._group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
-        return raw, header.checksum
+        return raw, expected
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()
@@ -138,7 +137,7 @@ class Receiver:
             actual = checksum(raw)
         if actual != expected:
             problem = f"version {self._version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
-            raise ChunkCorrupt(problem)
+            raise WrongChunk(problem)
         self._checksums.append(actual)
         self._checked_s += time.monotonic() - started
 

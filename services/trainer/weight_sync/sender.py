@@ -30,9 +30,9 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
 from pipelinerl.transfer.chunks import (
-    ChunkHeader,
     Prefetcher,
     checksum,
+    chunk_header,
     chunk_of,
     describe,
     dtype_name,
@@ -122,8 +122,8 @@ class Broadcast:
         checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
         with placement.scope(), Prefetcher(checksums, 2, f"checksum-{snapshot.version}") as ready:
             for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
-                header = ChunkHeader(snapshot.version, chunk.index, value, chunk.num_bytes)
-                for tensor in (header.to_tensor(), chunk_of(snapshot.stream, chunk)):
+                header = chunk_header(snapshot.version, chunk, value)
+                for tensor in (header, chunk_of(snapshot.stream, chunk)):
                     group.broadcast(tensor.to(placement.device, non_blocking=True), self._time_left())
         seconds = time.monotonic() - started
         return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, seconds)
