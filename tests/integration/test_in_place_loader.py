@@ -26,7 +26,7 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
     from vllm.model_executor.layers import utils as layers
     from vllm.model_executor.model_loader import get_model
 
-    from services.actor.weight_sync.loaders import InPlaceLoader, ShadowModel, choose
+    from services.actor.weight_sync.loaders import choose
 
     torch.set_num_threads(1)
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
@@ -59,7 +59,6 @@ def update_in_place(old: str, new: str, tied: bool, meeting: str) -> None:
     assert loader.mode == "in_place", reason
     assert reason.startswith("CUDA graphs")
 
-    loader = InPlaceLoader(ShadowModel(live, config, cpu))
     addresses = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
     for folder in (new, old, new):
         loader.load(load_file(f"{folder}/model.safetensors").items())

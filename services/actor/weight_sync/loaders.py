@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
@@ -59,8 +59,8 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
     if not reason:
         reason = held_addresses(vllm_config)
         if not reason:
-            return ShadowLoader(ShadowModel(live, vllm_config, device)), ""
-        in_place = InPlaceLoader(ShadowModel(live, vllm_config, device))
+            return ShadowLoader(live, vllm_config, device), ""
+        in_place = InPlaceLoader(live, vllm_config, device)
         problem = in_place.obstacle()
         if not problem:
             return in_place, reason
@@ -104,15 +104,20 @@ def held_addresses(vllm_config: VllmConfig) -> str:
 # --- A second instance of the model -------------------------------------------------------------------------------------
 
 
-class ShadowModel:
-    """A second instance of the served model, built, filled and post-processed by vLLM's own code beside the live one.
+class ShadowLoader:
+    """Prepares a second instance of the served model beside the live one, and exchanges their weights, module by module: where
+    the modules alone hold what depends on the weights.
 
     Built by vLLM's own model class, filled by its own `load_weights` and finished by its own post-processing, as at start-up:
     fused, packed and tied weights come out right by construction. Between updates it holds no memory: its parameters are on
     `meta`. Construct it where no decode step runs: building a model sets torch's default dtype.
 
+    A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
+    oneDNN weight); KV caches, attention state and module identity stay with the live modules.
     `pairs`: every live module with its shadow; `names`: theirs, in the same order.
     """
+
+    mode = "shadow"
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
@@ -171,10 +176,11 @@ class ShadowModel:
             self.drop()
             raise
 
-    def post_process_nothing(self) -> None:
-        """Post-process weights that hold no values: shows what post-processing makes of them. `drop` them afterwards."""
-        self._materialise()
-        self._finish()
+    def swap(self) -> None:
+        for live, shadow in self.pairs:
+            _exchange(live._parameters, shadow._parameters, shadow._parameters.keys())
+            if hasattr(shadow, "quant_method"):
+                _exchange(live.__dict__, shadow.__dict__, self.derived(shadow))
 
     def drop(self) -> None:
         """Forget what is loaded. Idempotent."""
@@ -245,36 +251,13 @@ def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
         return initialize_model(vllm_config=config).eval()
 
 
-# --- Three ways to the live model ---------------------------------------------------------------------------------------
-
-
-class ShadowLoader:
-    """Swaps a shadow model with the live one, module by module: where the modules alone hold what depends on the weights.
-
-    A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
-    oneDNN weight); KV caches, attention state and module identity stay with the live modules.
-    """
-
-    mode = "shadow"
-
-    def __init__(self, shadow: ShadowModel) -> None:
-        self._shadow = shadow
-        self.check, self.load, self.drop = shadow.check, shadow.load, shadow.drop
-
-    def swap(self) -> None:
-        for live, shadow in self._shadow.pairs:
-            _exchange(live._parameters, shadow._parameters, shadow._parameters.keys())
-            if hasattr(shadow, "quant_method"):
-                _exchange(live.__dict__, shadow.__dict__, self._shadow.derived(shadow))
-
-
 def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str]) -> None:
     for name in list(names):
         left[name], right[name] = right[name], left[name]
 
 
-class InPlaceLoader:
-    """Copies a shadow model's weights into the live ones where they lie.
+class InPlaceLoader(ShadowLoader):
+    """Copies the shadow's weights into the live ones where they lie.
 
     What is left for the pause is one copy of the weights within the device. Sound where the live parameters are all that
     depends on the weights: post-processing must leave nothing else on a module, and must give every parameter the layout that
@@ -283,36 +266,25 @@ class InPlaceLoader:
 
     mode = "in_place"
 
-    def __init__(self, shadow: ShadowModel) -> None:
-        self._shadow = shadow
-        self.check = shadow.check
-        self._loaded = False
-
     def obstacle(self) -> str:
         """Why this model cannot be updated in place; empty when it can. Takes the memory of an update meanwhile."""
-        if tied := _tied_in_live_only(self._shadow):
+        if tied := self._tied_in_live_only():
             return tied
         try:
-            self._shadow.post_process_nothing()
-            for name, (live, shadow) in zip(self._shadow.names, self._shadow.pairs, strict=True):
-                if problem := _difference(live, shadow, self._shadow.derived(shadow)):
+            self._materialise()  # no values: post-processing is to show what it makes of weights
+            self._finish()
+            for name, (live, shadow) in zip(self.names, self.pairs, strict=True):
+                if problem := _difference(live, shadow, self.derived(shadow)):
                     return f"{name}: {problem}"
         finally:
-            self._shadow.drop()
+            self.drop()
         return ""
-
-    def load(self, tensors: Iterable[Named]) -> None:
-        self._loaded = False
-        self._shadow.load(tensors)
-        self._loaded = True
 
     @torch.no_grad()
     def swap(self) -> None:
         """Queues the copies on the caller's stream; they are done when that is synchronised."""
-        if not self._loaded:
-            raise TransferError("nothing is loaded")
         copied: set[int] = set()
-        for live, shadow in self._shadow.pairs:
+        for live, shadow in self.pairs:
             for name, parameter in live._parameters.items():
                 if parameter is None or id(parameter) in copied:
                     continue
@@ -321,22 +293,16 @@ class InPlaceLoader:
                 assert _layout(new) == _layout(parameter), name
                 parameter.copy_(new, non_blocking=True)
                 copied.add(id(parameter))
-        self._loaded = False
 
-    def drop(self) -> None:
-        self._loaded = False
-        self._shadow.drop()
-
-
-def _tied_in_live_only(shadow: ShadowModel) -> str:
-    """vLLM ties equal embeddings and heads at start-up, also where the model's configuration does not: they may part."""
-    counterparts: dict[int, int] = {}
-    for name, (live, other) in zip(shadow.names, shadow.pairs, strict=True):
-        for key, parameter in live._parameters.items():
-            mine = id(other._parameters.get(key))
-            if parameter is not None and counterparts.setdefault(id(parameter), mine) != mine:
-                return f"{name}: {key} is tied in the live model only"
-    return ""
+    def _tied_in_live_only(self) -> str:
+        """vLLM ties equal embeddings and heads at start-up, also where the model's configuration does not: they may part."""
+        counterparts: dict[int, int] = {}
+        for name, (live, other) in zip(self.names, self.pairs, strict=True):
+            for key, parameter in live._parameters.items():
+                mine = id(other._parameters.get(key))
+                if parameter is not None and counterparts.setdefault(id(parameter), mine) != mine:
+                    return f"{name}: {key} is tied in the live model only"
+        return ""
 
 
 def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
@@ -371,7 +337,7 @@ class PausedLoader:
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         self._live, self._model_config, self._device = live, vllm_config.model_config, device
-        self._tensors: list[Named] | None = None
+        self._tensors: list[Named] = []
 
     def check(self, manifest: Manifest) -> None:
         """Cannot tell before loading: the live model is the only instance there is."""
@@ -385,8 +351,6 @@ class PausedLoader:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        if self._tensors is None:
-            raise TransferError("nothing is loaded")
         with self._device:
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors))  # type: ignore[operator]
@@ -399,7 +363,7 @@ class PausedLoader:
         self.drop()
 
     def drop(self) -> None:
-        self._tensors = None
+        self._tensors = []
 
 
 # --- Adapters -----------------------------------------------------------------------------------------------------------

@@ -123,9 +123,10 @@ class HoldCommits:
 
 Answer = EpochJoined | Staged | Serving | Abort
 """What a member says: it has joined, staged, serves, or has failed."""
-Membership = MemberUp | MembersDown | MembersLeaving
 Event = (
-    Membership
+    MemberUp
+    | MembersDown
+    | MembersLeaving
     | MemberReady
     | VersionReady
     | HoldCommits

@@ -294,10 +294,8 @@ class WeightUpdater:
         self._main = TransferSession(self, c.Coordinator(self._epochs))
         self._sides: dict[str, TransferSession] = {}
         self._formed_before = False
-        self._idle, self._offered = asyncio.Event(), asyncio.Event()
-        self._idle.set()
-        self._members_changed = asyncio.Condition()
-        self._served_changed = asyncio.Condition()
+        self._changed = asyncio.Condition()
+        """Told after each event."""
         self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
@@ -341,8 +339,7 @@ class WeightUpdater:
 
     async def wait_for_members(self, count: int) -> None:
         """Returns when `count` actors have registered."""
-        async with self._members_changed:
-            await self._members_changed.wait_for(lambda: self.num_present >= count)
+        await self._until(lambda: self.num_present >= count)
 
     @property
     def num_present(self) -> int:
@@ -350,11 +347,9 @@ class WeightUpdater:
 
     async def offer(self, version: int, snapshot: Snapshot) -> None:
         """Begins sending `version`. Waits until the version before is served by everyone who is left."""
-        await self._idle.wait()
-        self._idle.clear()
+        await self.all_served()
         self._under_way = snapshot
         self._main.begin(version, snapshot)
-        self._offered.set()
         self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
@@ -365,15 +360,14 @@ class WeightUpdater:
 
     async def all_served(self) -> None:
         """Returns when the epoch has nothing under way."""
-        await self._idle.wait()
+        await self._until(lambda: self._under_way is None)
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
         """Enters once `version`, offered before, is served; while inside, no later one is committed. Staging goes on."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
-            async with self._served_changed:
-                await self._served_changed.wait_for(lambda: self.served_version >= version)
+            await self._until(lambda: self.served_version >= version)
             yield
         finally:
             self.post(self._main, c.HoldCommits(above=None))
@@ -393,10 +387,10 @@ class WeightUpdater:
                 await session.close()
 
     async def _first_served_in_time(self) -> None:
-        await self._offered.wait()
+        await self._until(lambda: self._under_way is not None)
         try:
-            async with asyncio.timeout(self._join_timeout_s), self._served_changed:
-                await self._served_changed.wait_for(lambda: self.served_version >= 0)
+            async with asyncio.timeout(self._join_timeout_s):
+                await self._until(lambda: self.served_version >= 0)
         except TimeoutError as error:
             raise ServiceError(
                 f"version {self._main.record.version} was served by no actor within weights.join_timeout_s = "
@@ -481,6 +475,12 @@ class WeightUpdater:
                     await self._step_main(event)
                 elif session in self._sides.values():
                     await self._step_side(session, event)
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
 
     async def _membership(self, event: c.Event) -> None:
         if isinstance(event, c.MemberUp) and self._departures.has_left(event.member):
@@ -497,8 +497,6 @@ class WeightUpdater:
                     if member.actor not in self._main.coordinator.present:  # else another process of that name is there
                         self._gone(member.actor, reason, left=True)
         await self._tend_sides()
-        async with self._members_changed:
-            self._members_changed.notify_all()
 
     def _gone(self, actor: str, reason: str, *, left: bool) -> None:
         self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
@@ -527,9 +525,6 @@ class WeightUpdater:
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
                     self._on_served(self._main.record)
-                    self._idle.set()
-                    async with self._served_changed:
-                        self._served_changed.notify_all()
                 case _:
                     continue
             await self._tend_sides()
