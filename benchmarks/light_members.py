@@ -112,13 +112,10 @@ class TensorReceiver:
         self._manifest = manifest
         return WeightLoading("shadow")
 
-    async def join_group(
-        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
-    ) -> None:
-        host, _, port = store_address.rpartition(":")
-        spec = GroupSpec(host, int(port), f"epoch-{epoch}", first_rank, world_size, "gloo", self._address)
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
         self._leave()
-        self._group = await asyncio.to_thread(WeightGroup.connect, spec, deadline_s)
+        here = replace(group, bind_host=self._address)
+        self._group = await asyncio.to_thread(WeightGroup.connect, here, timeout_s)
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         return await asyncio.to_thread(self._receive, version, deadline_s)
@@ -183,9 +180,9 @@ class LightReceiver(TensorReceiver):
             await asyncio.sleep(_TICK_S)
             self._longest_pause_s = max(self._longest_pause_s, time.monotonic() - before_s - _TICK_S)
 
-    async def join_group(self, *, epoch: int, **about: Any) -> None:
-        await super().join_group(epoch=epoch, **about)
-        self.say(Report("joined", epoch))
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        await super().join_group(group, timeout_s)
+        self.say(Report("joined", int(group.name.removeprefix("epoch-"))))
         await asyncio.to_thread(self.reach, "joining", None)
 
     async def commit(self, version: PolicyVersion) -> float:

@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -95,10 +95,9 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
     await client.prepare(sender.manifest)
     epoch = next(groups)
     spec = GroupSpec(HOST, trainer.store.port, f"epoch-{epoch}", 0, 2, "gloo", HOST)
-    ranks: dict[str, Any] = {"epoch": epoch, "first_rank": 1, "world_size": 2, "backend": "gloo"}
     group, _ = await asyncio.gather(
         asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S),
-        client.join_group(store_address=f"{HOST}:{trainer.store.port}", deadline_s=TIMEOUT_S, **ranks),
+        client.join_group(replace(spec, rank=1), TIMEOUT_S),
     )
     done = []
     for _ in range(UPDATES + 1):

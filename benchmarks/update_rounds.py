@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.decode_trace import DecodeTrace, Window
 from benchmarks.transfer_peers import HOST, Moved, RemotePeer
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.client import WeightUpdateClient
 
 Way = Literal["in flight", "paused"]
@@ -83,13 +83,8 @@ class EngineRounds:
 
     async def _join(self, client: WeightUpdateClient) -> None:
         number = next(self._groups)
-        store = f"{HOST}:{self._store_port}"
-        await asyncio.gather(
-            self._trainer("join", f"epoch-{number}"),
-            client.join_group(
-                store_address=store, epoch=number, first_rank=1, world_size=2, backend="gloo", deadline_s=TIMEOUT_S
-            ),
-        )
+        group = GroupSpec(HOST, self._store_port, f"epoch-{number}", 1, 2)
+        await asyncio.gather(self._trainer("join", group.name), client.join_group(group, TIMEOUT_S))
 
     async def _update(self, client: WeightUpdateClient, way: Way) -> Update:
         version = PolicyVersion(1, next(self._versions))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pipelinerl.errors import PipelineRLError, TransferError
 from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
-from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.transfer.manifest import GroupSpec, Manifest
 
 
 class EngineError(PipelineRLError):
@@ -73,10 +73,8 @@ class WeightReceiver(Protocol):
         """Agrees on what will be received. Raises `ManifestMismatch` when the served model cannot take these weights."""
         ...
 
-    async def join_group(
-        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
-    ) -> None:
-        """Meets the trainer and the other actors; leaves the group of the epoch before."""
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
         ...
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,7 @@ class Running:
         spec = GroupSpec("127.0.0.1", self.store.port, f"epoch-{self.epoch}", 0, 2, self.backend, "127.0.0.1")
         self.group, _ = await asyncio.gather(
             asyncio.to_thread(WeightGroup.connect, spec, 20, None, self.placement),
-            self.client.join_group(
-                store_address=f"127.0.0.1:{self.store.port}",
-                epoch=self.epoch,
-                first_rank=1,
-                world_size=2,
-                backend=self.backend,
-                deadline_s=20,
-            ),
+            self.client.join_group(replace(spec, rank=1), 20),
         )
 
     async def transfer(self, version: PolicyVersion) -> tuple[TransferResult, StagedWeights]:

@@ -16,7 +16,7 @@ from pipelinerl.kube.pods import PodEnd
 from pipelinerl.messages.control import Backend, Registration
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.manifest import Manifest, build_manifest
+from pipelinerl.transfer.manifest import GroupSpec, Manifest, build_manifest
 from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
@@ -81,7 +81,7 @@ class ScriptedReceiver:
     may_receive: asyncio.Event = field(default_factory=_open)
     may_commit: asyncio.Event = field(default_factory=_open)
     served: list[PolicyVersion] = field(default_factory=list)
-    joined: list[tuple[int, int, int]] = field(default_factory=list)
+    joined: list[tuple[str, int, int]] = field(default_factory=list)
     discards: int = 0
     refuses: Exception | None = None
 
@@ -91,10 +91,8 @@ class ScriptedReceiver:
         assert manifest.manifest_id == MANIFEST.manifest_id
         return WeightLoading("shadow")
 
-    async def join_group(
-        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
-    ) -> None:
-        self.joined.append((epoch, first_rank, world_size))
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        self.joined.append((group.name, group.rank, group.world))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         await self.may_receive.wait()
@@ -248,7 +246,7 @@ async def test_every_actor_serves_what_was_sent() -> None:
             assert actor.receiver.served == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
             assert actor.gate.served == PolicyVersion(1, 1)
         assert one.port.opened == [(1, 3)]
-        assert [a.receiver.joined for a in one.actors.values()] == [[(1, 1, 3)], [(1, 2, 3)]]
+        assert [a.receiver.joined for a in one.actors.values()] == [[("epoch-1", 1, 3)], [("epoch-1", 2, 3)]]
         assert one.records[1].stall_s == {"a": 0.002, "b": 0.002}
         assert one.port.sent == ["snapshot-0", "snapshot-1"]
 
@@ -328,7 +326,7 @@ async def test_a_tensor_parallel_actor_takes_consecutive_ranks() -> None:
         await one.until(lambda: one.updater._main.coordinator.present["a"].ranks == 4)
         await one.send(0)
         assert one.port.opened == [(1, 6)]
-        assert one.actors["b"].receiver.joined == [(1, 5, 6)]
+        assert one.actors["b"].receiver.joined == [("epoch-1", 5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -376,8 +374,8 @@ async def test_a_joiner_is_brought_up_to_date_at_once_and_the_others_stay_where_
         await one.send(0)
         joiner = await one.join("b")
         await one.until(lambda: one.served("b") == [0] and not one.joining)
-        assert joiner.receiver.joined == [(2, 1, 2)]
-        assert one.actors["a"].receiver.joined == [(1, 1, 2)]
+        assert joiner.receiver.joined == [("epoch-2", 1, 2)]
+        assert one.actors["a"].receiver.joined == [("epoch-1", 1, 2)]
         await one.send(1)
         assert one.served("a") == one.served("b") == [0, 1]
         assert one.port.opened == [(1, 2), (2, 2), (3, 3)]

@@ -16,14 +16,13 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipelinerl.errors import ManifestMismatch, TransferError
-from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.address import split_host_port
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest
 from services.actor.engine import CommitFailed, StagedWeights, WeightLoading
 
@@ -68,19 +67,14 @@ class Order(msgspec.Struct, frozen=True):
     body: Join | Receive | Discard
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """`group_broke`: the transfer group failed, which may be another member's doing."""
-
-    problem: str
-    group_broke: bool = False
-
-
 class Reply(msgspec.Struct, frozen=True):
-    """`staged`: what a Receive has brought."""
+    """`staged`: what a Receive has brought. `problem`: why the order failed, or ""; `group_broke`: because the transfer group
+    did, which may be another member's doing."""
 
     number: int
     staged: StagedWeights | None = None
-    failure: Failure | None = None
+    problem: str = ""
+    group_broke: bool = False
 
 
 class WorkerLink:
@@ -136,9 +130,8 @@ class WorkerLink:
         finally:
             del self._waiting[number]
         for reply in replies:
-            if reply.failure:
-                problem = reply.failure.problem
-                raise GroupFailed("", problem) if reply.failure.group_broke else TransferError(problem)
+            if reply.problem:
+                raise GroupFailed("", reply.problem) if reply.group_broke else TransferError(reply.problem)
         return [reply.staged for reply in replies if reply.staged]
 
     async def close(self) -> None:
@@ -228,25 +221,16 @@ class WeightUpdateClient:
         self._link = link
         return hellos[0].loading
 
-    async def join_group(
-        self, *, store_address: str, epoch: int, first_rank: int, world_size: int, backend: str, deadline_s: float
-    ) -> None:
-        host, port = split_host_port(store_address)
-        known: Backend = "nccl" if backend == "nccl" else "gloo"
-        group = GroupSpec(host, port, f"epoch-{epoch}", first_rank, world_size, known, self._bind_host)
-        await self._connected().ask(Join(group, deadline_s))
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        await self._connected().ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         staged = await self._connected().ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}
         if len(checksums) != 1:
             raise TransferError(f"ranks of one engine staged different bytes of version {version}: {sorted(checksums)}")
-        return StagedWeights(
-            checksum=staged[0].checksum,
-            num_bytes=staged[0].num_bytes,
-            receive_s=max(one.receive_s for one in staged),
-            prepare_s=max(one.prepare_s for one in staged),
-        )
+        receive_s, prepare_s = max(one.receive_s for one in staged), max(one.prepare_s for one in staged)
+        return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
         """Pauses between two decode steps, swaps, resumes. Unfinished sequences go on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import NO_HEADERS, ControlMessage, Headers
@@ -13,6 +13,7 @@ from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, Use
 from pipelinerl.messages.control import (
     Abort,
     Announce,
+    Backend,
     Commit,
     EpochJoined,
     EpochStart,
@@ -22,10 +23,11 @@ from pipelinerl.messages.control import (
     decode_control,
 )
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.address import split_host_port
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trace_in, trace_of
-from pipelinerl.transfer.manifest import GroupFailed, Manifest, TransferAborted
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.engine import CommitFailed, WeightReceiver
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
@@ -155,22 +157,16 @@ class UpdateListener:
             await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
             return
         try:
-            await self._receiver.join_group(
-                store_address=epoch.store_address,
-                epoch=epoch.epoch,
-                first_rank=me.first_rank,
-                world_size=epoch.world_size,
-                backend=epoch.backend,
-                deadline_s=epoch.deadline_s,
-            )
+            host, port = split_host_port(epoch.store_address)
+            backend: Backend = "nccl" if epoch.backend == "nccl" else "gloo"
+            group = GroupSpec(host, port, f"epoch-{epoch.epoch}", me.first_rank, epoch.world_size, backend)
+            await self._receiver.join_group(group, epoch.deadline_s)
         except TransferError as error:
             await self._fail(epoch, 0, error)
             return
         self.epoch = epoch
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
-        await self._answer(
-            "joined", EpochJoined(actor=self._instance, incarnation=epoch.incarnation, epoch=epoch.epoch)
-        )
+        await self._answer("joined", EpochJoined(**self._of(epoch)))
 
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
@@ -187,7 +183,8 @@ class UpdateListener:
     async def _receive(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
-            with child(trace, "weight_update.receive", attributes=about(announce)) as span:
+            about = {a.VERSION: announce.version, a.EPOCH: announce.epoch}
+            with child(trace, "weight_update.receive", attributes=about) as span:
                 staged = await self._receiver.receive(version, announce.deadline_s)
                 # Preparing has a span of its own: it goes on beside receiving, took so long in all, and ends now.
                 span.set_attributes({a.BYTES: staged.num_bytes, a.RECEIVE_S: staged.receive_s})
@@ -201,9 +198,7 @@ class UpdateListener:
         await self._answer(
             "staged",
             Staged(
-                actor=self._instance,
-                incarnation=announce.incarnation,
-                epoch=announce.epoch,
+                **self._of(announce),
                 version=announce.version,
                 checksum=staged.checksum,
                 bytes=staged.num_bytes,
@@ -219,7 +214,8 @@ class UpdateListener:
             return
         self._staged, self._committing = None, True
         try:
-            with child(trace, "weight_update.commit", attributes=about(commit)) as span:
+            about = {a.VERSION: commit.version, a.EPOCH: commit.epoch}
+            with child(trace, "weight_update.commit", attributes=about) as span:
                 async with self.serving:
                     stall_s = await self._receiver.commit(version)
                     self._gate.serve(version)
@@ -236,13 +232,7 @@ class UpdateListener:
         self._metrics.stall_seconds.observe(stall_s)
         await self._answer(
             "serving",
-            Serving(
-                actor=self._instance,
-                incarnation=commit.incarnation,
-                epoch=commit.epoch,
-                version=commit.version,
-                stall_s=stall_s,
-            ),
+            Serving(**self._of(commit), version=commit.version, stall_s=stall_s),
             headers_of(trace_of(span)),
         )
 
@@ -273,17 +263,11 @@ class UpdateListener:
         log.error("weight update failed here: %s", error)
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
-        await self._answer(
-            "failed",
-            Abort(
-                incarnation=about.incarnation,
-                epoch=about.epoch,
-                version=version,
-                reason=reason,
-                actor=self._instance,
-                group_broke=group_broke,
-            ),
-        )
+        await self._answer("failed", Abort(**self._of(about), version=version, reason=reason, group_broke=group_broke))
+
+    def _of(self, order: EpochStart | Announce | Commit) -> dict[str, Any]:
+        """Fields of each answer: who gives it, and to what."""
+        return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
 
     async def _answer(
         self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS
@@ -292,10 +276,6 @@ class UpdateListener:
         await retry_forever(
             lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}"
         )
-
-
-def about(order: Announce | Commit) -> a.Attributes:
-    return {a.VERSION: order.version, a.EPOCH: order.epoch}
 
 
 def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:

@@ -38,7 +38,7 @@ from pipelinerl.transfer.chunks import (
 from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
 from services.actor.engine import StagedWeights
-from services.actor.weight_sync.client import Discard, Failure, Hello, Join, Order, Receive, Reply, as_line
+from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
@@ -253,12 +253,11 @@ class TransferWorker:
                     staged = self._receive(order.body)
                 case Discard():
                     self._discard()
-        except TransferError as error:
-            group_broke = isinstance(error, GroupFailed | TransferAborted)
-            return Reply(order.number, failure=Failure(f"{type(error).__name__}: {error}", group_broke))
         except Exception as error:
-            log.exception("weight transfer failed")
-            return Reply(order.number, failure=Failure(f"{type(error).__name__}: {error}"))
+            if not isinstance(error, TransferError):
+                log.exception("weight transfer failed")
+            group_broke = isinstance(error, GroupFailed | TransferAborted)
+            return Reply(order.number, problem=f"{type(error).__name__}: {error}", group_broke=group_broke)
         return Reply(order.number, staged)
 
     def _join(self, order: Join) -> None:
