@@ -1,8 +1,8 @@
-"""The verifier's client: items in, outcomes out, over gRPC.
+"""The verifier's client: items in, results out, over gRPC.
 
-It waits for a verifier that is away, restarting or full: `verify` returns when every item has an outcome, or when its
-task is cancelled. The caller keeps its sequences until then, so that none is lost. It scores nothing itself, and an
-outcome that is not `ok` is the caller's to judge.
+They are the protobuf classes of `verifier.proto`, which documents the fields. The client waits for a verifier that is away,
+restarting or full: `verify` returns when every item has a result, or when its task is cancelled. The caller keeps its sequences
+until then, so that none is lost. It scores nothing itself, and a result that is not OK is the caller's to judge.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +19,20 @@ import grpc
 from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import FinishReason, finish_reason_to_proto
-from pipelinerl.messages.validation import building
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.tls import RenewedCertificates
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.v1 import verifier_pb2_grpc
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_BAD_REWARD,
+    VERIFY_STATUS_OK,
+    VERIFY_STATUS_UNSPECIFIED,
+    VerifyItem,
+    VerifyRequest,
+    VerifyResponse,
+    VerifyResult,
+    VerifyStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,49 +59,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-class VerifyStatus(StrEnum):
-    """Why there is no reward, or `ok`."""
-
-    OK = "ok"
-    TIMEOUT = "timeout"
-    CRASHED = "crashed"
-    OUT_OF_MEMORY = "out_of_memory"
-    BAD_REWARD = "bad_reward"
-    UNKNOWN_TASK = "unknown_task"
-    BAD_REFERENCE = "bad_reference"
-
-
-@dataclass(frozen=True)
-class VerifyItem:
-    """One completion and what its reward needs. `reference_json`: `{"answer": ..., "dataset": ..., "entry": {...}}`."""
-
-    sequence_id: str
-    task: str
-    prompt_text: str
-    completion_text: str
-    reference_json: str
-    completion_tokens: int = 0
-    max_tokens: int = 0
-    finish_reason: FinishReason = FinishReason.STOP
-    traceparent: str = ""
-    """Of the span that the verifier's spans follow; empty: of none."""
-
-
-@dataclass(frozen=True)
-class VerifyOutcome:
-    """When `ok`, `reward` is finite and the sum of `components`; otherwise it is 0 and `message` says why."""
-
-    sequence_id: str
-    status: VerifyStatus
-    reward: float
-    components: dict[str, float] = field(default_factory=dict)
-    message: str = ""
-    seconds: float = 0.0
-    """Time spent in the reward."""
-
-    @property
-    def ok(self) -> bool:
-        return self.status is VerifyStatus.OK
+def status_name(status: int) -> str:
+    """A `VerifyStatus` without its prefix, lower case."""
+    return VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
 class VerifierClient:
@@ -131,25 +97,23 @@ class VerifierClient:
     ) -> None:
         await self._channel.close()
 
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
-        """One outcome for each item, in their order.
+    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyResult]:
+        """One result for each item, in their order; when its status is OK, its reward is finite, otherwise 0.
 
         Waits and tries again, without end, while the verifier is unreachable, full or late; cancel the task to stop it.
-        Raises `ServiceError` when the verifier refuses the call, `MessageError` when an item cannot be put in a message
-        or the answer does not fit the items.
+        Raises `ServiceError` when the verifier refuses the call, `MessageError` when the answer does not fit the items.
         """
         if not items:
             return []
-        with building("VerifyItem"):
-            request = verifier_pb2.VerifyRequest(items=map(_item_to_proto, items))
+        request = VerifyRequest(items=items)
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise ServiceError(f"a batch of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer items")
-        return _outcomes(items, await self._call_until_answered(request))
+        return _results(items, await self._call_until_answered(request))
 
-    async def _call_until_answered(self, request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
+    async def _call_until_answered(self, request: VerifyRequest) -> VerifyResponse:
         doubtful, deadline_s = 0, self._deadline_s
 
-        async def call() -> verifier_pb2.VerifyResponse:
+        async def call() -> VerifyResponse:
             nonlocal doubtful, deadline_s
             channel = self._channel
             try:
@@ -188,35 +152,17 @@ class VerifierClient:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
 
 
-def _item_to_proto(item: VerifyItem) -> verifier_pb2.VerifyItem:
-    same = {name: value for name, value in vars(item).items() if name != "finish_reason"}
-    return verifier_pb2.VerifyItem(**same, finish_reason=finish_reason_to_proto(item.finish_reason))
-
-
-def _outcomes(items: Sequence[VerifyItem], response: verifier_pb2.VerifyResponse) -> list[VerifyOutcome]:
+def _results(items: Sequence[VerifyItem], response: VerifyResponse) -> list[VerifyResult]:
     asked = [item.sequence_id for item in items]
     answered = [result.sequence_id for result in response.results]
     if asked != answered:
         raise MessageError("VerifyResponse", "results", f"asked about {asked[:3]}..., answered {answered[:3]}...")
-    return [_outcome(result) for result in response.results]
-
-
-def _outcome(result: verifier_pb2.VerifyResult) -> VerifyOutcome:
-    status, message = _status(result), result.message
-    if status is VerifyStatus.OK and not math.isfinite(result.reward):
-        status, message = VerifyStatus.BAD_REWARD, f"the verifier answered a reward of {result.reward}"
-    return VerifyOutcome(
-        sequence_id=result.sequence_id,
-        status=status,
-        reward=result.reward if status is VerifyStatus.OK else 0.0,
-        components=dict(result.components),
-        message=message,
-        seconds=result.seconds,
-    )
-
-
-def _status(result: verifier_pb2.VerifyResult) -> VerifyStatus:
-    try:
-        return VerifyStatus(verifier_pb2.VerifyStatus.Name(result.status).removeprefix("VERIFY_STATUS_").lower())
-    except ValueError as error:
-        raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}") from error
+    for result in response.results:
+        if result.status not in VerifyStatus.values() or result.status == VERIFY_STATUS_UNSPECIFIED:
+            raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}")
+        if result.status == VERIFY_STATUS_OK and not math.isfinite(result.reward):
+            result.status = VERIFY_STATUS_BAD_REWARD
+            result.message = f"the verifier answered a reward of {result.reward}"
+        if result.status != VERIFY_STATUS_OK:
+            result.reward = 0.0
+    return list(response.results)

@@ -16,12 +16,14 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence
-from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
+from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence, finish_reason_to_proto
+from pipelinerl.messages.validation import building
+from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of, traceparent_of
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.completions import without_arrays
 from services.actor.metrics import ActorMetrics
 
@@ -152,7 +154,7 @@ class Finisher:
         if not samples:
             return []
         started = time.monotonic()
-        with ExitStack() as spans:
+        with ExitStack() as spans, building("VerifyItem"):
             items = []
             for sample in samples:
                 attributes: a.Attributes = {a.SEQUENCE_ID: sample.sequence.sequence_id, **a.rpc(VERIFY)}
@@ -160,10 +162,9 @@ class Finisher:
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
             results = await self._verifier.verify(items)
         self._metrics.verify_seconds.observe(time.monotonic() - started)
-        outcomes = {outcome.sequence_id: outcome for outcome in results}
         return [
-            replace(sample, sequence=with_reward(sample.sequence, outcomes.get(sample.sequence.sequence_id)))
-            for sample in samples
+            replace(sample, sequence=with_reward(sample.sequence, result))
+            for sample, result in zip(samples, results, strict=True)
         ]
 
     async def _publish(self, sample: FinishedSample) -> None:
@@ -180,27 +181,30 @@ class Finisher:
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publishes until the stream has it, and returns the failure that was stored; empty for a good sequence.
 
-        A record beyond max_payload is stored as a failure without its arrays.
+        One that a trainer could not read, or beyond max_payload, is stored as a failure without arrays and texts.
         """
-        payload, failure = encoded(sequence)
         try:
-            await self._publish_until_stored(payload, sequence.sequence_id, headers)
+            await self._publish_until_stored(sequence, headers)
+            return sequence.failure
+        except MessageError as error:
+            failure = f"invalid: {error}"[:500]
         except PayloadTooLarge as error:
-            log.error("sequence %s cannot be published: %s", sequence.sequence_id, error)
             failure = f"too_large: {error}"
-            bare = replace(
-                without_arrays(sequence, failure),
-                prompt_token_ids=np.empty(0, dtype=np.int32),
-                completion_text="",
-                prompt_text="",
-                reference_json="",
-            )
-            record = encode_sequence(bare)
-            await self._publish_until_stored(record, sequence.sequence_id, headers)
+        log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
+        bare = replace(
+            without_arrays(sequence, failure),
+            prompt_token_ids=np.empty(0, dtype=np.int32),
+            completion_text="",
+            prompt_text="",
+            reference_json="",
+        )
+        await self._publish_until_stored(bare, headers)
         return failure
 
-    async def _publish_until_stored(self, payload: bytes, sequence_id: str, headers: Headers) -> None:
-        await retry_forever(lambda: self._bus.publish_sequence(payload, sequence_id, headers), f"publish {sequence_id}")
+    async def _publish_until_stored(self, sequence: Sequence, headers: Headers) -> None:
+        """Raises `MessageError`, `PayloadTooLarge`."""
+        payload, name = encode_sequence(sequence), sequence.sequence_id
+        await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
 
 
 def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
@@ -213,27 +217,13 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
         reference_json=sequence.reference_json,
         completion_tokens=sequence.num_completion_tokens,
         max_tokens=sample.group.sampling.max_tokens,
-        finish_reason=sequence.finish_reason,
+        finish_reason=finish_reason_to_proto(sequence.finish_reason),
         traceparent=traceparent_of(trace),
     )
 
 
-def with_reward(sequence: Sequence, outcome: VerifyOutcome | None) -> Sequence:
+def with_reward(sequence: Sequence, result: VerifyResult) -> Sequence:
     """The sequence with its reward, or with the reason why it has none."""
-    if sequence.failure:
-        return sequence
-    if outcome is None:
-        return without_arrays(sequence, "reward_missing: the verifier left this sequence out of its answer")
-    if not outcome.ok:
-        return without_arrays(sequence, f"reward_{outcome.status}: {outcome.message}"[:500])
-    return replace(sequence, reward=outcome.reward, reward_components=dict(outcome.components))
-
-
-def encoded(sequence: Sequence) -> tuple[bytes, str]:
-    """The message, and its failure. What the trainer could not read becomes a failure that says why."""
-    try:
-        return encode_sequence(sequence), sequence.failure
-    except MessageError as error:
-        log.error("sequence %s is not one that a trainer could read: %s", sequence.sequence_id, error)
-        failure = f"invalid: {error}"[:500]
-        return encode_sequence(without_arrays(sequence, failure)), failure
+    if result.status != VERIFY_STATUS_OK:
+        return without_arrays(sequence, f"reward_{status_name(result.status)}: {result.message}"[:500])
+    return replace(sequence, reward=result.reward, reward_components=dict(result.components))

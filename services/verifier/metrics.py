@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.messages.verification import status_name
 from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
@@ -18,11 +19,6 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 """A comparison of two strings takes a millisecond, a program in a sandbox up to `reward.timeout_s`."""
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
 """Around 0 and 1, where the built-in rewards and their terms lie; a user's own may reach further."""
-
-
-def status_name(status: int) -> str:
-    """A `VerifyStatus` without its prefix, lower case. Pure."""
-    return verifier_pb2.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
 STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.values() if status)

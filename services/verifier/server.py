@@ -14,6 +14,7 @@ import grpc
 from grpc import aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
@@ -26,7 +27,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics, status_name
+from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import QueueFull, RewardPool, run_pool
 
 log = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from pipelinerl.messages.verification import VerifyStatus
+from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe import reference
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.lag import StaleReason
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import RUNNER_KEYS
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyStatus
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,7 +204,7 @@ def test_every_file_of_the_run_directory_is_described() -> None:
 
 def test_every_outcome_and_reason_is_described() -> None:
     text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    bad_rewards = [f"reward_{status}" for status in VerifyStatus if status is not VerifyStatus.OK]
+    bad_rewards = [f"reward_{status_name(status)}" for status in VerifyStatus.values() if status > VERIFY_STATUS_OK]
     fixed = [*bad_rewards, *StaleReason, *(outcome for outcome in Outcome if outcome is not Outcome.TRAINED)]
     assert [name for name in fixed if f"`{name}`" not in text] == []
     given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/grouping.py").read_text())

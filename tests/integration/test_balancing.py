@@ -15,13 +15,13 @@ import pytest
 from grpc import aio
 
 from pipelinerl.messages import verification
-from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient, VerifyItem
+from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient
 from pipelinerl.service.grpc import GrpcServer, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
 SOON = Backoff(0.01, 0.05)
-ITEM = VerifyItem("s1", "t", "", "", "{}")
+ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 

@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.messages.verification import VerifierClient, VerifyItem
+from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.grpc import GrpcServer, explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
@@ -24,7 +24,7 @@ from tests.support.certificates import Authority, serial_of
 
 HOST = "127.0.0.1"
 SOON = Backoff(0.01, 0.05)
-ITEM = VerifyItem("s1", "t", "", "", "{}")
+ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 
 
 class Answering(verifier_pb2_grpc.VerifierServiceServicer):

@@ -14,7 +14,6 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ from grpc import aio
 from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages.verification import (
     VerifierClient,
-    VerifyItem,
-    VerifyOutcome,
-    VerifyStatus,
+    status_name,
 )
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.grpc import serve_grpc
@@ -36,6 +33,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.server import serve
 from services.verifier.worker_process import children
 from tests.support.certificates import Authority
@@ -164,10 +162,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
 
 
 def items(completions: Sequence[str], task: str = TASK) -> list[VerifyItem]:
-    return [VerifyItem(f"g.{index}", task, "", text, '{"answer": "1"}') for index, text in enumerate(completions)]
+    return [
+        VerifyItem(sequence_id=f"g.{index}", task=task, completion_text=text, reference_json='{"answer": "1"}')
+        for index, text in enumerate(completions)
+    ]
 
 
-async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyOutcome]:
+async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyResult]:
     async with VerifierClient(running.address.grpc, backoff=SOON) as client:
         return await client.verify(items(completions, task))
 
@@ -198,37 +199,35 @@ def wait_until_gone(pid: int, within_s: float = 10.0) -> bool:
 @pytest.mark.parametrize(
     ("misdeed", "status", "message"),
     [
-        ("sleep 600", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
-        ("hang_in_c", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
-        ("backtrack", VerifyStatus.TIMEOUT, "more than reward.timeout_s = 1.2 s"),
-        ("raise", VerifyStatus.CRASHED, "RuntimeError: boom"),
-        ("sys_exit", VerifyStatus.CRASHED, "SystemExit"),
-        ("os_exit", VerifyStatus.CRASHED, "exit code 3"),
-        ("segfault", VerifyStatus.CRASHED, "SIGSEGV"),
-        ("close_pipes", VerifyStatus.CRASHED, "closed its pipe"),
-        ("fill_memory", VerifyStatus.OUT_OF_MEMORY, "reward.memory_mib"),
-        ("say nan", VerifyStatus.BAD_REWARD, "nan"),
-        ("say inf", VerifyStatus.BAD_REWARD, "inf"),
+        ("sleep 600", "timeout", "more than reward.timeout_s = 1.2 s"),
+        ("hang_in_c", "timeout", "more than reward.timeout_s = 1.2 s"),
+        ("backtrack", "timeout", "more than reward.timeout_s = 1.2 s"),
+        ("raise", "crashed", "RuntimeError: boom"),
+        ("sys_exit", "crashed", "SystemExit"),
+        ("os_exit", "crashed", "exit code 3"),
+        ("segfault", "crashed", "SIGSEGV"),
+        ("close_pipes", "crashed", "closed its pipe"),
+        ("fill_memory", "out_of_memory", "reward.memory_mib"),
+        ("say nan", "bad_reward", "nan"),
+        ("say inf", "bad_reward", "inf"),
     ],
 )
-async def test_a_misdeed_costs_its_own_item(
-    hostile: Verifier, misdeed: str, status: VerifyStatus, message: str
-) -> None:
+async def test_a_misdeed_costs_its_own_item(hostile: Verifier, misdeed: str, status: str, message: str) -> None:
     completions = [f"say {index}" for index in range(12)]
     completions[5] = misdeed
     scored = await outcomes(hostile, completions)
     guilty = scored.pop(5)
-    assert (guilty.sequence_id, guilty.status, guilty.reward) == ("g.5", status, 0.0)
+    assert (guilty.sequence_id, status_name(guilty.status), guilty.reward) == ("g.5", status, 0.0)
     assert message in guilty.message
-    assert [(outcome.status, outcome.reward) for outcome in scored] == [
-        (VerifyStatus.OK, float(index)) for index in range(12) if index != 5
+    assert [(status_name(outcome.status), outcome.reward) for outcome in scored] == [
+        ("ok", float(index)) for index in range(12) if index != 5
     ]
 
 
 async def test_many_misdeeds_at_once(hostile: Verifier) -> None:
     """More of them than workers, and good items between them."""
     kinds = ["os_exit", "say 1", "sleep 600", "say 2", "fill_memory", "say 3", "segfault", "say nan", "say 4"]
-    statuses = [outcome.status.value for outcome in await outcomes(hostile, kinds)]
+    statuses = [status_name(outcome.status) for outcome in await outcomes(hostile, kinds)]
     assert statuses == ["crashed", "ok", "timeout", "ok", "out_of_memory", "ok", "crashed", "bad_reward", "ok"]
 
 
@@ -239,14 +238,14 @@ async def test_a_fork_that_comes_back_is_not_a_second_worker(hostile: Verifier) 
 
 @pytest.mark.parametrize(
     ("misdeed", "status"),
-    [("leave_children", VerifyStatus.OK), ("leave_children_and_hang", VerifyStatus.TIMEOUT)],
+    [("leave_children", "ok"), ("leave_children_and_hang", "timeout")],
 )
 async def test_processes_a_reward_started_end_with_its_item(
-    hostile: Verifier, tmp_path: Path, misdeed: str, status: VerifyStatus
+    hostile: Verifier, tmp_path: Path, misdeed: str, status: str
 ) -> None:
     pid_file = tmp_path / "pids"
     scored = await outcomes(hostile, [f"{misdeed} {pid_file}", "say 1"])
-    assert [outcome.status for outcome in scored] == [status, VerifyStatus.OK]
+    assert [status_name(outcome.status) for outcome in scored] == [status, "ok"]
     pids = [int(line) for line in pid_file.read_text().split()]
     assert len(pids) == 6
     assert [pid for pid in pids if not wait_until_gone(pid)] == []
@@ -256,7 +255,7 @@ async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -
     """30 times 16 MiB kept in processes of 256 MiB each."""
     before = await sample(hostile.address, 'worker_restarts_total{reason="retirement"}')
     scored = [outcome for _ in range(30) for outcome in await outcomes(hostile, ["keep_mib 16"])]
-    assert {outcome.status for outcome in scored} == {VerifyStatus.OK}
+    assert {outcome.status for outcome in scored} == {VERIFY_STATUS_OK}
     assert await sample(hostile.address, 'worker_restarts_total{reason="retirement"}') > before
 
 
@@ -265,7 +264,7 @@ async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> No
     await asyncio.sleep(0.25)  # into the rewards
     for worker in children(hostile.process.pid):
         os.kill(worker, signal.SIGKILL)
-    assert [outcome.status for outcome in await waiting] == [VerifyStatus.OK] * 2
+    assert [outcome.status for outcome in await waiting] == [VERIFY_STATUS_OK] * 2
 
 
 async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> None:
@@ -275,7 +274,7 @@ async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> 
         batches = [[f"say {100 * batch + index}" for index in range(20)] for batch in range(5)]
         scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
         assert not slow.done()
-        assert (await slow)[0].ok
+        assert (await slow)[0].status == VERIFY_STATUS_OK
     assert [[outcome.reward for outcome in batch] for batch in scored] == [
         [100.0 * batch + index for index in range(20)] for batch in range(5)
     ]
@@ -283,11 +282,11 @@ async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> 
 
 async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> None:
     (scored,) = await outcomes(hostile, ["inspect"])
-    assert (scored.status, scored.message) == (VerifyStatus.OK, "")
+    assert (scored.status, scored.message) == (VERIFY_STATUS_OK, "")
 
 
 async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
-    assert (await outcomes(hostile, ["print words-of-a-reward"]))[0].ok
+    assert (await outcomes(hostile, ["print words-of-a-reward"]))[0].status == VERIFY_STATUS_OK
     deadline_s = time.monotonic() + 5
     while "words-of-a-reward" not in hostile.log:
         assert time.monotonic() < deadline_s
@@ -298,7 +297,7 @@ async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifi
     mixed = [*items(["say 1"]), *items(["say 2"], task="arithmetic"), *items(["say 3"])]
     async with VerifierClient(hostile.address.grpc) as client:
         scored = await client.verify(mixed)
-    assert [outcome.status.value for outcome in scored] == ["ok", "unknown_task", "ok"]
+    assert [status_name(outcome.status) for outcome in scored] == ["ok", "unknown_task", "ok"]
     assert "'arithmetic'" in scored[1].message
 
 
@@ -361,13 +360,19 @@ async def test_reasoning_gym_recipe_end_to_end(tmp_path: Path) -> None:
     reference = json.dumps({"answer": entry["answer"], "dataset": "chain_sum", "entry": entry})
     completions = {f"... = {entry['answer']}": 1.0, f"... = {entry['answer']}0": 0.0, "no idea": 0.0}
     asked = [
-        VerifyItem(text, "chain_sum", entry["question"], text, known)
+        VerifyItem(
+            sequence_id=text,
+            task="chain_sum",
+            prompt_text=entry["question"],
+            completion_text=text,
+            reference_json=known,
+        )
         for text, known in [*((text, reference) for text in completions), ("broken", '{"answer": "1"}')]
     ]
     async with serving(tmp_path, data) as address, VerifierClient(address.grpc) as client:
         *scored, broken = await client.verify(asked)
     assert {outcome.sequence_id: outcome.reward for outcome in scored} == completions
-    assert broken.status is VerifyStatus.BAD_REFERENCE
+    assert status_name(broken.status) == "bad_reference"
 
 
 async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(
@@ -536,9 +541,10 @@ async def test_the_trace_of_each_item_goes_with_it() -> None:
             asked.extend(request.items)
             return good(request)
 
-    first, second = items(["a", "b"])
+    both = items(["a", "b"])
+    both[1].traceparent = traceparent
     async with scripted(Recording()) as port, client_of(port) as client:
-        await client.verify([first, replace(second, traceparent=traceparent)])
+        await client.verify(both)
     assert [item.traceparent for item in asked] == ["", traceparent]
 
 
@@ -589,13 +595,7 @@ async def test_a_reward_that_is_not_finite_never_counts() -> None:
     answer = response(("g.0", verifier_pb2.VERIFY_STATUS_OK, float("nan")))
     async with scripted(Scripted(answer)) as port, client_of(port) as client:
         (outcome,) = await client.verify(items(["a"]))
-    assert (outcome.status, outcome.reward, outcome.ok) == (VerifyStatus.BAD_REWARD, 0.0, False)
-
-
-async def test_text_that_is_not_unicode_is_an_error_of_the_item() -> None:
-    async with scripted(Scripted()) as port, client_of(port) as client:
-        with pytest.raises(MessageError, match="VerifyItem"):
-            await client.verify(items(["\ud800"]))
+    assert (status_name(outcome.status), outcome.reward) == ("bad_reward", 0.0)
 
 
 async def test_calls_go_round_all_addresses_of_a_name() -> None:

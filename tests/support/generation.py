@@ -21,7 +21,7 @@ from pipelinerl.messages.sequences import (
     encode_group,
 )
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
-from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
@@ -122,11 +122,13 @@ class ScriptedEngine:
 class ScriptedVerifier:
     """Answers with `judge(item)` once `up`; a ServiceError is raised as the client would."""
 
-    judge: Callable[[VerifyItem], VerifyOutcome] = lambda item: VerifyOutcome(item.sequence_id, VerifyStatus.OK, 1.0)
+    judge: Callable[[VerifyItem], VerifyResult] = lambda item: VerifyResult(
+        sequence_id=item.sequence_id, status=VERIFY_STATUS_OK, reward=1.0
+    )
     up: asyncio.Event = field(default_factory=asyncio.Event)
     refuses: Callable[[VerifyItem], bool] = lambda item: False
 
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
+    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyResult]:
         await self.up.wait()
         if any(self.refuses(item) for item in items):
             raise ServiceError("refused a batch")

@@ -12,9 +12,15 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, VersionSpan, encode_group
-from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1 import sequence_pb2
+from pipelinerl.v1.verifier_pb2 import (
+    VERIFY_STATUS_BAD_REWARD,
+    VERIFY_STATUS_OK,
+    VERIFY_STATUS_TIMEOUT,
+    VerifyItem,
+    VerifyResult,
+)
 from services.actor.completions import without_arrays
 from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.finishing import FinishedSample, Finisher
@@ -81,21 +87,21 @@ async def test_an_unreachable_stream_is_waited_for() -> None:
         assert not one.running.done()
 
 
-def outcome(status: VerifyStatus, reward: float = 0.0) -> Callable[[VerifyItem], VerifyOutcome]:
-    return lambda item: VerifyOutcome(item.sequence_id, status, reward, message="slow")
+def outcome(status: int, reward: float = 0.0) -> Callable[[VerifyItem], VerifyResult]:
+    return lambda item: VerifyResult(sequence_id=item.sequence_id, status=status, reward=reward, message="slow")
 
 
 @pytest.mark.parametrize(
     ("status", "failure"),
     [
-        (VerifyStatus.TIMEOUT, "reward_timeout: slow"),
-        (VerifyStatus.BAD_REWARD, "reward_bad_reward: slow"),
+        (VERIFY_STATUS_TIMEOUT, "reward_timeout: slow"),
+        (VERIFY_STATUS_BAD_REWARD, "reward_bad_reward: slow"),
         (None, "verifier_refused: refused a batch"),
     ],
 )
-async def test_a_reward_that_fails_costs_that_sequence(status: VerifyStatus | None, failure: str) -> None:
+async def test_a_reward_that_fails_costs_that_sequence(status: int | None, failure: str) -> None:
     async with stage() as one:
-        good, bad = outcome(VerifyStatus.OK, 0.5), outcome(status or VerifyStatus.OK)
+        good, bad = outcome(VERIFY_STATUS_OK, 0.5), outcome(status or VERIFY_STATUS_OK)
         one.verifier.judge = lambda item: (bad if item.sequence_id.endswith(".1") else good)(item)
         one.verifier.refuses = lambda item: status is None and item.sequence_id.endswith(".1")
         await one.issue(0)

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
-from pipelinerl.messages.verification import VerifyStatus
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
     HeldoutEvaluator,
@@ -70,7 +70,7 @@ def test_right_is_what_the_answer_alone_earns(terms: dict[str, float], correct: 
 
 
 def test_a_failed_reward_is_not_right() -> None:
-    assert not is_right(verdict("h000000", VerifyStatus.TIMEOUT, answer=1.0), 1.0)
+    assert not is_right(verdict("h000000", VERIFY_STATUS_TIMEOUT, answer=1.0), 1.0)
 
 
 async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
@@ -85,7 +85,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
 
 
 async def test_failed_rewards_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    outcomes = {"h000000": verdict("h000000", VerifyStatus.TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
+    outcomes = {"h000000": verdict("h000000", VERIFY_STATUS_TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
     with caplog.at_level(logging.WARNING):
         result = await evaluate(FakeVerifier(outcomes))
     assert (result.accuracy, result.num_unanswered) == (2 / 3, 1)

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.kube.events import PodRef
 from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, spans_to_proto
-from pipelinerl.messages.verification import VerifyItem, VerifyOutcome, VerifyStatus
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import SequenceTracker
@@ -79,22 +79,22 @@ async def serving(**actors: FakeActor) -> AsyncIterator[dict[str, str]]:
         yield addresses
 
 
-def verdict(sequence_id: str, status: VerifyStatus = VerifyStatus.OK, **terms: float) -> VerifyOutcome:
+def verdict(sequence_id: str, status: int = VERIFY_STATUS_OK, **terms: float) -> VerifyResult:
     """`answer__x=1` is the term `answer.x`."""
     components = {name.replace("__", "."): term for name, term in terms.items()}
-    return VerifyOutcome(sequence_id, status, sum(terms.values()), components)
+    return VerifyResult(sequence_id=sequence_id, status=status, reward=sum(terms.values()), components=components)
 
 
 @dataclass
 class FakeVerifier:
     """Right but for what `outcomes` says. `away` for ever, or `error` for every call, where set."""
 
-    outcomes: Mapping[str, VerifyOutcome] = field(default_factory=dict)
+    outcomes: Mapping[str, VerifyResult] = field(default_factory=dict)
     away: bool = False
     error: Exception | None = None
     asked: list[str] = field(default_factory=list)
 
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyOutcome]:
+    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyResult]:
         self.asked += [item.sequence_id for item in items]
         if self.away:
             await asyncio.Event().wait()

@@ -21,8 +21,8 @@ import numpy as np
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import Logprobs, PolicyVersion, SamplingParams, TokenIds
-from pipelinerl.messages.verification import VerifierClient, VerifyItem, VerifyOutcome
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion, SamplingParams, TokenIds, finish_reason_to_proto
+from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import (
@@ -31,6 +31,7 @@ from pipelinerl.telemetry.spans import (
     root,
     trace_of,
 )
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.data.actor_client import ActorClient, ActorClients, EvaluatedCompletion
 from services.trainer.data.feeder import EncodedProblem
 
@@ -40,15 +41,15 @@ JUDGE_BATCH = 64
 """Completions per verifier call: what one call loses, others keep."""
 
 
-def is_right(outcome: VerifyOutcome, correct_reward: float) -> bool:
+def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
     """Whether the terms of the answer alone reach `correct_reward` (> 0); format and length terms do not count."""
     terms = [term for name, term in outcome.components.items() if name == "answer" or name.startswith("answer.")]
-    return outcome.ok and sum(terms) >= correct_reward * (1 - 1e-9)
+    return outcome.status == VERIFY_STATUS_OK and sum(terms) >= correct_reward * (1 - 1e-9)
 
 
-async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyOutcome]:
+async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
     """Outcomes by sequence id, as far as the verifier gives them before `deadline` (seconds of the loop's clock)."""
-    verdicts: dict[str, VerifyOutcome] = {}
+    verdicts: dict[str, VerifyResult] = {}
 
     async def verify(batch: list[VerifyItem]) -> None:
         try:
@@ -173,7 +174,7 @@ class HeldoutEvaluator:
         return True
 
     def _result(
-        self, version: int, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyOutcome]
+        self, version: int, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyResult]
     ) -> HeldoutResult:
         unanswered = Counter(self._without_verdict(completions, verdicts))
         num_answered = len(self._problems) - unanswered.total()
@@ -191,7 +192,7 @@ class HeldoutEvaluator:
         )
 
     def _without_verdict(
-        self, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyOutcome]
+        self, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyResult]
     ) -> Iterator[str]:
         """Why, for each problem that is left out."""
         for problem_id in self._problems:
@@ -203,15 +204,15 @@ class HeldoutEvaluator:
                     yield short_reason(completion.failure)
             elif verdict is None:
                 yield "not judged"
-            elif not verdict.ok:
-                yield f"reward_{verdict.status}"
+            elif verdict.status != VERIFY_STATUS_OK:
+                yield f"reward_{status_name(verdict.status)}"
 
-    def _sample(self, completion: EvaluatedCompletion, verdicts: Mapping[str, VerifyOutcome]) -> HeldoutSample:
+    def _sample(self, completion: EvaluatedCompletion, verdicts: Mapping[str, VerifyResult]) -> HeldoutSample:
         verdict = verdicts.get(completion.problem_id)
         return HeldoutSample(
             prompt=self._problems[completion.problem_id].prompt_text,
             completion=completion.text,
-            reward=verdict.reward if verdict is not None and verdict.ok else None,
+            reward=verdict.reward if verdict is not None and verdict.status == VERIFY_STATUS_OK else None,
             spans=tuple((span.version, span.start, span.end) for span in completion.spans),
             token_ids=completion.token_ids,
         )
@@ -226,7 +227,7 @@ class HeldoutEvaluator:
             reference_json=problem.reference_json,
             completion_tokens=len(completion.token_ids),
             max_tokens=self._sampling.max_tokens,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason_to_proto(completion.finish_reason),
         )
 
 
