@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pipelinerl.commands.streams import (
     NAMED_IN,
-    RunStreams,
+    OpenStreams,
     add_server_arguments,
     holds_streams,
     run_name,
     streams_in_environment,
+    streams_in_folder,
+    streams_on_server,
 )
 
 NAME = "audit"
@@ -26,37 +29,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Exit code: 0 all adds up, 1 something does not. Raises `FieldError` for a folder that is not a run's."""
+    """Exit code: 0 all adds up, 1 something does not. Raises `FieldError` for a folder that is not a run's.
+
+    Where neither the folder nor the environment says anything of streams, the files alone are judged.
+    """
     import asyncio
     import json
 
     from pipelinerl.audit.audit import audit_run
     from pipelinerl.audit.report import as_json, lines
     from pipelinerl.errors import FieldError
+    from pipelinerl.local.processes import living_names
+    from pipelinerl.run_dir import RunDir
 
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         what = "has neither run.json nor lineage.json: give the folder of a run"
         raise FieldError("RUN_DIR", str(args.run_dir), what)
-    streams = _streams(args, run)
-    at_work = (lambda: True) if streams and streams.nats_url else (lambda: _trainer_lives(args.run_dir))
-    audit = asyncio.run(audit_run(run, args.run_dir, streams.open if streams else None, at_work))
+    here = not args.nats and holds_streams(args.run_dir)
+    if args.nats:
+        streams: OpenStreams | None = streams_on_server(args.nats, run, args.credentials, args.tls_dir)
+    else:
+        streams = partial(streams_in_folder, args.run_dir) if here else streams_in_environment(run)
+    elsewhere = streams is not None and not here
+    at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
+    audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
     if args.json:
         print(json.dumps(as_json(audit, args.versions), indent=2))
     else:
         print("\n".join(lines(audit, args.versions)))
     return 0 if audit.ok else 1
-
-
-def _streams(args: argparse.Namespace, run: str) -> RunStreams | None:
-    """None where neither the folder nor the environment says anything of streams."""
-    if args.nats:
-        return RunStreams(None, args.nats, run, args.credentials, args.tls_dir)
-    return RunStreams(args.run_dir) if holds_streams(args.run_dir) else streams_in_environment(run)
-
-
-def _trainer_lives(run_dir: Path) -> bool:
-    from pipelinerl.local.processes import living_names
-    from pipelinerl.run_dir import RunDir
-
-    return "trainer" in living_names(RunDir(run_dir, ""))

@@ -47,7 +47,7 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     from pipelinerl.messages.sequences import decode_dead_letter
 
     letters, unreadable = [], 0
-    async with streams.streams_of(args).open() as bus:
+    async with streams.streams_of(args)() as bus:
         for payload in await bus.dead_letters():
             try:
                 letters.append(described(decode_dead_letter(payload, expected_run=bus.run)))

@@ -9,9 +9,9 @@ stream and starts no run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ from pipelinerl.errors import FieldError
 if TYPE_CHECKING:
     from pipelinerl.bus.jetstream import Bus
 
+OpenStreams = Callable[[], AbstractAsyncContextManager["Bus"]]
+"""A connected bus; raises `BusError` when NATS does not answer."""
 _STORE = "jetstream"
 """What nats-server calls the folder of its streams."""
 
@@ -48,56 +50,46 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class RunStreams:
-    """Where a run's streams are: in the folder of a local run, or on a NATS server under the run's name."""
-
-    run_dir: Path | None = None
-    nats_url: str = ""
-    run: str = ""
-    """Name of the run; of a local run's folder it is read."""
-    credentials: Path | None = None
-    tls_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        from pipelinerl.bus.protocol import check_run_name
-
-        if bool(self.run_dir) == bool(self.nats_url):
-            raise FieldError("RUN_DIR", str(self.run_dir or ""), "give the folder of a run, or --nats URL --run NAME")
-        if self.nats_url:
-            check_run_name(self.run, "--run")
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[Bus]:
-        """A connected bus. Raises `FieldError` when the folder holds no streams, `BusError` when NATS does not answer."""
-        from pipelinerl.bus.jetstream import connect
-
-        if self.run_dir is None:
-            async with connect(self.nats_url, self.run, credentials=self.credentials, tls_dir=self.tls_dir) as bus:
-                yield bus
-            return
-        name = run_name(self.run_dir)
-        async with _server_url(self.run_dir) as url, connect(url, name) as bus:
-            yield bus
-
-
-def streams_of(args: argparse.Namespace) -> RunStreams:
+def streams_of(args: argparse.Namespace) -> OpenStreams:
     """Raises `FieldError` when neither the arguments nor the environment say where the streams are."""
-    if not args.nats and not (args.run_dir and holds_streams(args.run_dir)):
-        run = args.run or (run_name(args.run_dir) if args.run_dir else "")
-        if (elsewhere := streams_in_environment(run)) is not None:
+    folder: Path | None = args.run_dir
+    if not args.nats and not (folder and holds_streams(folder)):
+        elsewhere = streams_in_environment(args.run or (run_name(folder) if folder else ""))
+        if elsewhere is not None:
             return elsewhere
-    return RunStreams(args.run_dir, args.nats, args.run, args.credentials, args.tls_dir)
+    if bool(folder) == bool(args.nats):
+        raise FieldError("RUN_DIR", str(folder or ""), "give the folder of a run, or --nats URL --run NAME")
+    if folder:
+        return partial(streams_in_folder, folder)
+    return streams_on_server(args.nats, args.run, args.credentials, args.tls_dir)
 
 
-def streams_in_environment(run: str = "") -> RunStreams | None:
+def streams_on_server(url: str, run: str, credentials: Path | None, tls_dir: Path | None) -> OpenStreams:
+    """Those of `run`. Raises `FieldError` for what is no run's name; opening them, `BusError` when NATS does not answer."""
+    from pipelinerl.bus.jetstream import connect
+    from pipelinerl.bus.protocol import check_run_name
+
+    return partial(connect, url, check_run_name(run, "--run"), credentials=credentials, tls_dir=tls_dir)
+
+
+def streams_in_environment(run: str = "") -> OpenStreams | None:
     """Of `run`, or of the run that the environment names; None where it names no NATS server."""
     from pipelinerl.service.settings import StreamsSettings
 
     found = StreamsSettings()
     if not found.nats_url:
         return None
-    return RunStreams(None, found.nats_url, run or found.run, found.nats_credentials, found.nats_tls_dir)
+    return streams_on_server(found.nats_url, run or found.run, found.nats_credentials, found.nats_tls_dir)
+
+
+@asynccontextmanager
+async def streams_in_folder(run_dir: Path) -> AsyncIterator[Bus]:
+    """A connected bus. Raises `FieldError` when the folder holds no streams."""
+    from pipelinerl.bus.jetstream import connect
+
+    name = run_name(run_dir)
+    async with _server_url(run_dir) as url, connect(url, name) as bus:
+        yield bus
 
 
 def holds_streams(run_dir: Path) -> bool:

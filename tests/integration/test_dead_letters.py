@@ -100,6 +100,22 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
             assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_place_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dead-letters"]) == 2
-    assert "give the folder of a run, or --nats URL --run NAME" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give the folder of a run, or --nats URL --run NAME"),
+        (["RUN", "--nats", "nats://h", "--run", "demo"], "give the folder of a run, or --nats URL --run NAME"),
+        (["--nats", "nats://h"], "--run = ''"),
+        (["RUN"], "holds no streams"),
+        (["RUN/absent"], "is no folder"),
+        (["RUN/broken"], "its run.json cannot be read"),
+    ],
+)
+def test_a_place_must_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("[")
+    (tmp_path / "run.json").write_text('{"run": "demo"}')
+    assert main(["dead-letters", *(part.replace("RUN", str(tmp_path)) for part in arguments)]) == 2
+    assert said in capsys.readouterr().err
