@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.values_reference import read_schema, reference, replaced
+from deploy.tools.values_reference import PART, read_schema, reference
 from tests.chart.cases import rendered_case
 from tests.chart.rendering import ROOT, render
 from tests.chart.test_schema import LEAVES
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-RENEW = "python -m deploy.tools.values_reference docs/kubernetes.md"
 OUTSIDE = {"secrets", "rules"}
 """First keys of examples that are no values."""
 
@@ -28,7 +27,7 @@ def _examples() -> Iterator[dict[str, Any]]:
 
 
 def test_the_table_of_values_is_what_the_schema_says() -> None:
-    assert replaced(PAGE, read_schema()) == PAGE, RENEW
+    assert PART.replaced(PAGE) == PAGE, PART.command
 
 
 def test_the_table_has_every_value_once() -> None:
@@ -38,7 +37,7 @@ def test_the_table_has_every_value_once() -> None:
 
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs one line"):
-        replaced("no marks", read_schema())
+        PART.replaced("no marks")
 
 
 @pytest.mark.parametrize("example", list(_examples()), ids=lambda data: "-".join(data))

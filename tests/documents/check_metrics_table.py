@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from deploy.tools.metrics_reference import RENEW, ROOT, catalogue, replaced
+from deploy.tools.metrics_reference import PART, ROOT, catalogue
 
 
 def test_the_table_of_metrics_is_what_the_services_register() -> None:
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    assert replaced(text) == text, f"run: {RENEW}"
+    assert PART.replaced(text) == text, f"run: {PART.command}"
 
 
 def test_a_metric_is_linked_to_the_file_that_makes_it() -> None:

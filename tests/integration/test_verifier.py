@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import select
@@ -196,44 +195,31 @@ def wait_until_gone(pid: int, within_s: float = 10.0) -> bool:
 # --- misdeeds
 
 
-@pytest.mark.parametrize(
-    ("misdeed", "status", "message"),
-    [
-        ("sleep 600", "timeout", "more than reward.timeout_s = 1.2 s"),
-        ("hang_in_c", "timeout", "more than reward.timeout_s = 1.2 s"),
-        ("backtrack", "timeout", "more than reward.timeout_s = 1.2 s"),
-        ("raise", "crashed", "RuntimeError: boom"),
-        ("sys_exit", "crashed", "SystemExit"),
-        ("os_exit", "crashed", "exit code 3"),
-        ("segfault", "crashed", "SIGSEGV"),
-        ("close_pipes", "crashed", "closed its pipe"),
-        ("fill_memory", "out_of_memory", "reward.memory_mib"),
-        ("say nan", "bad_reward", "nan"),
-        ("say inf", "bad_reward", "inf"),
-    ],
-)
-async def test_a_misdeed_costs_its_own_item(hostile: Verifier, misdeed: str, status: str, message: str) -> None:
-    completions = [f"say {index}" for index in range(12)]
-    completions[5] = misdeed
-    scored = await outcomes(hostile, completions)
-    guilty = scored.pop(5)
-    assert (guilty.sequence_id, status_name(guilty.status), guilty.reward) == ("g.5", status, 0.0)
-    assert message in guilty.message
-    assert [(status_name(outcome.status), outcome.reward) for outcome in scored] == [
-        ("ok", float(index)) for index in range(12) if index != 5
-    ]
+MISDEEDS = [
+    ("sleep 600", "timeout", "more than reward.timeout_s = 1.2 s"),
+    ("hang_in_c", "timeout", "more than reward.timeout_s = 1.2 s"),
+    ("backtrack", "timeout", "more than reward.timeout_s = 1.2 s"),
+    ("raise", "crashed", "RuntimeError: boom"),
+    ("sys_exit", "crashed", "SystemExit"),
+    ("os_exit", "crashed", "exit code 3"),
+    ("segfault", "crashed", "SIGSEGV"),
+    ("close_pipes", "crashed", "closed its pipe"),
+    ("fill_memory", "out_of_memory", "reward.memory_mib"),
+    ("say nan", "bad_reward", "nan"),
+    ("say inf", "bad_reward", "inf"),
+]
 
 
-async def test_many_misdeeds_at_once(hostile: Verifier) -> None:
-    """More of them than workers, and good items between them."""
-    kinds = ["os_exit", "say 1", "sleep 600", "say 2", "fill_memory", "say 3", "segfault", "say nan", "say 4"]
-    statuses = [status_name(outcome.status) for outcome in await outcomes(hostile, kinds)]
-    assert statuses == ["crashed", "ok", "timeout", "ok", "out_of_memory", "ok", "crashed", "bad_reward", "ok"]
-
-
-async def test_a_fork_that_comes_back_is_not_a_second_worker(hostile: Verifier) -> None:
-    scored = await outcomes(hostile, ["fork_and_return", "say 7", "fork_and_return", "say 8"])
-    assert [outcome.reward for outcome in scored] == [1.0, 7.0, 1.0, 8.0]
+async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
+    """More of them at once than workers, a good item after each, and forks that come back, which are no second workers."""
+    completions = [text for index, row in enumerate(MISDEEDS) for text in (row[0], f"say {index}")]
+    scored = await outcomes(hostile, [*completions, "fork_and_return", "say 0.5", "fork_and_return"])
+    assert [outcome.sequence_id for outcome in scored] == [f"g.{index}" for index in range(len(scored))]
+    for guilty, (misdeed, status, message) in zip(scored[:22:2], MISDEEDS, strict=True):
+        assert (status_name(guilty.status), guilty.reward) == (status, 0.0), misdeed
+        assert message in guilty.message
+    good = [("ok", float(index)) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
+    assert [(status_name(outcome.status), outcome.reward) for outcome in [*scored[1:22:2], *scored[22:]]] == good
 
 
 @pytest.mark.parametrize(
@@ -350,29 +336,6 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert "Traceback" not in running.log
         assert len(workers) == 2
         assert not any(is_alive(worker) for worker in workers)
-
-
-async def test_reasoning_gym_recipe_end_to_end(tmp_path: Path) -> None:
-    import reasoning_gym
-
-    data = recipe(scorer="task", answer_pattern=r"=\s*(-?\d+)\s*$", timeout_s=20) | {"task": {"name": "chain_sum"}}
-    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
-    reference = json.dumps({"answer": entry["answer"], "dataset": "chain_sum", "entry": entry})
-    completions = {f"... = {entry['answer']}": 1.0, f"... = {entry['answer']}0": 0.0, "no idea": 0.0}
-    asked = [
-        VerifyItem(
-            sequence_id=text,
-            task="chain_sum",
-            prompt_text=entry["question"],
-            completion_text=text,
-            reference_json=known,
-        )
-        for text, known in [*((text, reference) for text in completions), ("broken", '{"answer": "1"}')]
-    ]
-    async with serving(tmp_path, data) as address, VerifierClient(address.grpc) as client:
-        *scored, broken = await client.verify(asked)
-    assert {outcome.sequence_id: outcome.reward for outcome in scored} == completions
-    assert status_name(broken.status) == "bad_reference"
 
 
 async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(

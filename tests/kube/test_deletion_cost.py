@@ -142,13 +142,6 @@ async def test_a_refusal_is_not_asked_for_again_soon(api: ApiServer, actor: Kube
     assert api.asked(PATCH_PODS) == 1
 
 
-async def test_another_pod_of_that_name_is_left_alone(api: ApiServer, actor: KubeClient) -> None:
-    api.add_pod("actor-x", "u2")
-    async with telling(actor, uid="u1"):
-        await api.until(lambda: 409 in api.refused)
-    assert api.patches == []
-
-
 async def test_outside_kubernetes_the_gauge_shows_it() -> None:
     async with telling(None) as running:
         running.progress.tokens[running.sequence_id] = 12
