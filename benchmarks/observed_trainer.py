@@ -28,7 +28,7 @@ from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.rl.ledger import Ledger, LedgerCounts
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
@@ -120,7 +120,6 @@ class Observed:
     def _watch(self, recorder: Recorder) -> None:
         """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""
         names = [f"actor-{number}" for number in range(MEMBERS)]
-        ledger = SimpleNamespace(counts=LedgerCounts(), reasons=lambda outcome: {})
         parts: dict[str, Any] = {
             "loop": SimpleNamespace(version=1, waiting_for=""),
             "updater": SimpleNamespace(
@@ -129,7 +128,7 @@ class Observed:
             ),
             "feeder": SimpleNamespace(allowance=1),
             "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
-            "tracker": SimpleNamespace(counts=LedgerCounts(), tokens={"trained": 1}, ledger=ledger),
+            "tracker": SimpleNamespace(tokens={"trained": 1}, ledger=Ledger()),
         }  # fmt: skip
         recorder.watch(**parts)
         recorder.training_begins()

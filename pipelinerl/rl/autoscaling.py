@@ -22,8 +22,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -38,50 +40,37 @@ _UP, _DOWN = 0.1, 0.1
 """Hysteresis: actors that may be lacking, and share of the actors that may be too many, before the number changes."""
 
 
-@dataclass(frozen=True)
-class _Production:
-    """Of one actor between two looks. `slot_s`: seconds of slots in use."""
-
-    finished: int
-    busy_s: float
-    slot_s: float
-
-
-_NOTHING = _Production(0, 0.0, 0.0)
+Production = NDArray[np.float64]
+"""[3], of one actor between two looks: sequences finished, seconds in which it was busy, seconds of slots in use."""
 
 
 class _Window:
     """The newest of what actors did: at least `fewest` sequences and a minute, and not much more."""
 
     def __init__(self, fewest: int) -> None:
-        self._fewest = fewest
-        self._produced: deque[_Production] = deque()
-        self._finished, self._busy_s, self._slot_s = 0, 0.0, 0.0
+        self._fewest = np.array((fewest, FEWEST_BUSY_S, 0.0))
+        self._produced: deque[Production] = deque()
+        self._sum = np.zeros(3)
 
-    def add(self, produced: _Production) -> None:
+    def add(self, produced: Production) -> None:
         self._produced.append(produced)
-        self._sum(produced, 1)
-        while self.enough(without=self._produced[0]):
-            self._sum(self._produced.popleft(), -1)
+        self._sum = self._sum + produced
+        while (self._sum - self._produced[0] >= self._fewest).all():
+            self._sum = self._sum - self._produced.popleft()
 
-    def enough(self, without: _Production = _NOTHING) -> bool:
-        finished, busy_s = self._finished - without.finished, self._busy_s - without.busy_s
-        return finished >= self._fewest and busy_s >= FEWEST_BUSY_S
+    @property
+    def enough(self) -> bool:
+        return bool((self._sum >= self._fewest).all())
 
     @property
     def rate(self) -> float:
         """Sequences per second of a busy actor."""
-        return self._finished / self._busy_s
+        return float(self._sum[0] / self._sum[1])
 
     @property
     def in_progress(self) -> float:
         """Of a busy actor, on average."""
-        return self._slot_s / self._busy_s
-
-    def _sum(self, produced: _Production, sign: int) -> None:
-        self._finished += sign * produced.finished
-        self._busy_s += sign * produced.busy_s
-        self._slot_s += sign * produced.slot_s
+        return float(self._sum[2] / self._sum[1])
 
 
 def full_rate(rate: float, occupancy: float, known: float | None) -> float:
@@ -122,14 +111,15 @@ class ReplicasWanted:
             self._update()
         self._warm = True
 
-    def actors(self, loads: Mapping[str, ActorState], *, measuring: bool = False) -> None:
-        """What all actors answer now. While they are `measuring` (an evaluation runs beside), it tells nothing."""
-        before, self._seen = self._seen, {} if measuring else dict(loads)
+    def actors(self, states: Mapping[str, ActorState], *, measuring: bool = False) -> None:
+        """All actors of now. While they are `measuring` (an evaluation runs beside), their production tells nothing."""
+        before, self._seen = self._seen, {} if measuring else dict(states)
         for name, now in self._seen.items():
-            produced = _between(before[name], now) if name in before else None
-            if produced is not None and produced.busy_s > 0:
+            produced = produced_between(before.get(name, now), now)
+            finished, busy_s, slot_s = produced
+            if finished >= 0 and busy_s > 0:  # else it has started anew in between, or had nothing to do
                 self._lately.add(produced)
-                if produced.slot_s >= FULL * self._slots * produced.busy_s:
+                if slot_s >= FULL * self._slots * busy_s:
                     self._when_full.add(produced)
         self._update()
 
@@ -144,17 +134,15 @@ class ReplicasWanted:
 
     def _full_actor(self) -> float | None:
         """Sequences per second of an actor with all slots in use, as far as that is known."""
-        known = self._when_full.rate if self._when_full.enough() else None
+        known = self._when_full.rate if self._when_full.enough else None
         lately = self._lately
-        if not lately.enough():
+        if not lately.enough:
             return known
         occupancy = max(lately.in_progress, 1.0) / self._slots
         return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)
 
 
-def _between(before: ActorState, now: ActorState) -> _Production | None:
-    """None for an actor that has started anew in between."""
-    finished, busy_s = now.sequences_finished - before.sequences_finished, now.busy_s - before.busy_s
-    if finished < 0 or busy_s < 0:
-        return None
-    return _Production(finished, busy_s, busy_s * (before.sequences_in_progress + now.sequences_in_progress) / 2)
+def produced_between(before: ActorState, now: ActorState) -> Production:
+    busy_s = now.busy_s - before.busy_s
+    in_progress = (before.sequences_in_progress + now.sequences_in_progress) / 2
+    return np.array((now.sequences_finished - before.sequences_finished, busy_s, busy_s * in_progress))

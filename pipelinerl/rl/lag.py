@@ -1,14 +1,35 @@
-"""Token lag, whether a sequence is still fresh enough to train on, and the effective sample size of importance weights.
+"""Token lag: how it is kept small, which sequences have too much of it, and what it does to importance weights.
 
-Lag is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken.
-A version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that
-no longer exists, whatever its number.
+Lag is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
+version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that no
+longer exists, whatever its number.
 
-Effective sample size: (Σ w)² / (N Σ w²), 1 when on-policy. Weights are unclamped, whatever the loss does. Sums are kept as
-logarithms, so that weights of e^±1000 neither overflow nor vanish, and sums of two micro-batches or ranks add up to the sums
-of both.
+**The feeder's bound** says how many prompt groups may be issued at version v. Every step consumes exactly K = B / n groups,
+also when some of their samples failed: counted in sequences, a failed sample would let one more into flight for good, and
+the bound would loosen with every failure. Let N(v) be the groups issued and not lost, where a *lost* group is one of which
+nothing is trained (stale, filtered, all samples failed); it is issued again, so it leaves N.
 
-Not here: what happens to a stale sequence (`ledger.py`).
+With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
+number `(v + 1 + max_lag) * K` in order of issue, so a trainer that consumes in that order uses it in step `v + max_lag` or
+before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so a long one can
+be overtaken; the trainer checks every sequence, and an overtaken one whose lag grew beyond max_lag is dropped, leaves N and
+is issued again: the bound never starves the trainer. Tokens may be older than the version of the issue while actors still
+serve an older one: v is the oldest version that actors serve, rather than the trainer's own, so that the bound holds for
+them too.
+
+Without max_lag (the paper's setting): `N(v) <= v * K + backlog`, so that streams stay bounded; by the same argument the lag
+of an issue-order trainer is then at most `ceil(backlog / K) - 1`. The backlog follows the number of actors. More of it lets
+more be issued at once; less of it takes nothing back: N(v) stays above the limit, and nothing is issued, until steps have
+consumed the difference, groups that are all in flight. What is in flight is at most the backlog that there was when the
+last of it was issued.
+
+In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
+
+**Effective sample size**: (Σ w)² / (N Σ w²), 1 when on-policy. Weights are unclamped, whatever the loss does. Sums are kept
+as logarithms, so that weights of e^±1000 neither overflow nor vanish, and sums of two micro-batches or ranks add up to the
+sums of both.
+
+Not here: which problem comes next, and what happens to a stale sequence (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +43,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
+from pipelinerl.recipe.fields import Recipe
+
+
+def groups_per_step(recipe: Recipe) -> int:
+    """K = B / n."""
+    return recipe.trainer.batch_size // recipe.sampling.group_size
+
+
+def backlog_groups(recipe: Recipe, num_actors: int) -> int:
+    """Groups in flight that, without max_lag, keep all places of `num_actors` generating while one batch is trained and one
+    more waits: enough never to idle an actor and small enough to bound the streams."""
+    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    return 2 * groups_per_step(recipe) + 2 * math.ceil(in_progress / recipe.sampling.group_size)
+
+
+def issue_limit(recipe: Recipe, version: int, num_actors: int) -> int:
+    """Groups that may have been issued and not lost by the time of `version`, since the start of the run. Nothing is issued
+    that no step would consume."""
+    per_step, phase_steps = groups_per_step(recipe), recipe.algorithm.conventional_g
+    if recipe.mode == "conventional":
+        limit = (version // phase_steps + 1) * phase_steps * per_step
+    elif recipe.algorithm.max_lag is None:
+        limit = version * per_step + backlog_groups(recipe, num_actors)
+    else:
+        limit = (version + 1 + recipe.algorithm.max_lag) * per_step
+    return min(limit, recipe.trainer.steps * per_step)
+
+
+def starts_phase(recipe: Recipe, version: int) -> bool:
+    """Whether μ becomes π at `version`: always in pipeline mode, every G steps in conventional mode."""
+    return recipe.mode == "pipeline" or version % recipe.algorithm.conventional_g == 0
+
+
+def groups_before_step(recipe: Recipe, version: int) -> int:
+    """Groups that must be complete before the step at `version` starts: conventional mode trains when its whole
+    phase is generated (and shuffles it), pipeline mode as soon as one batch is there."""
+    phase_steps = recipe.algorithm.conventional_g
+    steps = phase_steps - version % phase_steps if recipe.mode == "conventional" else 1
+    return steps * groups_per_step(recipe)
+
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 """Labels, in order of lag. Widths double, because one step more matters at lag 1 and not at lag 100."""

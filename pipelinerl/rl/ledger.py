@@ -6,8 +6,9 @@ Not here: metrics, files, streams; `to_state` is what a checkpoint stores.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -37,24 +38,28 @@ class LedgerCounts:
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
+    @property
+    def discrepancy(self) -> int:
+        """Issued less all others: 0, or a defect."""
+        ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
+        return self.issued - ended - self.in_flight
+
 
 class Ledger:
-    """Outcomes of all sequences of one run."""
+    """Outcomes of all sequences of one run. `counts` is replaced at each event: numbers of one moment, on any thread."""
 
     def __init__(self) -> None:
-        self._issued = 0
-        self._closed = dict.fromkeys(Outcome, 0)
+        self.counts = LedgerCounts()
         self._in_flight: dict[str, None] = {}  # in order of issue
-        self._reasons: dict[Outcome, dict[str, int]] = {outcome: {} for outcome in Outcome}
+        self._reasons = {outcome: Counter[str]() for outcome in Outcome}
 
     def issue(self, sequence_ids: Iterable[str]) -> None:
-        """Raises `LedgerViolation` when one of them is in flight already; those before it are issued."""
+        """Counts sequences as issued and in flight. Raises `LedgerViolation` for one that is in flight already."""
         for sequence_id in sequence_ids:
             if sequence_id in self._in_flight:
                 raise LedgerViolation(f"sequence {sequence_id} was issued twice")
             self._in_flight[sequence_id] = None
-            self._issued += 1
-        self.check()
+            self._count("issued")
 
     def close(self, sequence_id: str, outcome: Outcome, reason: str = "") -> None:
         """Ends one sequence. A failure needs a reason; reasons are counted, so keep them short and few.
@@ -66,10 +71,9 @@ class Ledger:
         if outcome is Outcome.FAILED and not reason:
             raise LedgerViolation(f"sequence {sequence_id} failed without a reason")
         del self._in_flight[sequence_id]
-        self._closed[outcome] += 1
         if reason:
-            self._reasons[outcome][reason] = self._reasons[outcome].get(reason, 0) + 1
-        self.check()
+            self._reasons[outcome][reason] += 1
+        self._count(outcome.value)
 
     def is_open(self, sequence_id: str) -> bool:
         """Whether the sequence is in flight: only such a one may be trained."""
@@ -79,26 +83,27 @@ class Ledger:
         """Ids in order of issue."""
         return tuple(self._in_flight)
 
-    @property
-    def counts(self) -> LedgerCounts:
-        by_outcome = {outcome.value: count for outcome, count in self._closed.items()}
-        return LedgerCounts(issued=self._issued, in_flight=len(self._in_flight), **by_outcome)
-
     def reasons(self, outcome: Outcome) -> dict[str, int]:
         """Sequences of that outcome by reason, where one was given."""
         return dict(self._reasons[outcome])
 
     def check(self) -> None:
         """Raises `LedgerViolation` with all the numbers when the equation does not hold."""
-        if self._issued != sum(self._closed.values()) + len(self._in_flight):
+        if self.counts.discrepancy:
             numbers = ", ".join(f"{name} {count}" for name, count in self.counts.as_dict().items())
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
+
+    def _count(self, name: str) -> None:
+        """One more of `name`, and what is in flight now."""
+        more: dict[str, int] = {name: getattr(self.counts, name) + 1}
+        self.counts = replace(self.counts, in_flight=len(self._in_flight), **more)
+        self.check()
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; `from_state` makes an equal ledger of it."""
         return {
-            "issued": self._issued,
-            "closed": {outcome.value: count for outcome, count in self._closed.items()},
+            "issued": self.counts.issued,
+            "closed": {outcome.value: getattr(self.counts, outcome.value) for outcome in Outcome},
             "reasons": {outcome.value: dict(counts) for outcome, counts in self._reasons.items()},
             "in_flight": list(self._in_flight),
         }
@@ -107,9 +112,8 @@ class Ledger:
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """Raises `LedgerViolation` when the stored numbers do not add up."""
         ledger = cls()
-        ledger._issued = state["issued"]
-        ledger._closed = {outcome: state["closed"][outcome.value] for outcome in Outcome}
-        ledger._reasons = {outcome: dict(state["reasons"][outcome.value]) for outcome in Outcome}
+        ledger._reasons = {outcome: Counter(state["reasons"][outcome.value]) for outcome in Outcome}
         ledger._in_flight = dict.fromkeys(state["in_flight"])
+        ledger.counts = LedgerCounts(state["issued"], in_flight=len(ledger._in_flight), **state["closed"])
         ledger.check()
         return ledger

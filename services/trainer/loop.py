@@ -18,23 +18,24 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
+from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.rl.lag import starts_phase
 from pipelinerl.rl.ledger import Outcome
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, CheckpointWriter, Due, WrittenCheckpoint
-from services.trainer.checkpoint.run_state import RunState
-from services.trainer.data.actor_client import ActorClient, ActorClients
-from services.trainer.data.evaluation import HeldoutEvaluator, HeldoutResult, Parity, measure_parity
+from services.trainer.checkpoint.run_state import RunState, evaluates_first
+from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import StepRecord, update_idle_s
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from services.trainer.policy_trainer import PolicyTrainer
+    from services.trainer.reporting.recorder import Recorder
+    from services.trainer.resume import Resume
 
 log = logging.getLogger(__name__)
 
@@ -53,61 +54,43 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class OptimizerLoop:
-    """Owns the number of the policy version. `on_step`, `on_heldout` and `on_parity` are called in step order;
-    `capture(version, skipped_in_a_row)` takes down all but tensors for a checkpoint.
-
-    It goes on from `version`, which is evaluated first when `evaluate_first`.
-    """
+    """Owns the number of the policy version. It goes on from where `resume` starts."""
 
     def __init__(
         self,
         recipe: Recipe,
-        trainer: PolicyTrainer,
+        policy: PolicyTrainer,
         intake: Intake,
         feeder: Feeder,
         tracker: SequenceTracker,
-        bound: FeederBound,
         updater: WeightUpdater,
-        evaluator: HeldoutEvaluator,
-        *,
-        incarnation: int,
-        version: int,
-        skipped_in_a_row: int = 0,
-        evaluate_first: bool,
-        probe: TokenIds,
-        writer: CheckpointWriter,
-        capture: Callable[[int, int], RunState],
-        on_checkpoint: Callable[[WrittenCheckpoint], None],
-        on_step: Callable[[StepRecord, list[TrainingGroup]], None],
-        on_heldout: Callable[[HeldoutResult], None],
-        on_parity: Callable[[Parity], None],
-        actor_client: ActorClients = ActorClient,
-        traces: SequenceTraces | None = None,
+        evaluator: Evaluator,
+        recorder: Recorder,
+        resume: Resume,
     ) -> None:
-        self._actor_client, self._traces = actor_client, traces or SequenceTraces()
-        self._recipe, self._trainer, self._intake, self._feeder = recipe, trainer, intake, feeder
-        self._tracker, self._bound, self._updater, self._evaluator = tracker, bound, updater, evaluator
-        self._incarnation, self._probe = incarnation, probe
-        self._evaluate_first, self._writer, self._capture_rest = evaluate_first, writer, capture
-        self._on_step, self._on_heldout, self._on_parity = on_step, on_heldout, on_parity
+        self._recipe, self._policy, self._intake, self._feeder = recipe, policy, intake, feeder
+        self._tracker, self._updater, self._evaluator = tracker, updater, evaluator
+        self._recorder, self._resume = recorder, resume
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
-        self._checkpoints = Checkpointer(
-            Due(recipe.checkpoint, version, time.monotonic),
-            writer,
-            lambda version: self._in_compute(functools.partial(self._trainer.begin_checkpoint, version)),
+        start = resume.start
+        self._writer = CheckpointWriter(resume.run_dir, recipe.checkpoint.keep, resume.journal.sync)
+        self.checkpoints = Checkpointer(
+            Due(recipe.checkpoint, start.version, time.monotonic),
+            self._writer,
+            lambda version: self._in_compute(policy.begin_checkpoint, version),
             self._capture,
-            on_checkpoint,
+            resume.checkpoint_written,
         )
         self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the step that was computed last, unless that is done."""
         self._carried_s: dict[str, float] = {}
         """Of the next step's record: what the end of the last one took."""
-        self.skipped_in_a_row = skipped_in_a_row
+        self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         """Of the last optimizer steps."""
         self._closed = False
-        self.version = version
+        self.version = start.version
         self.waiting_for = "actors"
 
     @property
@@ -120,7 +103,7 @@ class OptimizerLoop:
         try:
             await self._offer({})
             await self._updater.all_served()
-            await self._measure(evaluate=self._evaluate_first)
+            await self._measure(evaluate=evaluates_first(self._resume.start, self._recipe))
             while self.version < self._recipe.trainer.steps:
                 await self._step()
             self.waiting_for = "the last version to be served"
@@ -136,40 +119,31 @@ class OptimizerLoop:
 
         Returns at once where there are none. Raises `RuntimeError` when one of them is gone.
         """
-        while self._trainer.num_ranks > 1:
-            await self._in_compute(self._trainer.heartbeat)
+        while self._policy.num_ranks > 1:
+            await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def request_checkpoint(self) -> tuple[str, int]:
-        """Folder and version, once on disk: of now when no step is computed, else of after that step.
+    async def request_checkpoint(self) -> WrittenCheckpoint:
+        """Returns once it is on disk: of now when no step is computed, else of after that step.
 
         Raises `ServiceError` when it cannot be written, or the run has ended.
         """
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
-            written = await self._checkpoints.write()
+            return await self.checkpoints.write()
         except (RuntimeError, asyncio.CancelledError):
             task = asyncio.current_task()
             if self._closed and not (task and task.cancelling()):  # the compute thread takes no more work
                 raise ServiceError(RUN_ENDED) from None
             raise
-        return str(written.folder), written.version
-
-    async def checkpoint_anew(self) -> None:
-        """One of now, or of after the step under way, though there may be one of this version: with what has arrived since."""
-        await self._checkpoints.write(anew=True)
-
-    async def last_checkpoint(self) -> WrittenCheckpoint:
-        """The same for the run's last one: no step begins any more, and one under way ends first."""
-        return await self._checkpoints.write(last=True)
 
     async def dismiss(self, timeout_s: float) -> None:
         """Tells the other ranks to end, after what they compute now. Those that have not heard it by then see this one go."""
-        if self._trainer.num_ranks > 1:
+        if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._in_compute(self._trainer.end)
+                    await self._in_compute(self._policy.end)
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
             except RuntimeError as error:  # of torch.distributed: they are gone, and a run that ends does not need them
@@ -188,22 +162,25 @@ class OptimizerLoop:
         with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
-        async with self._checkpoints.step():
-            self._prepare_next()
+        async with self.checkpoints.step():
+            self._next = None
+            if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one
+                self._next = asyncio.create_task(self._prepared(self.version + 1))
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
-            with self._traces.step(self.version + 1, ids) as span:
+            with self._tracker.traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
-                    figures = await self._in_compute(functools.partial(self._trainer.step, prepared))
+                    figures = await self._in_compute(self._policy.step, prepared)
                 self._conclude(figures, batch)
                 span.set_attributes(step_attributes(figures))
             self._unrecorded = functools.partial(self._record, figures, batch, seconds, began_at)
         self._feeder.look_again()
-        if self._bound.starts_phase(self.version) or self.version == self._recipe.trainer.steps:
+        if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(seconds)
         seconds["total"] = time.monotonic() - began_at
-        if self._evaluation_due(self.version) or self._probe_due(self.version):
+        evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
+        if evaluate or self._due(self._recipe.weights.probe_every):
             await self._measured()
-            await self._measure(evaluate=self._evaluation_due(self.version))
+            await self._measure(evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
             await self._measured()  # the last record carries its own evaluation
         self._unrecorded()
@@ -215,7 +192,7 @@ class OptimizerLoop:
             )
         if self.version < self._recipe.trainer.steps:
             with measured(self._carried_s, "checkpoint"):
-                await self._checkpoints.if_due(self.version)
+                await self.checkpoints.if_due(self.version)
 
     def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
         """The step was computed: what became of its sequences, and the version that came of it."""
@@ -231,22 +208,16 @@ class OptimizerLoop:
     def _capture(self) -> RunState:
         """Between two steps. The record of the last one is written by then: what goes on from here has it in its figures."""
         self._unrecorded()
-        return self._capture_rest(self.version, self.skipped_in_a_row)
-
-    def _prepare_next(self) -> None:
-        """Starts to take the next step's batch and to plan it, beside the computation of this one."""
-        following, self._next = self.version + 1, None
-        if following < self._recipe.trainer.steps:
-            self._next = asyncio.create_task(self._prepared(following))
+        return self._resume.capture(self.version, self.skipped_in_a_row)
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
-        return batch, await asyncio.to_thread(self._trainer.prepare, batch, version)
+        return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float]) -> None:
-        version = PolicyVersion(self._incarnation, self.version)
+        version = PolicyVersion(self._resume.start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
-            snapshot = await self._in_compute(functools.partial(self._trainer.snapshot, version))
+            snapshot = await self._in_compute(self._policy.snapshot, version)
         with measured(seconds, "send"):
             await self._updater.offer(self.version, snapshot)
             if self._recipe.mode == "conventional":
@@ -255,20 +226,15 @@ class OptimizerLoop:
 
     # --- evaluation and probe, beside the next step ------------------------------------------------------------------
 
-    def _evaluation_due(self, version: int) -> bool:
-        every = self._recipe.evaluation.every_steps
-        sent = self._bound.starts_phase(version)
-        return version == self._recipe.trainer.steps or (every > 0 and version % every == 0 and sent)
-
-    def _probe_due(self, version: int) -> bool:
-        every = self._recipe.weights.probe_every
-        return every > 0 and version % every == 0 and self._bound.starts_phase(version)
+    def _due(self, every_steps: int) -> bool:
+        """Whether the version is one to measure, and was sent."""
+        return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _measure(self, *, evaluate: bool) -> None:
         """Starts measuring the version that was just offered; the next steps go on, up to their commit."""
         trained: Logprobs | None = None
         if self._recipe.weights.probe_every > 0:
-            trained = await self._in_compute(functools.partial(self._trainer.score, self._probe))
+            trained = await self._in_compute(self._policy.score, self._evaluator.probe)
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:
@@ -279,15 +245,11 @@ class OptimizerLoop:
     async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
         """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
-            if trained is not None:
-                members = {name: member.grpc_address for name, member in self._updater.serving.items()}
-                served = PolicyVersion(self._incarnation, version)
-                parity = await measure_parity(members, self._probe, trained, served, self._actor_client)
-                if parity is not None:
-                    self._on_parity(parity)
+            if trained is not None and (parity := await self._evaluator.parity(version, trained)) is not None:
+                self._recorder.parity(parity)
             if evaluate:
                 try:
-                    self._on_heldout(await self._evaluator.evaluate(version))
+                    self._recorder.heldout(await self._evaluator.evaluate(version))
                 except ServiceError as error:
                     log.error("held-out evaluation is left out: %s", error)
 
@@ -306,10 +268,11 @@ class OptimizerLoop:
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
         record["idle_s"] = update_idle_s(record["step_s"])
         record["sequences"] = self._tracker.ledger.counts.as_dict()
-        self._on_step(record, batch)
+        self._resume.journal.flush()  # who hears of the step may audit it
+        self._recorder.step(record, batch, self._intake.tokens_arrived)
 
-    async def _in_compute(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+    async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, call, *arguments)
 
 
 def step_attributes(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 
 Takes over: state of a checkpoint, what is on the streams. Leaves: the journal's words, what a checkpoint holds beside tensors,
 which positions of the log somebody may still read. It decides neither when a checkpoint is due nor how it is written.
+
+`StreamUpkeep`, every few seconds, purges from SEQUENCES what nobody will read again, has a checkpoint written where the log
+fills up before one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never
+came. What it ends goes through `Intake`, so that the feeder issues another group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.protocol import StreamInfo, group_id_of
+from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.recipe.changes import recipe_hash
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.retry import retry_forever
@@ -20,36 +27,41 @@ from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
+from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 10.0
+LOST_AFTER_S = 60.0
+GROUP_LOST = "prompt group lost"
+FULL_SHARE = 0.5
+"""Of a log's limit: fuller than this, it should become shorter."""
 
+
+@dataclass
 class Resume:
     """Of `start`. What it restores belongs to `tracker`, `feeder`, `intake` and `recorder`."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        recipe: Recipe,
-        bus: Bus,
-        journal: Journal,
-        start: Start,
-        tracker: SequenceTracker,
-        feeder: Feeder,
-        intake: Intake,
-        recorder: Recorder,
-    ) -> None:
-        self._run_dir, self._recipe, self._bus, self._journal, self._start = run_dir, recipe, bus, journal, start
-        self._tracker, self._feeder, self._intake, self._recorder = tracker, feeder, intake, recorder
-        self._kept_positions = dict(start.positions)
+    run_dir: Path
+    recipe: Recipe
+    bus: Bus
+    journal: Journal
+    start: Start
+    tracker: SequenceTracker
+    feeder: Feeder
+    intake: Intake
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self._kept_positions = dict(self.start.positions)
         """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
 
     async def begin(self) -> int:
         """Says in the journal that a trainer started, and takes over what the one before left; returns how many groups it
         published again. Waits while NATS is away."""
-        start = self._start
-        self._journal.write(
+        start = self.start
+        self.journal.write(
             {
                 "event": "start",
                 "incarnation": start.lineage.incarnation,
@@ -57,51 +69,52 @@ class Resume:
                 "keep": start.journal_bytes,
             }
         )
-        await asyncio.to_thread(self._journal.sync)
+        await asyncio.to_thread(self.journal.sync)
         if (state := start.state) is not None:
-            self._tracker.restore(state.books)
-            self._feeder.next_group = state.next_group
-            self._intake.restore(state.held, state.position)
-            self._intake.tokens_arrived = state.figures["tokens_arrived"]
-            self._intake.bad_messages = state.figures["bad_messages"]
-            self._recorder.restore(state.figures["report"])
+            self.tracker.restore(state.books)
+            self.feeder.next_group = state.next_group
+            self.intake.restore(state.held, state.position)
+            self.intake.tokens_arrived = state.figures["tokens_arrived"]
+            self.intake.bad_messages = state.figures["bad_messages"]
+            self.recorder.restore(state.figures["report"])
         return await self._adopt() if start.again else 0
 
     def capture(self, version: int, skipped_in_a_row: int) -> RunState:
         """All but the tensors of this moment, which must be between two steps: after the one that made `version`."""
-        self._journal.flush()
+        self.journal.flush()
         figures = {
-            "tokens_arrived": self._intake.tokens_arrived,
-            "bad_messages": self._intake.bad_messages,
+            "tokens_arrived": self.intake.tokens_arrived,
+            "bad_messages": self.intake.bad_messages,
             "skipped_in_a_row": skipped_in_a_row,
-            "report": self._recorder.to_state(),
+            "report": self.recorder.to_state(),
         }
         return RunState(
-            run=self._bus.run,
+            run=self.bus.run,
             policy_version=version,
-            starts=self._start.lineage.starts,
-            recipe=self._recipe.model_dump(mode="json"),
-            recipe_hash=recipe_hash(self._recipe),
-            journal_bytes=self._journal.size,
-            books=self._tracker.to_state(),
-            next_group=self._feeder.next_group,
-            position=self._intake.position,
-            held=self._intake.held(),
+            starts=self.start.lineage.starts,
+            recipe=self.recipe.model_dump(mode="json"),
+            recipe_hash=recipe_hash(self.recipe),
+            journal_bytes=self.journal.size,
+            books=self.tracker.to_state(),
+            next_group=self.feeder.next_group,
+            position=self.intake.position,
+            held=self.intake.held(),
             figures=figures,
         )
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self._kept_positions.pop(written.version, None)
         self._kept_positions[written.version] = written.position
-        while len(self._kept_positions) > self._recipe.checkpoint.keep:
+        while len(self._kept_positions) > self.recipe.checkpoint.keep:
             del self._kept_positions[next(iter(self._kept_positions))]
-        self._journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
-        self._journal.flush()
+        self.journal.write({"event": "checkpoint", "version": written.version, "position": written.position})
+        self.journal.flush()
+        self.recorder.checkpoint_written(written)
 
     def end(self, version: int, *, finished: bool) -> None:
         """This trainer's last word."""
-        self._journal.write({"event": "end", "version": version, "finished": finished})
-        self._journal.flush()
+        self.journal.write({"event": "end", "version": version, "finished": finished})
+        self.journal.flush()
 
     def readable_from(self, filling: bool) -> int:
         """Position of SEQUENCES that somebody may still read: a trainer that goes on from any checkpoint that is kept; where
@@ -112,21 +125,84 @@ class Resume:
     async def _adopt(self) -> int:
         """What the incarnation before issued after the checkpoint, as far as the streams show it."""
         scan = await retry_forever(
-            lambda: scan_in_flight(self._bus, self._intake.position), "look at what is on the streams"
+            lambda: scan_in_flight(self.bus, self.intake.position), "look at what is on the streams"
         )
-        if scan.position < self._intake.position:
-            self._journal.write({"event": "position", "position": scan.position})
+        if scan.position < self.intake.position:
+            self.journal.write({"event": "position", "position": scan.position})
             self._kept_positions = dict.fromkeys(self._kept_positions, scan.position)
-        self._intake.position = scan.position
-        reserved = await asyncio.to_thread(reserved_groups, self._run_dir / JOURNAL)
-        incarnation = self._start.lineage.incarnation
-        published = await self._feeder.adopt(reserved, scan, f"i{incarnation}")
+        self.intake.position = scan.position
+        reserved = await asyncio.to_thread(reserved_groups, self.run_dir / JOURNAL)
+        incarnation = self.start.lineage.incarnation
+        published = await self.feeder.adopt(reserved, scan, f"i{incarnation}")
         log.info(
             "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
             incarnation,
-            self._start.version,
+            self.start.version,
             scan.position,
-            len(self._tracker.groups.open_groups()),
+            len(self.tracker.open_groups),
             published,
         )
         return published
+
+
+@dataclass
+class StreamUpkeep:
+    """Keeps the run's streams short and notices what was lost on them.
+
+    An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
+    a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
+    `LOST_AFTER_S` is on top of that. A group that was handed over is on the queue again, at another position.
+    """
+
+    bus: Bus
+    tracker: SequenceTracker
+    intake: Intake
+    resume: Resume
+    loop: OptimizerLoop
+    recorder: Recorder
+    _purged_below: int = 1
+    _gone: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """When a group was first missed, and the end of the log then."""
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `UserError` where `Intake` does."""
+        while True:
+            try:
+                prompts, sequences = await self.bus.prompts_info(), await self.bus.sequences_info()
+                self.recorder.metrics.queues.saw("prompts", prompts)
+                self.recorder.metrics.queues.saw("sequences", sequences)
+                await self._purge(sequences)
+                await self._look_for_lost_groups(prompts)
+            except BusError as error:
+                log.info("the streams are looked after later: %s", error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _purge(self, sequences: StreamInfo) -> None:
+        limits = self.bus.limits
+        bytes_share = sequences.bytes / limits.sequences_max_bytes
+        messages_share = sequences.messages / limits.sequences_max_messages
+        filling = max(bytes_share, messages_share) > FULL_SHARE  # on its way to refuse the next sequence
+        if filling:
+            try:
+                await self.loop.checkpoints.write(anew=True)
+            except ServiceError as error:
+                log.error("SEQUENCES is more than half full, and stays so: %s", error)
+        readable_from = self.resume.readable_from(filling)
+        if readable_from > self._purged_below:
+            await self.bus.purge_sequences(readable_from)
+            self._purged_below = readable_from
+
+    async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
+        gone = self.tracker.gone_from_queue(prompts.first_position)
+        if gone:
+            still_there = {group_id_of(msg_id): at for msg_id, at in (await self.bus.pending_prompts()).items()}
+            for group_id in set(gone) & set(still_there):
+                self.tracker.published(group_id, still_there[group_id])
+            gone = [group_id for group_id in gone if group_id not in still_there]
+        log_end = (await self.bus.sequences_info()).last_position if gone else 0
+        now_s = asyncio.get_running_loop().time()
+        self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
+        for group_id, (since_s, end) in self._gone.items():
+            if now_s - since_s >= LOST_AFTER_S and self.intake.position >= end:
+                log.error("group %s left the queue, and not all of its sequences came", group_id)
+                await self.intake.fail_missing(group_id, GROUP_LOST)

@@ -12,7 +12,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpc import aio
@@ -24,27 +23,22 @@ from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
-from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.checkpoint.checkpointer import CheckpointWriter, WrittenCheckpoint, link_export
+from services.trainer.checkpoint.checkpointer import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
-from services.trainer.data.actor_client import ActorClient
-from services.trainer.data.evaluation import HeldoutEvaluator, probe_tokens
-from services.trainer.data.feeder import Feeder, feeder_bound, heldout_problems, training_problems
-from services.trainer.data.intake import Intake, StreamUpkeep
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker
-from services.trainer.learn.batch import TrainingGroup
+from services.trainer.data.evaluation import ActorClient, Evaluator
+from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
+from services.trainer.data.intake import Intake
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.loop import OptimizerLoop
-from services.trainer.records import StepRecord
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.resume import Resume
-from services.trainer.server import TrainerService, initial_files
-from services.trainer.weight_sync.coordinator import Member
+from services.trainer.resume import Resume, StreamUpkeep
+from services.trainer.server import TrainerService
 from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
@@ -73,14 +67,13 @@ class TrainingRun:
         start: Start,
         recorder: Recorder,
     ) -> None:
-        self._settings, self._recipe, self._bus, self._journal = settings, recipe, bus, journal
-        self._start, self._recorder = start, recorder
+        self._settings, self._recipe, self._bus, self._start = settings, recipe, bus, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
-        bound, traces = feeder_bound(recipe, settings.expected_actors), SequenceTraces()
-        self._tracker = SequenceTracker(traces.recording(journal.write))
-        self._updater = WeightUpdater(
+        self.recorder = recorder
+        self.tracker = SequenceTracker(journal.write)
+        self.updater = WeightUpdater(
             bus,
             policy.port,
             incarnation=self._incarnation,
@@ -92,85 +85,26 @@ class TrainingRun:
             on_aborted=recorder.update_aborted,
             on_regroup=recorder.regrouped,
         )
-        self._feeder = Feeder(
-            bus,
-            recipe,
-            training_problems(recipe, policy.tokenizer),
-            self._tracker,
-            lambda: feeder_bound(recipe, self._updater.num_present),
-            lambda: self._updater.served_version,
-            self._reserve,
-            traces,
+        problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
+        vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
+        self.feeder = Feeder(bus, recipe, problems, tracker, self.updater, journal)
+        self.intake = Intake(bus, recipe, tracker, self.feeder, vocab_size=vocab_size, lineage=lineage)
+        run_dir = settings.run_dir
+        self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder)
+        self.evaluator = Evaluator(
+            recipe, heldout, vocab_size, self.updater, verifier, self._incarnation, self._actor_client
         )
-        self._intake = Intake(
-            bus,
-            recipe,
-            self._tracker,
-            bound,
-            vocab_size=policy.vocab_size,
-            on_loss=self._feeder.look_again,
-            lineage=start.lineage,
-            traces=traces,
+        self.loop = OptimizerLoop(
+            recipe, policy, self.intake, self.feeder, tracker, self.updater, self.evaluator, recorder, self.resume
         )
-        self._resume = Resume(
-            settings.run_dir,
-            recipe,
-            bus,
-            journal,
-            start,
-            self._tracker,
-            self._feeder,
-            self._intake,
-            recorder,
-        )
-        evaluator = HeldoutEvaluator(
-            heldout_problems(recipe, policy.tokenizer),
-            lambda: _addresses(self._updater.serving),
-            verifier,
-            SamplingParams(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens),
-            incarnation=self._incarnation,
-            correct_reward=recipe.reward.correct,
-            seed=recipe.seed + 1,
-            timeout_s=recipe.evaluation.timeout_s,
-            client=self._actor_client,
-        )
-        num_probe_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
-        self._loop = OptimizerLoop(
-            recipe,
-            policy,
-            self._intake,
-            self._feeder,
-            self._tracker,
-            bound,
-            self._updater,
-            evaluator,
-            incarnation=self._incarnation,
-            version=start.version,
-            skipped_in_a_row=start.state.figures["skipped_in_a_row"] if start.state else 0,
-            evaluate_first=evaluates_first(start, recipe),
-            probe=probe_tokens(policy.vocab_size, num_probe_tokens, recipe.seed),
-            writer=CheckpointWriter(settings.run_dir, recipe.checkpoint.keep, journal.sync),
-            capture=self._resume.capture,
-            on_checkpoint=self._checkpoint_written,
-            on_step=self._step_done,
-            on_heldout=recorder.heldout,
-            on_parity=recorder.parity,
-            actor_client=self._actor_client,
-            traces=traces,
-        )
-        self._upkeep = StreamUpkeep(
-            bus,
-            self._tracker,
-            self._intake,
-            self._resume.readable_from,
-            self._loop.checkpoint_anew,
-            on_look=recorder.metrics.queues.saw,
-        )
-        recorder.watch(self._loop, self._updater, self._feeder, self._intake, self._tracker)
+        self.upkeep = StreamUpkeep(bus, tracker, self.intake, self.resume, self.loop, recorder)
+        recorder.watch(self.loop, self.updater, self.feeder, self.intake, tracker)
 
     def add_to_server(self, server: aio.Server) -> None:
-        initial = initial_files(self._recipe, model_source(self._recipe, self._settings))
-        service = TrainerService(self._recorder.feed, self._recorder.status, self._loop.request_checkpoint, initial)
+        source = model_source(self._recipe, self._settings)
+        service = TrainerService(
+            self.recorder.feed, self.recorder.status, self.loop.request_checkpoint, self._recipe, source
+        )
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     # --- from start to end -------------------------------------------------------------------------------------------
@@ -180,37 +114,37 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
-            self._recorder.in_order(self._loop.version, finished=finished)
+            self.recorder.in_order(self.loop.version, finished=finished)
         finally:
             summary = self._write_summary(finished)
-            self._resume.end(self._loop.version, finished=finished)
-            self._recorder.end(summary, finished=finished)
+            self.resume.end(self.loop.version, finished=finished)
+            self.recorder.end(summary, finished=finished)
             try:
                 await self._say_end(finished)
                 if finished and self._settings.linger:
                     await self._linger(stop)
-                await self._loop.dismiss(DISMISS_S)
+                await self.loop.dismiss(DISMISS_S)
             finally:
-                self._loop.close()
+                self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
         """True when the run came to its own end."""
         try:
-            await unless_stopped(self._resume.begin(), stop)
+            await unless_stopped(self.resume.begin(), stop)
         except StartStopped:  # before that was possible: NATS may be away
             return False
-        self._recorder.started()
+        self.recorder.started()
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(part)
                 for part in (
-                    self._updater.run(),
-                    self._intake.run(),
-                    self._upkeep.run(),
+                    self.updater.run(),
+                    self.intake.run(),
+                    self.upkeep.run(),
                     self._poll_actors(),
-                    watch_actor_pods(self._settings, self._updater),
-                    self._loop.heartbeat(),
-                    self._recorder.publish_state(),
+                    watch_actor_pods(self._settings, self.updater),
+                    self.loop.heartbeat(),
+                    self.recorder.publish_state(),
                 )
             ]
             stopping = tasks.create_task(stop.wait())
@@ -226,12 +160,12 @@ class TrainingRun:
     async def _train_when_actors_are_there(
         self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]
     ) -> None:
-        if self._loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
+        if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
             await self._wait_for_actors()
-            background.append(tasks.create_task(self._feeder.run()))
-            self._recorder.training_begins()
+            background.append(tasks.create_task(self.feeder.run()))
+            self.recorder.training_begins()
             await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
-            await self._loop.run()
+            await self.loop.run()
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
@@ -240,7 +174,7 @@ class TrainingRun:
         while True:
             try:
                 async with asyncio.timeout(self._recipe.weights.join_timeout_s):
-                    return await self._updater.wait_for_members(expected)
+                    return await self.updater.wait_for_members(expected)
             except TimeoutError as error:
                 if not self._settings.linger:
                     raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise it") from error
@@ -248,26 +182,26 @@ class TrainingRun:
 
     def _too_few(self, expected: int) -> str:
         return (
-            f"{self._updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self._updater.reasons or 'nothing'}"
+            f"{self.updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last heard: {self.updater.reasons or 'nothing'}"
         )
 
     async def _linger(self, stop: asyncio.Event) -> None:
         """Stays as it is until `stop`: it answers, and the other ranks stay as well. Raises `RuntimeError` when one is gone."""
         log.info("the run is finished: this trainer answers, and does nothing else, until it is told to stop")
         async with asyncio.TaskGroup() as tasks:
-            heartbeat = tasks.create_task(self._loop.heartbeat())
+            heartbeat = tasks.create_task(self.loop.heartbeat())
             await stop.wait()
             heartbeat.cancel()
 
     def _write_summary(self, finished: bool) -> dict[str, Any]:
-        return self._recorder.write_summary(
-            self._tracker.ledger, self._loop.version, self._updater.evictions, finished=finished
+        return self.recorder.write_summary(
+            self.tracker.ledger, self.loop.version, self.updater.evictions, finished=finished
         )
 
     async def _checkpoint_on_stop(self) -> None:
         """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
-        if self._loop.version == self._start.version and self._loop.waiting_for:
+        if self.loop.version == self._start.version and self.loop.waiting_for:
             return  # nothing was trained since the checkpoint that this trainer started from
         self._write_summary(finished=False)  # whoever stops this process may not wait for the rest
         within_s = self._settings.stop_checkpoint_s
@@ -275,32 +209,32 @@ class TrainingRun:
             async with asyncio.timeout(within_s):
                 await self._publish_last()
         except TimeoutError:
-            log.warning("no checkpoint of version %d yet after %.1f s", self._loop.version, within_s)
+            log.warning("no checkpoint of version %d yet after %.1f s", self.loop.version, within_s)
         except ServiceError as error:
-            log.error("the run ends without a checkpoint of version %d: %s", self._loop.version, error)
+            log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
     async def _publish_last(self) -> None:
         """Writes the last checkpoint and makes it the run's result. Raises `ServiceError`."""
         async with self._publishing:  # a run that is stopped as it ends would do it twice at once
-            written = await self._loop.last_checkpoint()
+            written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
         while True:
             loads: dict[str, ActorState] = {}
-            for name, address in _addresses(self._updater.members).items():
+            for name, member in list(self.updater.members.items()):
                 try:
-                    async with self._actor_client(name, address) as client:
+                    async with self._actor_client(name, member.grpc_address) as client:
                         loads[name] = await client.state(timeout_s=LOAD_EVERY_S)
                 except ServiceError as error:
                     log.debug("no load of %s: %s", name, error)
-            self._recorder.actor_loads(loads, measuring=self._loop.measuring)
+            self.recorder.actor_loads(loads, measuring=self.loop.measuring)
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:
         end = RunEnd(
             incarnation=self._incarnation,
-            version=self._loop.version,
+            version=self.loop.version,
             ok=finished,
             reason="" if finished else "stopped early",
         )
@@ -309,35 +243,18 @@ class TrainingRun:
         except BusError as error:
             log.warning("the end of the run could not be announced: %s", error)
 
-    async def _reserve(self, groups: int) -> None:
-        """Returns when it is on disk that groups numbered below `groups` may be published."""
-        self._journal.write({"event": "reserve", "groups": groups})
-        await asyncio.to_thread(self._journal.sync)
-
     # --- what its parts tell ------------------------------------------------------------------------------------------
 
     def _joined(self, actor: str, update: UpdateRecord) -> None:
-        self._recorder.joined(actor, update)
-        self._feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
+        self.recorder.joined(actor, update)
+        self.feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
 
     def _version_served(self, update: UpdateRecord) -> None:
-        self._recorder.served(update)
-        self._feeder.look_again()
+        self.recorder.served(update)
+        self.feeder.look_again()
 
     def _member_changed(self, change: MemberChange) -> None:
-        self._recorder.member_changed(change, self._updater.serving.keys())
-
-    def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._resume.checkpoint_written(written)
-        self._recorder.checkpoint_written(written)
-
-    def _step_done(self, figures: StepRecord, batch: list[TrainingGroup]) -> None:
-        self._journal.flush()  # who hears of the step may audit it
-        self._recorder.step(figures, batch, self._intake.tokens_arrived)
-
-
-def _addresses(members: Mapping[str, Member]) -> dict[str, str]:
-    return {name: member.grpc_address for name, member in members.items()}
+        self.recorder.member_changed(change, self.updater.serving.keys())
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:

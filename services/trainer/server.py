@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -19,37 +18,24 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, COMPLETE, MOST_FILES, built_name, is_built
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.records import StepRecord, to_json
 
 
-@dataclass(frozen=True)
-class InitialFiles:
-    """`folder` None: the run built no model, for the reason `why_not`."""
+async def initial_files(recipe: Recipe, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+    """All files of the initial policy, which was loaded from `source`; `config.json` last, a chunk in memory at a time.
 
-    name: str
-    folder: Path | None
-    why_not: str = ""
-
-    async def chunks(self, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-        """All files, `config.json` last, a chunk in memory at a time. Raises `ServiceError` for another model than `asked`."""
-        if self.folder is None:
-            raise ServiceError(self.why_not)
-        if asked != self.name:
-            raise ServiceError(f"this trainer's initial model is {self.name}, not {asked!r}: its recipe is another one")
-        files = model_files(self.folder)
-        for path in files:
-            async for chunk in _file_chunks(path, len(files)):
-                yield chunk
-
-
-def initial_files(recipe: Recipe, source: str) -> InitialFiles:
-    """`source`: where this trainer loaded the initial policy from."""
-    if is_built(recipe.model):
-        return InitialFiles(built_name(recipe), Path(source))
-    kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
-    return InitialFiles(
-        "", None, f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors"
-    )
+    Raises `ServiceError` for another model than `asked`, and where the run built none.
+    """
+    if not is_built(recipe.model):
+        kind = {"hub": "a hub model", "path": "a folder"}[recipe.model.source]
+        raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
+    if asked != (name := built_name(recipe)):
+        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: its recipe is another one")
+    files = model_files(Path(source))
+    for path in files:
+        async for chunk in _file_chunks(path, len(files)):
+            yield chunk
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -117,21 +103,23 @@ class StepFeed:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """`status()` describes the run now; `request_checkpoint()` returns (folder, version) once written.
+    """`status()` describes the run now; `request_checkpoint()` returns a checkpoint once written. `source`: where this trainer
+    loaded the initial policy from.
 
-    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION;
-    `initial` refuses a model that it does not have in the same way.
+    A run that has ended, or ends before a checkpoint is begun, answers CheckpointNow with FAILED_PRECONDITION; an initial model
+    that it does not have is refused in the same way.
     """
 
     def __init__(
         self,
         feed: StepFeed,
         status: Callable[[], trainer_pb2.TrainerStatus],
-        request_checkpoint: Callable[[], Awaitable[tuple[str, int]]],
-        initial: InitialFiles,
+        request_checkpoint: Callable[[], Awaitable[WrittenCheckpoint]],
+        recipe: Recipe,
+        source: str,
     ) -> None:
         self._feed, self._status, self._request_checkpoint = feed, status, request_checkpoint
-        self._initial = initial
+        self._recipe, self._source = recipe, source
 
     async def GetStatus(
         self, request: trainer_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -148,16 +136,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.CheckpointNowRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.CheckpointNowResponse:
         try:
-            path, version = await self._request_checkpoint()
+            written = await self._request_checkpoint()
         except ServiceError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return trainer_pb2.CheckpointNowResponse(path=path, policy_version=version)
+        return trainer_pb2.CheckpointNowResponse(path=str(written.folder), policy_version=written.version)
 
     async def GetInitialModel(
         self, request: trainer_pb2.GetInitialModelRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
         try:
-            async for chunk in self._initial.chunks(request.name):
+            async for chunk in initial_files(self._recipe, self._source, request.name):
                 yield chunk
         except ServiceError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

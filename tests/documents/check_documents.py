@@ -202,7 +202,7 @@ def test_every_outcome_and_reason_is_described() -> None:
     bad_rewards = [f"reward_{status_name(status)}" for status in VerifyStatus.values() if status > VERIFY_STATUS_OK]
     fixed = [*bad_rewards, *StaleReason, *(outcome for outcome in Outcome if outcome is not Outcome.TRAINED)]
     assert [name for name in fixed if f"`{name}`" not in text] == []
-    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/grouping.py").read_text())
+    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/advantages.py").read_text())
     assert len(given) >= 2
     assert [reason for reason in given if f"`{reason}`" not in text] == []
 

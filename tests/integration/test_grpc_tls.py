@@ -18,7 +18,7 @@ from pipelinerl.service.grpc import GrpcServer, explained, open_channel, serve_g
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from services.trainer.data.actor_client import ActorClient
+from services.trainer.data.evaluation import ActorClient
 from tests.integration.test_balancing import name_server
 from tests.support.certificates import Authority, serial_of
 

@@ -21,7 +21,7 @@ from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.server import MAX_PROMPTS, ActorService, read_prompts, read_tokens
-from services.trainer.data.actor_client import ActorClient
+from services.trainer.data.evaluation import ActorClient
 
 NAME = "pipelinerl.v1.ActorService"
 VOCABULARY = 10

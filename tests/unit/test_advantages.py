@@ -1,8 +1,10 @@
-"""Advantages by hand, and what must hold for any group."""
+"""Advantages by hand, what must hold for any group, and what cannot be trained on."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,38 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.rl.grouping import all_equal, group_advantages, smallest_group
+from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group, untrainable_reason
+from tests.unit.builders import make_group, make_sequence
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
 
 
-def test_group_mean_by_hand() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 1.0, 0.5], "group_mean") == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0])
-
-
-def test_leave_one_out_by_hand() -> None:
-    # 3 - (0 + 6) / 2, 0 - (3 + 6) / 2, 6 - (3 + 0) / 2
-    assert group_advantages([3.0, 0.0, 6.0], "leave_one_out") == pytest.approx([0.0, -4.5, 4.5])
-
-
-def test_std_is_that_of_the_sample() -> None:
-    # std of (0, 2) with n - 1 is sqrt(2)
-    advantages = group_advantages([0.0, 2.0], "group_mean", normalize_std=True)
-    assert advantages == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5)
-
-
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_equal_rewards_tell_exactly_nothing(baseline: str, normalize: bool) -> None:
-    advantages = group_advantages([0.1] * 3, baseline, normalize_std=normalize)  # type: ignore[arg-type]
-    assert advantages.tolist() == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("rewards", "baseline", "normalize", "advantages"),
+    [
+        ([1.0, 0.0, 0.0, 1.0, 0.5], "group_mean", False, [0.5, -0.5, -0.5, 0.5, 0.0]),
+        # 3 - (0 + 6) / 2, 0 - (3 + 6) / 2, 6 - (3 + 0) / 2
+        ([3.0, 0.0, 6.0], "leave_one_out", False, [0.0, -4.5, 4.5]),
+        # The standard deviation is that of the sample: of (0, 2) with n - 1 it is sqrt(2).
+        ([0.0, 2.0], "group_mean", True, [-1 / math.sqrt(2), 1 / math.sqrt(2)]),
+        ([1.0], "group_mean", True, [0.0]),
+        ([0.1] * 3, "group_mean", False, [0.0] * 3),
+        ([0.1] * 3, "leave_one_out", True, [0.0] * 3),
+        ([3.0, 0.0], "value", False, [3.0, 0.0]),
+    ],
+)
+def test_by_hand(rewards: list[float], baseline: Any, normalize: bool, advantages: list[float]) -> None:
+    assert group_advantages(rewards, baseline, normalize) == pytest.approx(advantages, abs=1e-5)
+    if len(set(rewards)) == 1:
+        assert group_advantages(rewards, baseline, normalize).tolist() == advantages, "exactly"
 
 
 def test_one_sample_has_no_others_to_leave_in() -> None:
     assert smallest_group("leave_one_out") == 2
     with pytest.raises(FieldError, match="leave_one_out needs 2 samples"):
         group_advantages([1.0], "leave_one_out")
-    assert group_advantages([1.0], "group_mean", normalize_std=True).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -64,3 +64,18 @@ def test_a_baseline_adds_nothing_and_ignores_a_constant(rewards: list[float], co
         assert shifted == pytest.approx(advantages, abs=1e-8)
     mean, others = group_advantages(rewards, "group_mean"), group_advantages(rewards, "leave_one_out")
     assert others * (len(rewards) - 1) == pytest.approx(mean * len(rewards), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"failure": "verifier timeout"}, "verifier timeout"),
+        ({"prompt_token_ids": np.array([1, 1, 1, 1], dtype=np.int32)}, "longer than the context"),
+        ({"completion_token_ids": np.array([6], dtype=np.int32)}, "token outside the vocabulary"),
+        ({"prompt_token_ids": np.array([1, 6], dtype=np.int32)}, "token outside the vocabulary"),
+    ],
+)
+def test_why_a_sequence_cannot_be_trained_on(change: dict[str, Any], reason: str) -> None:
+    good = make_sequence(make_group(prompt=(1, 2, 5)), 0, completion=(4,))
+    assert untrainable_reason(replace(good, **change), max_context=4, vocab_size=6) == reason

@@ -161,7 +161,8 @@ async def test_a_sequence_that_was_never_issued(tmp_path: Path) -> None:
 
 async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_path: Path) -> None:
     async with after_a_restart(tmp_path) as (again, bus):
-        await again.reserve(80)
+        again.journal.write({"event": "reserve", "groups": 80})
+        again.journal.flush()
         await publish(bus, make_group(77), 1, VersionSpan(1, 0, 2, 2))
         assert failures(await audited(tmp_path, bus, at_work=True)) == {}
         assert failures(await audited(tmp_path, bus)) == {}
@@ -252,7 +253,8 @@ async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) 
         assert await one.step()
         await one.idle()
         number = one.feeder.next_group
-        await one.reserve(number + 2)
+        one.journal.write({"event": "reserve", "groups": number + 2})
+        one.journal.flush()
         one.tracker.issue(make_group(number))
         one.journal.flush()
         audit = await audited(tmp_path, bus, at_work=True)

@@ -22,8 +22,7 @@ from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_bad_messages import damaged
-from tests.unit.test_feeder_and_intake import Desk, desk
-from tests.unit.trainer_fakes import FakePort
+from tests.unit.trainer_fakes import Desk, FakePort, desk
 
 EXAMPLES = 100
 GROUP = make_group(0)

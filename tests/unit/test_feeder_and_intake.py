@@ -1,114 +1,46 @@
-"""What is issued, what comes back, and where it ends: the trainer's tracker over an in-memory bus."""
+"""What is issued, what comes back, and where it ends: the trainer's feeder, intake and tracker over an in-memory bus."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, decode_group, encode_sequence
-from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.feeding import FeederBound
+from pipelinerl.messages.sequences import PromptGroup, Sequence, VersionSpan, encode_sequence
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.data.feeder import (
-    EncodedProblem,
-    Feeder,
-    feeder_bound,
-    group_seed,
-)
-from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker
-from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.builders import RUN, make_recipe, make_sequence
+from services.trainer.data.feeder import EncodedProblem, group_seed
+from tests.support.memory_bus import MemoryServer
+from tests.unit.builders import make_sequence
+from tests.unit.trainer_fakes import Desk, desk
+
+TRAINER = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
 
 
-class Desk:
-    """Feeder, intake and tracker of one recipe on one in-memory bus. `version` is set by the test."""
-
-    def __init__(self, bus: MemoryBus, recipe: Recipe, prompt_length: int = 3) -> None:
-        self.bus, self.recipe, self.version = bus, recipe, 0
-        self.traces = SequenceTraces()
-        self.tracker = SequenceTracker(self.traces.recording(lambda event: None))
-        self.num_actors = 1
-        self.prompt_length = prompt_length
-        self.odd_problems: dict[int, EncodedProblem] = {}
-        traces, on_loss = self.traces, lambda: self.feeder.look_again()
-        self.feeder = Feeder(bus, recipe, self.problem, self.tracker, self.bound, lambda: self.version, traces=traces)
-        self.intake = Intake(bus, recipe, self.tracker, self.bound(), vocab_size=100, on_loss=on_loss, traces=traces)
-
-    def bound(self) -> FeederBound:
-        return feeder_bound(self.recipe, self.num_actors)
-
-    def problem(self, index: int) -> EncodedProblem:
-        return self.odd_problems.get(index) or EncodedProblem(
-            "chain_sum", np.full(self.prompt_length, index % 90, np.int32), f"p{index}", "{}"
-        )
-
-    async def take_issued(self) -> list[PromptGroup]:
-        """Everything on PROMPTS now, acknowledged."""
-        groups = []
-        while self.feeder.allowance > 0 or (await self.bus.prompts_info()).messages:
-            delivery = await self.bus.next_prompt(timeout_s=1.0)
-            if delivery is not None:
-                groups.append(decode_group(delivery.payload, expected_run=RUN))
-                await delivery.ack()
-        return groups
-
-    async def answer(self, group: PromptGroup, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> None:
-        for index, reward in enumerate(rewards):
-            await self.publish(make_sequence(group, index, reward=reward, version=version))
-
-    async def publish(self, sequence: Sequence) -> None:
-        await self.bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
-
-
-@asynccontextmanager
-async def desk(recipe: Recipe | None = None, prompt_length: int = 3) -> AsyncIterator[Desk]:
-    async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
-        one = Desk(bus, recipe or make_recipe(), prompt_length)
-        tasks = [asyncio.create_task(one.feeder.run()), asyncio.create_task(one.intake.run())]
-        try:
-            yield one
-        finally:
-            for task in tasks:
-                task.cancel()
-            for task in tasks:
-                with suppress(asyncio.CancelledError):
-                    await task
+def problem(index: int) -> EncodedProblem:
+    return EncodedProblem("chain_sum", np.full(3, index % 20, np.int32), f"p{index}", "{}")
 
 
 async def test_issues_what_the_bound_allows_and_more_with_each_version() -> None:
     async with desk() as one:
         # B = 4, n = 2, max_lag = 1: (0 + 1 + 1) * 2 = 4 groups at version 0, 2 more at version 1.
         assert [group.problem_index for group in await one.take_issued()] == [0, 1, 2, 3]
-        one.version = 1
-        one.feeder.look_again()
+        one.serve(1)
         assert [group.problem_index for group in await one.take_issued()] == [4, 5]
 
 
 async def test_without_max_lag_what_is_in_flight_follows_the_number_of_actors() -> None:
     # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups in flight.
-    unbounded = make_recipe(
-        algorithm={"max_lag": None},
-        actor={"sequences_in_progress": 6},
-        trainer={"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64},
-    )
-    async with desk(unbounded) as one:
+    unbounded = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}, "trainer": TRAINER}
+    async with desk(**unbounded) as one:
         assert len(await one.take_issued()) == 10
-        one.num_actors = 8
-        one.feeder.look_again()
+        one.serve(0, num_actors=8)
         assert len(await one.take_issued()) == 52 - 10
-        one.num_actors = 1
         for version, more in ((1, 0), (21, 0), (22, 2)):  # 10 are left of 52 when 21 steps have consumed 42
-            one.version = version
-            one.feeder.look_again()
+            one.serve(version)
             assert len(await one.take_issued()) == more
         assert one.tracker.issued_groups == 54
 
@@ -127,7 +59,7 @@ async def test_a_batch_is_complete_groups_with_their_advantages() -> None:
 async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> None:
     async with desk() as one:
         groups = await one.take_issued()
-        one.version = 2
+        one.serve(2)
         for group in groups[:3]:
             await one.answer(group, version=0 if group is groups[0] else 2)
         batch = await one.intake.take_batch(version=2)
@@ -143,37 +75,29 @@ async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> 
 async def test_one_stale_token_is_enough() -> None:
     async with desk() as one:
         group = (await one.take_issued())[0]
-        mixed = make_sequence(group, 0, spans=(VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)))
-        fresh = make_sequence(group, 1, version=2, reward=0.0)
-        one.version = 2
-        for sequence in (mixed, fresh):
-            await one.publish(sequence)
-        one.feeder.look_again()
-        for other in (await one.take_issued())[:1]:
-            await one.answer(other, version=2)
+        one.serve(2)
+        await one.publish(make_sequence(group, 0, spans=(VersionSpan(0, 0, 1), VersionSpan(2, 1, 2))))
+        await one.publish(make_sequence(group, 1, version=2, reward=0.0))
+        await one.answer((await one.take_issued())[0], version=2)
         batch = await one.intake.take_batch(version=2)
         assert [len(group.sequences) for group in batch] == [1, 2]
-        assert batch[0].sequences[0].sequence_id == fresh.sequence_id
+        assert batch[0].sequences[0].sequence_id == group.sequence_id(1)
         assert batch[0].advantages.tolist() == [-1.0]
 
 
 async def test_failed_sequences_are_counted_by_reason_and_their_siblings_train() -> None:
-    recipe = make_recipe(sampling={"group_size": 4, "max_tokens": 16})
-    async with desk(recipe) as one:
+    async with desk(sampling={"group_size": 4, "max_tokens": 16}) as one:
         group = (await one.take_issued())[0]
         for index in range(3):
-            sequence = make_sequence(group, index, reward=float(index))
-            await one.publish(sequence)
-        failed = make_sequence(group, 3, completion=(), spans=(), failure="reward_timeout: 5 s")
-        await one.publish(failed)
+            await one.publish(make_sequence(group, index, reward=float(index)))
+        await one.publish(make_sequence(group, 3, completion=(), spans=(), failure="reward_timeout: 5 s"))
         batch = await one.intake.take_batch(version=0)
         assert [s.sample_index for s in batch[0].sequences] == [0, 1, 2]
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"reward_timeout": 1}
+        assert one.failed() == {"reward_timeout": 1}
 
 
 async def test_equal_rewards_are_filtered_when_asked_for() -> None:
-    recipe = make_recipe(algorithm={"max_lag": 1, "filter_equal_rewards": True})
-    async with desk(recipe) as one:
+    async with desk(algorithm={"max_lag": 1, "filter_equal_rewards": True}) as one:
         groups = await one.take_issued()
         for group in groups:
             await one.answer(group, (1.0, 1.0) if group is groups[0] else (1.0, 0.0))
@@ -182,28 +106,11 @@ async def test_equal_rewards_are_filtered_when_asked_for() -> None:
         assert len(await one.take_issued()) == 1
 
 
-async def test_what_does_not_parse_is_set_aside_and_the_good_ones_train() -> None:
-    async with desk() as one:
-        groups = await one.take_issued()
-        await one.bus.publish_sequence(b"\xff\x00 not protobuf", "stranger")
-        await one.bus.publish_sequence(b"\xff\x00 not protobuf", groups[0].sequence_id(0))
-        sequence = make_sequence(groups[0], 1)
-        await one.publish(sequence)
-        await one.answer(groups[1])
-        await one.answer(groups[2])
-        batch = await one.intake.take_batch(version=0)
-        assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[2].group_id]
-        assert one.intake.bad_messages == 2
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
-
-
 async def test_a_repeated_sequence_is_trained_once() -> None:
     async with desk() as one:
-        groups = await one.take_issued()
-        for group in groups[:2]:
+        for group in (await one.take_issued())[:2]:
             await one.answer(group)
-            again = make_sequence(group, 0)
-            await one.bus.publish_sequence(encode_sequence(again), f"again-{group.group_id}")
+            await one.publish(make_sequence(group, 0), f"again-{group.group_id}")
         batch = await one.intake.take_batch(version=0)
         assert [len(group.sequences) for group in batch] == [2, 2]
         assert one.tracker.ledger.counts.in_flight == 8
@@ -212,137 +119,38 @@ async def test_a_repeated_sequence_is_trained_once() -> None:
 async def test_tokens_outside_the_vocabulary_fail_with_their_reason() -> None:
     async with desk() as one:
         group = (await one.take_issued())[0]
-        bad = make_sequence(group, 0, completion=(4, 100))
-        good = make_sequence(group, 1)
-        for sequence in (bad, good):
-            await one.publish(sequence)
-        while one.tracker.lost_groups == 0:
-            await asyncio.sleep(0)
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"token outside the vocabulary": 1, "group incomplete": 1}
+        await one.publish(make_sequence(group, 0, completion=(4, 20)))
+        await one.publish(make_sequence(group, 1))
+        await one.until_lost()
+        assert one.failed() == {"token outside the vocabulary": 1, "group incomplete": 1}
 
 
-async def test_prompts_beyond_the_context_end_the_run_with_a_clear_error() -> None:
-    async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
-        one = Desk(bus, make_recipe(), prompt_length=64)
-        with pytest.raises(UserError, match=r"model.max_context = 64: the last 1000 prompts did not fit"):
-            await one.feeder.run()
-        assert one.tracker.ledger.counts.failed == 2000
-        assert one.tracker.ledger.counts.in_flight == 0
+# --- messages that cannot be read, or contradict what was issued
 
 
-TOO_LARGE = EncodedProblem("chain_sum", np.full(3, 1, np.int32), "p", "x" * 5000)
-EMPTY = EncodedProblem("chain_sum", np.empty(0, np.int32), "", "{}")
+def with_short_logprobs(sequence: Sequence) -> bytes:
+    message = sequence_pb2.Sequence.FromString(encode_sequence(sequence))
+    message.behaviour_logprobs = message.behaviour_logprobs[:4]
+    return message.SerializeToString()
 
 
-@pytest.mark.parametrize(
-    ("problem", "reason"), [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid")]
-)
-async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(
-    problem: EncodedProblem, reason: str
-) -> None:
-    async with MemoryBus(RUN, server=MemoryServer(max_payload_bytes=2000)) as bus:
-        await bus.create_streams()
-        one = Desk(bus, make_recipe())
-        one.odd_problems = {1: problem}
-        feeding = asyncio.create_task(one.feeder.run())
-        assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
-        feeding.cancel()
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {reason: 2}
-        assert one.tracker.lost_groups == 1
-        assert one.tracker.ledger.counts.in_flight == 8
-
-
-async def test_a_task_whose_every_prompt_is_too_large_ends_the_run() -> None:
-    async with MemoryBus(RUN, server=MemoryServer(max_payload_bytes=2000)) as bus:
-        await bus.create_streams()
-        one = Desk(bus, make_recipe())
-        one.odd_problems = dict.fromkeys(range(2000), TOO_LARGE)
-        with pytest.raises(UserError, match=r"task.name = 'chain_sum': the last 1000 .* raise max_payload"):
-            await one.feeder.run()
-
-
-async def test_the_feeder_goes_on_after_an_outage() -> None:
-    server = MemoryServer()
-    async with MemoryBus(RUN, server=server) as bus:
-        await bus.create_streams()
-        one = Desk(bus, make_recipe())
-        server.set_reachable(False)
-        feeding = asyncio.create_task(one.feeder.run())
-        await asyncio.sleep(0.02)
-        server.set_reachable(True)
-        assert [group.problem_index for group in await one.take_issued()] == [0, 1, 2, 3]
-        feeding.cancel()
-
-
-async def answer_until_it_ends(one: Desk, rewards: tuple[float, ...], failure: str = "") -> None:
-    """Answers every group that is issued, all in the same way, until the intake has had enough."""
-    feeding, taking = asyncio.create_task(one.feeder.run()), asyncio.create_task(one.intake.run())
-    try:
-        while not taking.done():
-            for group in await one.take_issued():
-                for index, reward in enumerate(rewards):
-                    await one.publish(make_sequence(group, index, reward=reward, failure=failure))
-            await asyncio.sleep(0)
-        await taking
-    finally:
-        feeding.cancel()
-        taking.cancel()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "failure", "told", "num_lost"),
-    [
-        (make_recipe(), "reward_crashed: ZeroDivisionError", r"reward_crashed \(400 of 400\).* reward.scorer", 200),
-        (
-            make_recipe(algorithm={"filter_equal_rewards": True, "max_lag": 1}),
-            "",
-            r"equal rewards \(200 of 200\).*filter_equal_rewards off",
-            200,
-        ),
-        (
-            make_recipe(trainer={"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64, "give_up_after_groups": 6}),
-            "engine: refused",
-            r"last 6 prompt groups.* engine \(12 of 12\).*actors' logs.*trainer.give_up_after_groups",
-            6,
-        ),
-    ],
-    ids=["reward raises", "always equal", "setting"],
-)
-async def test_groups_that_are_lost_without_end_end_the_run(
-    recipe: Recipe, failure: str, told: str, num_lost: int
-) -> None:
-    async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
-        one = Desk(bus, recipe)
-        async with asyncio.timeout(30):
-            with pytest.raises(UserError, match=told):
-                await answer_until_it_ends(one, (0.0, 0.0), failure)
-        assert one.tracker.lost_groups == num_lost
-
-
-async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:
-    recipe = make_recipe(
-        trainer={"steps": 40, "batch_size": 4, "tokens_per_microbatch": 64, "give_up_after_groups": 3},
-        algorithm={"filter_equal_rewards": True, "max_lag": 1},
-    )
-    async with desk(recipe) as one, asyncio.timeout(30):
-        answered = 0
-        while answered < 12:  # two lost, one good, and so on, until the bound's 4 groups are good ones
-            for group in await one.take_issued():
-                answered += 1
-                await one.answer(group, (1.0, 0.0) if answered % 3 == 0 else (0.0, 0.0))
-            await asyncio.sleep(0)
-        taking = asyncio.create_task(one.intake.take_batch(version=9))  # all that is ready is stale by then
-        while one.tracker.ledger.counts.dropped_stale < 8:
-            await asyncio.sleep(0)
-        one.version = 9
-        one.feeder.look_again()
-        while not taking.done():
-            for group in await one.take_issued():
-                await one.answer(group, version=9)
-            await asyncio.sleep(0)
-        assert len(await taking) == 2
+async def test_what_does_not_parse_is_known_by_its_id_or_the_message_s_and_the_good_ones_train() -> None:
+    async with desk() as one:
+        groups = await one.take_issued()
+        await one.bus.publish_sequence(b"\xff\x00 not protobuf", "stranger")
+        await one.bus.publish_sequence(b"\xff\x00 not protobuf", groups[0].sequence_id(0))
+        await one.bus.publish_sequence(with_short_logprobs(make_sequence(groups[3], 0)), "")
+        await one.bus.publish_sequence(with_short_logprobs(make_sequence(replace(groups[1], run="other"), 0)), "")
+        for strange_id in ("g00000001.٣", "g00000001.01", "g00000001." + "9" * 5000, "g00000001.-1", ".", "g00000001"):
+            await one.bus.publish_sequence(b"\xff", strange_id)
+        for group in (groups[0], groups[3]):
+            await one.publish(make_sequence(group, 1))
+        await one.answer(groups[1])
+        await one.answer(groups[2])
+        batch = await one.intake.take_batch(version=0)
+        assert [group.sequences[0].group_id for group in batch] == [groups[1].group_id, groups[2].group_id]
+        assert one.failed() == {"unreadable": 2, "group incomplete": 2}
+        assert one.intake.bad_messages == 10
 
 
 async def test_a_sequence_that_contradicts_its_group_ends_as_failed_and_strands_nobody() -> None:
@@ -352,71 +160,149 @@ async def test_a_sequence_that_contradicts_its_group_ends_as_failed_and_strands_
         await one.publish(replace(make_sequence(groups[0], 0), group_size=4))
         await one.publish(make_sequence(replace(groups[0], num_samples=9), 8))
         await one.publish(make_sequence(groups[0], 1))
-        while one.tracker.lost_groups == 0:
-            await asyncio.sleep(0)
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"contradicts its group": 1, "group incomplete": 1}
+        await one.until_lost()
+        assert one.failed() == {"contradicts its group": 1, "group incomplete": 1}
         assert one.intake.bad_messages == 2  # the second message has the id of the first
 
 
-def with_short_logprobs(sequence: Sequence) -> bytes:
-    message = sequence_pb2.Sequence.FromString(encode_sequence(sequence))
-    message.behaviour_logprobs = message.behaviour_logprobs[:4]
-    return message.SerializeToString()
+# --- prompts that cannot be issued
+
+TOO_LARGE = EncodedProblem("chain_sum", np.full(3, 1, np.int32), "p", "x" * 5000)
+TOO_LONG = EncodedProblem("chain_sum", np.full(64, 1, np.int32), "p", "{}")
+EMPTY = EncodedProblem("chain_sum", np.empty(0, np.int32), "", "{}")
 
 
-async def test_a_sequence_whose_arrays_differ_is_known_by_its_own_id_where_the_message_has_another() -> None:
-    async with desk() as one:
-        groups = await one.take_issued()
-        await one.bus.publish_sequence(with_short_logprobs(make_sequence(groups[0], 0)), "")
-        await one.bus.publish_sequence(with_short_logprobs(make_sequence(replace(groups[1], run="other"), 0)), "")
-        for strange_id in ("g00000001.٣", "g00000001.01", "g00000001." + "9" * 5000, "g00000001.-1", ".", "g00000001"):
-            await one.bus.publish_sequence(b"\xff", strange_id)
-        await one.publish(make_sequence(groups[0], 1))
-        while one.tracker.lost_groups == 0:
+@pytest.mark.parametrize(
+    ("odd", "reason"), [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid")], ids=["large", "empty"]
+)
+async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(
+    odd: EncodedProblem, reason: str
+) -> None:
+    server = MemoryServer(max_payload_bytes=2000)
+    async with desk("feeder", server=server, problems=lambda index: odd if index == 1 else problem(index)) as one:
+        assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
+        assert one.failed() == {reason: 2}
+        assert one.tracker.lost_groups == 1
+        assert one.tracker.ledger.counts.in_flight == 8
+
+
+@pytest.mark.parametrize(
+    ("every", "told"),
+    [
+        (TOO_LONG, r"model.max_context = 64: the last 1000 prompts did not fit"),
+        (TOO_LARGE, r"task.name = 'chain_sum': the last 1000 .* raise max_payload"),
+    ],
+    ids=["long", "large"],
+)
+async def test_a_task_whose_every_prompt_cannot_be_used_ends_the_run(every: EncodedProblem, told: str) -> None:
+    server = MemoryServer(max_payload_bytes=2000)
+    async with desk("intake", server=server, problems=lambda index: every) as one:
+        with pytest.raises(UserError, match=told):
+            await one.feeder.run()
+        assert (one.tracker.ledger.counts.failed, one.tracker.ledger.counts.in_flight) == (2000, 0)
+
+
+async def test_the_feeder_goes_on_after_an_outage() -> None:
+    server = MemoryServer()
+    async with desk("feeder", server=server) as one:
+        server.set_reachable(False)
+        await asyncio.sleep(0.02)
+        server.set_reachable(True)
+        assert [group.problem_index for group in await one.take_issued()] == [0, 1, 2, 3]
+
+
+# --- groups lost without end
+
+
+async def answer_until_it_ends(one: Desk, rewards: tuple[float, ...], failure: str = "") -> None:
+    """Answers every group that is issued, all in the same way, until the intake has had enough."""
+    taking = asyncio.create_task(one.intake.run())
+    while not taking.done():
+        for group in await one.take_issued():
+            for index, reward in enumerate(rewards):
+                await one.publish(make_sequence(group, index, reward=reward, failure=failure))
+        await asyncio.sleep(0)
+    await taking
+
+
+FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
+
+
+@pytest.mark.parametrize(
+    ("sections", "failure", "told", "num_lost"),
+    [
+        ({}, "reward_crashed: ZeroDivisionError", r"reward_crashed \(400 of 400\).* reward.scorer", 200),
+        ({"algorithm": FILTERED}, "", r"equal rewards \(200 of 200\).*filter_equal_rewards off", 200),
+        (
+            {"trainer": {**TRAINER, "give_up_after_groups": 6}},
+            "engine: refused",
+            r"last 6 prompt groups.* engine \(12 of 12\).*actors' logs.*trainer.give_up_after_groups",
+            6,
+        ),
+    ],
+    ids=["reward raises", "always equal", "setting"],
+)
+async def test_groups_that_are_lost_without_end_end_the_run(
+    sections: dict[str, object], failure: str, told: str, num_lost: int
+) -> None:
+    async with desk("feeder", **sections) as one:
+        with pytest.raises(UserError, match=told):
+            await answer_until_it_ends(one, (0.0, 0.0), failure)
+        assert one.tracker.lost_groups == num_lost
+
+
+async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:
+    trainer = {**TRAINER, "steps": 40, "give_up_after_groups": 3}
+    async with desk(trainer=trainer, algorithm=FILTERED) as one:
+        answered = 0
+        while answered < 12:  # two lost, one good, and so on, until the bound's 4 groups are good ones
+            for group in await one.take_issued():
+                answered += 1
+                await one.answer(group, (1.0, 0.0) if answered % 3 == 0 else (0.0, 0.0))
             await asyncio.sleep(0)
-        await one.answer(groups[1])
-        await one.answer(groups[2])
-        assert len(await one.intake.take_batch(version=0)) == 2
-        assert one.tracker.ledger.reasons(Outcome.FAILED) == {"unreadable": 1, "group incomplete": 1}
-        assert one.intake.bad_messages == 8
+        taking = asyncio.create_task(one.intake.take_batch(version=9))  # all that is ready is stale by then
+        while one.tracker.ledger.counts.dropped_stale < 8:
+            await asyncio.sleep(0)
+        one.serve(9)
+        while not taking.done():
+            for group in await one.take_issued():
+                await one.answer(group, version=9)
+            await asyncio.sleep(0)
+        assert len(await taking) == 2
+
+
+# --- conventional mode, and seeds
+
+PHASES = {"mode": "conventional", "algorithm": {"max_lag": None, "conventional_g": 2}}
 
 
 async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None:
-    recipe = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
-    async with desk(recipe) as one:
+    async with desk(**PHASES) as one:
         groups = await one.take_issued()
         assert len(groups) == 4
         for group in groups:
             await one.answer(group)
         first = await one.intake.take_batch(version=0)
-        one.version = 1
-        one.feeder.look_again()
+        one.serve(1)
         second = await one.intake.take_batch(version=1)
         assert sorted(g.sequences[0].group_id for g in first + second) == [g.group_id for g in groups]
         assert one.feeder.allowance == 0
-        one.version = 2
-        one.feeder.look_again()
+        one.serve(2)
         assert len(await one.take_issued()) == 4
 
 
-async def conventional_run(seed: int) -> tuple[list[bytes], object]:
+async def conventional_run(seed: int) -> tuple[list[str], int]:
     """All prompts of a conventional run of one actor, as issued, and the feeder's state at its end."""
-    recipe = make_recipe(
-        mode="conventional",
-        seed=seed,
-        algorithm={"max_lag": None, "conventional_g": 2},
-        sampling={"group_size": 2, "max_tokens": 16, "seeded": True},
-    )
+    sampling = {"group_size": 2, "max_tokens": 16, "seeded": True}
     issued: list[PromptGroup] = []
-    async with desk(recipe) as one:
-        for version in range(recipe.trainer.steps):
-            one.version = version
-            one.feeder.look_again()
+    async with desk(**PHASES, seed=seed, sampling=sampling) as one:
+        for version in range(4):
+            one.serve(version)
             for group in await one.take_issued():
                 issued.append(group)
                 await one.answer(group, version=version)
             await one.intake.take_batch(version)
-        return [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())).encode() for group in issued], (
+        return [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())) for group in issued], (
             one.feeder.next_group
         )
 

@@ -6,26 +6,27 @@ import asyncio
 import logging
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
-    HeldoutEvaluator,
+    Evaluator,
     HeldoutResult,
     Parity,
     compare,
     is_right,
     judge,
-    measure_parity,
     probe_tokens,
 )
 from services.trainer.data.feeder import EncodedProblem
-from tests.unit.trainer_fakes import FakeActor, FakeVerifier, serving, verdict
+from tests.unit.builders import make_recipe
+from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict
 
 
 def problems(count: int) -> list[EncodedProblem]:
@@ -33,21 +34,19 @@ def problems(count: int) -> list[EncodedProblem]:
     return [EncodedProblem("chain_sum", tokens, f"prompt {index}", "{}") for index in range(count)]
 
 
+def evaluator(addresses: dict[str, str], verifier: Any, count: int = 0, timeout_s: float = 10.0) -> Evaluator:
+    """Of `count` held-out problems, with a probe of 3 tokens."""
+    recipe = make_recipe(evaluation={"timeout_s": timeout_s}, weights={"probe_tokens": 3})
+    updater: Any = FakeUpdater()
+    updater.serve(addresses)
+    return Evaluator(recipe, problems(count), 20, updater, verifier, incarnation=1)
+
+
 async def evaluate(
     verifier: FakeVerifier, count: int = 4, version: int = 0, timeout_s: float = 10.0, **actors: FakeActor
 ) -> HeldoutResult:
     async with serving(**(actors or {"a": FakeActor()})) as addresses:
-        evaluator = HeldoutEvaluator(
-            problems(count),
-            lambda: addresses,
-            verifier,
-            SamplingParams(max_tokens=16),
-            incarnation=1,
-            correct_reward=1.0,
-            seed=1,
-            timeout_s=timeout_s,
-        )
-        return await evaluator.evaluate(version)
+        return await evaluator(addresses, verifier, count, timeout_s).evaluate(version)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +125,8 @@ async def test_a_verifier_that_is_away_ends_the_evaluation_and_nothing_else(away
 
 
 async def test_nobody_to_ask_is_said() -> None:
-    evaluator = HeldoutEvaluator(
-        problems(2),
-        dict,
-        FakeVerifier(),
-        SamplingParams(),
-        incarnation=1,
-        correct_reward=1.0,
-        seed=1,
-        timeout_s=1.0,
-    )
     with pytest.raises(ServiceError, match=r"\{'no completion': 2\}"):
-        await evaluator.evaluate(0)
+        await evaluator({}, FakeVerifier(), count=2).evaluate(0)
 
 
 async def test_one_lost_call_of_the_verifier_costs_its_own_verdicts_only() -> None:
@@ -196,17 +185,15 @@ def test_a_trainer_that_gives_nan_fails_on_every_actor(caplog: pytest.LogCapture
 
 async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
     same, other = FakeActor(version=3, logprobs=(-1.0, -2.5)), FakeActor(version=2, logprobs=(-9.0, -9.0))
-    tokens = probe_tokens(20, 3, seed=0)
     async with serving(a=same, b=other) as addresses:
-        members = {**addresses, "gone": "127.0.0.1:1"}
-        assert await measure_parity(members, tokens, TRAINED, VERSION) == Parity(0.5, 0)
-        assert await measure_parity({"b": addresses["b"]}, tokens, TRAINED, VERSION) is None
+        everybody = {**addresses, "gone": "127.0.0.1:1"}
+        assert await evaluator(everybody, None).parity(3, TRAINED) == Parity(0.5, 0)
+        assert await evaluator({"b": addresses["b"]}, None).parity(3, TRAINED) is None
 
 
 async def test_nan_over_the_wire_is_a_failure() -> None:
     async with serving(a=FakeActor(version=3, logprobs=(math.nan, -2.0))) as addresses:
-        parity = await measure_parity(addresses, probe_tokens(20, 3, seed=0), TRAINED, VERSION)
-    assert parity == Parity(None, 1)
+        assert await evaluator(addresses, None).parity(3, TRAINED) == Parity(None, 1)
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:

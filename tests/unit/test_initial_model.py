@@ -29,7 +29,8 @@ from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from services.actor.initial_model import Receiver, fetch, run
-from services.trainer.server import InitialFiles, StepFeed, TrainerService, initial_files
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.server import StepFeed, TrainerService
 from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
 
@@ -83,11 +84,11 @@ def built(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def trainer(initial: InitialFiles, port: int = 0, tls_dir: Path | None = None) -> AsyncIterator[str]:
-    async def no_checkpoint() -> tuple[str, int]:
+async def trainer(recipe: Recipe, source: str, port: int = 0, tls_dir: Path | None = None) -> AsyncIterator[str]:
+    async def no_checkpoint() -> WrittenCheckpoint:
         raise AssertionError
 
-    servicer = TrainerService(StepFeed(), trainer_pb2.TrainerStatus, no_checkpoint, initial)
+    servicer = TrainerService(StepFeed(), trainer_pb2.TrainerStatus, no_checkpoint, recipe, source)
 
     def register(server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
@@ -156,7 +157,7 @@ def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> No
 
 
 async def test_an_actor_fetches_what_the_trainer_built(tmp_path: Path, built: Path) -> None:
-    async with trainer(initial_files(recipe_of(), str(built))) as address:
+    async with trainer(recipe_of(), str(built)) as address:
         settings = actor_settings(tmp_path / "actor", address)
         await fetched(settings)
     folder = built_folder(recipe_of(), settings.model_cache)
@@ -180,7 +181,7 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
             f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text
         ):
             await asyncio.sleep(0.01)
-        async with trainer(initial_files(recipe_of(), str(built)), port):
+        async with trainer(recipe_of(), str(built), port):
             await fetching
     (waits,) = [record for record in caplog.records if "trying again" in record.getMessage()]
     assert waits.levelname == "INFO"
@@ -189,7 +190,7 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
 async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
     authority = Authority()
     trainers, actors = (authority.issue(tmp_path / name, "127.0.0.1") for name in ("trainer-tls", "actor-tls"))
-    async with trainer(initial_files(recipe_of(), str(built)), tls_dir=trainers) as address:
+    async with trainer(recipe_of(), str(built), tls_dir=trainers) as address:
         settings = actor_settings(tmp_path / "actor", address)
         with pytest.raises(grpc.aio.AioRpcError):
             await fetch(settings, built.name, tmp_path)
@@ -200,11 +201,11 @@ async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
 async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, built: Path) -> None:
     hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
     other = recipe_of(model={**TINY["model"], "max_context": 65})  # type: ignore[dict-item]
-    for initial, reason in (
-        (initial_files(hub, "org/model"), "is a hub model, org/model: it is not sent to actors"),
-        (initial_files(other, str(built)), "its recipe is another one"),
+    for recipe, source, reason in (
+        (hub, "org/model", "is a hub model, org/model: it is not sent to actors"),
+        (other, str(built), "its recipe is another one"),
     ):
-        async with trainer(initial) as address:
+        async with trainer(recipe, source) as address:
             with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
                 await fetch(actor_settings(tmp_path, address), built_name(recipe_of()), tmp_path)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -1,25 +1,32 @@
-"""Lag and effective sample size: which sequences may be trained on, restarts, buckets, and ESS at extreme weights."""
+"""Lag and effective sample size: which sequences may be trained on, restarts, buckets, ESS at extreme weights; and the
+feeder's closed form by hand, with a simulated run in which lag must stay within it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
+from pipelinerl.messages.sequences import VersionSpan
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.lag import (
     LAG_BUCKETS,
     EssSums,
     Lineage,
     StaleReason,
     ess_by_lag,
+    groups_before_step,
+    issue_limit,
     lag_bucket,
     largest_lag,
     stale_reason,
+    starts_phase,
 )
+from tests.unit.builders import make_recipe
 
 
 def spans(*versions: int, incarnation: int = 1) -> tuple[VersionSpan, ...]:
@@ -27,52 +34,46 @@ def spans(*versions: int, incarnation: int = 1) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(version, 2 * i, 2 * i + 2, incarnation) for i, version in enumerate(versions))
 
 
-def test_the_oldest_token_decides() -> None:
-    assert stale_reason(spans(6, 8), version=8, max_lag=2) is None
-    assert stale_reason(spans(5, 8), version=8, max_lag=2) is StaleReason.LAG
-    assert stale_reason(spans(5, 8), version=8, max_lag=None) is None
+@pytest.mark.parametrize(
+    ("versions", "version", "max_lag", "reason"),
+    [
+        (spans(6, 8), 8, 2, None),  # the oldest token decides
+        (spans(5, 8), 8, 2, StaleReason.LAG),
+        (spans(5, 8), 8, None, None),
+        (spans(8), 8, 0, None),
+        (spans(7), 8, 0, StaleReason.LAG),
+        (spans(9), 8, None, StaleReason.UNKNOWN),  # not made yet
+        (spans(3, incarnation=2), 8, None, StaleReason.UNKNOWN),
+        (spans(3, incarnation=0), 8, None, StaleReason.UNKNOWN),
+    ],
+)
+def test_which_sequences_are_stale(
+    versions: tuple[VersionSpan, ...], version: int, max_lag: int | None, reason: StaleReason | None
+) -> None:
+    assert stale_reason(versions, version, max_lag) is reason
 
 
-def test_on_policy_only() -> None:
-    assert stale_reason(spans(8), version=8, max_lag=0) is None
-    assert stale_reason(spans(7), version=8, max_lag=0) is StaleReason.LAG
-
-
-def test_versions_undone_by_a_restart() -> None:
-    lineage = Lineage().restarted(20)
-    assert lineage.incarnation == 2
-    assert stale_reason(spans(20, incarnation=1), 22, None, lineage) is None
-    assert stale_reason(spans(21, incarnation=1), 22, None, lineage) is StaleReason.UNDONE
-    assert stale_reason(spans(20, 22, incarnation=2), 22, None, lineage) is None
-
-
-def test_one_undone_token_is_enough() -> None:
-    lineage = Lineage().restarted(20)
-    mixed = (*spans(20, 25), VersionSpan(21, 4, 5, incarnation=2))
-    assert stale_reason(mixed, 21, None, lineage) is StaleReason.UNDONE
-
-
-def test_a_later_restart_undoes_earlier_incarnations_too() -> None:
-    lineage = Lineage().restarted(20).restarted(10)
-    assert stale_reason(spans(15, incarnation=1), 30, None, lineage) is StaleReason.UNDONE
-    assert stale_reason(spans(10, incarnation=1), 30, None, lineage) is None
-    assert stale_reason(spans(20, incarnation=2), 30, None, lineage) is StaleReason.UNDONE
-    assert stale_reason(spans(12, incarnation=3), 30, None, lineage) is None
+ONCE, TWICE = Lineage().restarted(20), Lineage().restarted(20).restarted(10)
 
 
 @pytest.mark.parametrize(
-    "span", [VersionSpan(9, 0, 1, 1), VersionSpan(3, 0, 1, 2), VersionSpan(3, 0, 1, 0)], ids=["future", "next", "none"]
+    ("lineage", "versions", "reason"),
+    [
+        (ONCE, spans(20), None),
+        (ONCE, spans(21), StaleReason.UNDONE),
+        (ONCE, spans(20, 22, incarnation=2), None),
+        (ONCE, spans(19, incarnation=2), StaleReason.UNKNOWN),  # an incarnation makes nothing before its start
+        (ONCE, (*spans(20, 25), VersionSpan(21, 4, 5, incarnation=2)), StaleReason.UNDONE),  # one token is enough
+        (TWICE, spans(15), StaleReason.UNDONE),  # a later restart undoes earlier incarnations, too
+        (TWICE, spans(10), None),
+        (TWICE, spans(20, incarnation=2), StaleReason.UNDONE),
+        (TWICE, spans(12, incarnation=3), None),
+    ],
 )
-def test_versions_this_run_has_not_made(span: VersionSpan) -> None:
-    assert stale_reason((span,), 8, None) is StaleReason.UNKNOWN
-
-
-def test_an_incarnation_makes_nothing_before_its_start() -> None:
-    assert stale_reason(spans(19, incarnation=2), 22, None, Lineage((0, 20))) is StaleReason.UNKNOWN
-
-
-def test_lineage_of_versions() -> None:
-    assert Lineage((0, 20)).reason_against(PolicyVersion(1, 25), newest=30) is StaleReason.UNDONE
+def test_versions_undone_by_a_restart(
+    lineage: Lineage, versions: tuple[VersionSpan, ...], reason: StaleReason | None
+) -> None:
+    assert stale_reason(versions, 30, None, lineage) is reason
 
 
 def test_lag_buckets_by_hand() -> None:
@@ -92,33 +93,97 @@ def test_largest_lag_of_the_papers_worked_case() -> None:
     assert largest_lag(192 * 44, longest_tokens=2.0, mean_tokens=1.0, batch_size=128) == 132
 
 
+# --- the feeder's bound
+
+
+def bounded(batch_size: int, steps: int = 1000, mode: str = "pipeline", **algorithm: Any) -> Recipe:
+    """Groups of one: K = `batch_size`. Each actor keeps 6 sequences in progress."""
+    return make_recipe(
+        mode=mode,
+        sampling={"group_size": 1, "max_tokens": 16},
+        algorithm={"advantage": "group_mean", **algorithm},
+        trainer={"steps": steps, "batch_size": batch_size, "tokens_per_microbatch": 64},
+        actor={"sequences_in_progress": 6},
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limits"),
+    [
+        (bounded(16, max_lag=4), [80, 96, 112]),
+        (bounded(16, max_lag=0), [16, 32, 48]),
+        (bounded(16, max_lag=4, steps=3), [48, 48, 48]),  # nothing is issued that no step consumes
+        (bounded(16, max_lag=None), [2 * 16 + 2 * 12, 16 + 56, 32 + 56]),  # two batches, and twice what 2 actors hold
+        (bounded(4, mode="conventional", conventional_g=3, max_lag=None), [12, 12, 12, 24, 24, 24, 36]),
+    ],
+)
+def test_issue_limits_by_hand(recipe: Recipe, limits: list[int]) -> None:
+    assert [issue_limit(recipe, version, num_actors=2) for version in range(len(limits))] == limits
+
+
+def test_phases_by_hand() -> None:
+    recipe = bounded(4, mode="conventional", conventional_g=3, max_lag=None)
+    assert [starts_phase(recipe, version) for version in range(4)] == [True, False, False, True]
+    assert [groups_before_step(recipe, version) for version in range(4)] == [12, 8, 4, 12]
+    assert (starts_phase(bounded(4), 1), groups_before_step(bounded(4), 1)) == (True, 4)
+
+
+@given(st.integers(1, 5), st.integers(0, 6), st.data())
+def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, data: st.DataObject) -> None:
+    """Issue as much as allowed, lose some groups at random, train in order of issue; every lag is within the bound,
+    and a step can always be taken: the bound does not starve the trainer."""
+    recipe = bounded(per_step, max_lag=max_lag)
+    waiting: list[int] = []
+    issued = lost = 0
+    for version in range(12):
+        for attempt in range(4):
+            allowed = issue_limit(recipe, version, 1) - (issued - lost)
+            waiting += [version] * allowed
+            issued += allowed
+            if attempt < 3:
+                drop = data.draw(st.lists(st.integers(0, len(waiting) - 1), max_size=3, unique=True))
+                waiting = [group for index, group in enumerate(waiting) if index not in drop]
+                lost += len(drop)
+        batch, waiting = waiting[:per_step], waiting[per_step:]
+        assert len(batch) == per_step
+        assert all(version - sampled <= max_lag for sampled in batch)
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 8), min_size=12, max_size=12), st.data())
+def test_a_backlog_that_follows_the_actors_bounds_what_is_in_flight_and_starves_nobody(
+    per_step: int, actors: list[int], data: st.DataObject
+) -> None:
+    """What is in flight is at most the largest backlog so far, and a step can always be taken."""
+    recipe = bounded(per_step, max_lag=None)
+    issued = lost = largest = 0
+    for version, num_actors in enumerate(actors):
+        backlog = 2 * per_step + 2 * 6 * max(1, num_actors)
+        largest = max(largest, backlog)
+        issued += max(0, issue_limit(recipe, version, num_actors) - (issued - lost))
+        in_flight = issued - lost - version * per_step
+        assert backlog <= in_flight <= largest
+        lost += data.draw(st.integers(0, in_flight - per_step))
+
+
 # --- effective sample size
 
 LOG_WEIGHTS = st.lists(st.floats(-50, 50), min_size=1, max_size=50).map(np.array)
 
 
-def test_ess_by_hand() -> None:
-    # w = 1, 3: (1 + 3)² / (2 · (1 + 9)) = 0.8
-    assert EssSums.of(np.log([1.0, 3.0])).ratio == pytest.approx(0.8)
-
-
-def test_one_on_policy() -> None:
-    assert EssSums.of(np.zeros(100)).ratio == pytest.approx(1.0)
-
-
-def test_weights_are_not_clamped() -> None:
-    # Clamped at 5 this would be (3 + 5)² / (4 · (3 + 25)) = 0.57.
-    assert EssSums.of(np.log([1.0, 1.0, 1.0, 97.0])).ratio == pytest.approx(100**2 / (4 * (3 + 97**2)))
-
-
-def test_weights_no_float_holds() -> None:
-    assert EssSums.of(np.array([2000.0, 2000.0, -2000.0])).ratio == pytest.approx(2 / 3)
-    assert EssSums.of(np.array([-2000.0, -2000.0])).ratio == pytest.approx(1.0)
-
-
-def test_nothing_and_nothing_but_zeros() -> None:
-    assert EssSums.of(np.array([])).ratio is None
-    assert EssSums.of(np.array([-math.inf, -math.inf])).ratio == 0.0
+@pytest.mark.parametrize(
+    ("log_weights", "ratio"),
+    [
+        (np.log([1.0, 3.0]), 0.8),  # (1 + 3)² / (2 · (1 + 9))
+        (np.zeros(100), 1.0),
+        (np.log([1.0, 1.0, 1.0, 97.0]), 100**2 / (4 * (3 + 97**2))),  # clamped at 5 this would be 0.57
+        (np.array([2000.0, 2000.0, -2000.0]), 2 / 3),  # weights that no float holds
+        (np.array([-2000.0, -2000.0]), 1.0),
+        (np.array([-math.inf, -math.inf]), 0.0),
+        (np.array([]), None),
+    ],
+)
+def test_ess_by_hand(log_weights: np.ndarray, ratio: float | None) -> None:
+    assert EssSums.of(log_weights).ratio == (None if ratio is None else pytest.approx(ratio))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -27,7 +27,7 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
-from pipelinerl.rl.grouping import group_advantages
+from pipelinerl.rl.advantages import group_advantages
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD, save_value_head
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention

@@ -25,7 +25,7 @@ from pipelinerl.telemetry.spans import (
     traceparent_of,
 )
 from pipelinerl.v1 import verifier_pb2
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from services.trainer.data.tracker import SequenceTracker
 from services.trainer.weight_sync.coordinator import Phase
 from services.verifier.server import CallSpans
 from tests.support.generation import stage as actor_stage
@@ -95,9 +95,9 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
 
 
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
-    traces, group = SequenceTraces(), make_group(num_samples=3)
+    group, books = make_group(num_samples=3), SequenceTracker()
+    traces = books.traces
     with recorded() as spans:
-        books = SequenceTracker(traces.recording(lambda event: None))
         books.issue(group)
         with traces.issue(group, group.group_id) as issued:
             headers = headers_of(trace_of(issued))

@@ -9,13 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamInfo
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded, discrepancy
+from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded
 from services.trainer.reporting.recorder import group_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.updater import UpdateRecord
@@ -108,17 +108,6 @@ def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
     tokens = {"trained": 6, "dropped_stale": 3, "dropped_filtered": 0, "failed": 1}
     assert {outcome: exported("tokens_total", outcome=outcome) for outcome in tokens} == tokens
     assert exported("tokens_arrived_total") == 12
-
-
-def test_books_that_are_taken_over_show_their_numbers() -> None:
-    before, after = SequenceTracker(), SequenceTracker()
-    before.issue(make_group(0))
-    after.restore(before.to_state())
-    assert after.counts == LedgerCounts(issued=2, in_flight=2)
-
-
-def test_a_ledger_that_does_not_add_up_shows_by_how_much() -> None:
-    assert discrepancy(LedgerCounts(issued=10, trained=4, dropped_stale=1, failed=1, in_flight=3)) == 1
 
 
 def test_reasons_beyond_the_most_frequent_are_one() -> None:

@@ -34,7 +34,6 @@ from pipelinerl.audit.journal import (
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.changes import ChangedRecipe
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.lag import Lineage
 from pipelinerl.rl.ledger import Outcome
 from services.trainer.checkpoint.checkpointer import CheckpointWriter, link_export
@@ -45,79 +44,36 @@ from services.trainer.checkpoint.run_state import (
     read_lineage,
     write_lineage,
 )
-from services.trainer.data.feeder import (
-    EncodedProblem,
-    Feeder,
-    feeder_bound,
-)
-from services.trainer.data.intake import HeldSequences, Intake
+from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.resume import Resume
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import make_run_state, tensors_of
+from tests.unit.trainer_fakes import make_run, make_run_state, tensors_of
 
 RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
 
 
-class NoReport:
-    def to_state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        assert state == {}
-
-
 class Life:
-    """One incarnation of the trainer, from its start to its death, with the order of things that the app has."""
+    """One incarnation of the trainer, from its start to its death; its actors are played by the test."""
 
-    def __init__(self, run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> None:
-        self.run_dir, self.bus, self.recipe = run_dir, bus, recipe
-        self.start = find_start(run_dir, RUN, recipe)
-        write_lineage(run_dir, RUN, self.start.lineage, recipe)
-        self.version = self.start.version
-        self.stack = ExitStack()
-        self.journal = self.stack.enter_context(Journal(run_dir / JOURNAL))
-        self.tracker = SequenceTracker(self.journal.write)
-        self.bound = feeder_bound(recipe, 1)
-        self.feeder = Feeder(
-            bus, recipe, self.problem, self.tracker, lambda: self.bound, lambda: self.version, self.reserve
-        )
-        self.intake = Intake(
-            bus,
-            recipe,
-            self.tracker,
-            self.bound,
-            vocab_size=100,
-            on_loss=self.feeder.look_again,
-            lineage=self.start.lineage,
-        )
-        self.resume = Resume(
-            run_dir,
-            recipe,
-            bus,
-            self.journal,
-            self.start,
-            self.tracker,
-            self.feeder,
-            self.intake,
-            NoReport(),  # type: ignore[arg-type]
-        )
-        self.writer = CheckpointWriter(run_dir, keep=2, before_rename=self.journal.sync)
+    def __init__(self, run_dir: Path, bus: MemoryBus) -> None:
+        self.run_dir, self.bus, self.stack = run_dir, bus, ExitStack()
+        self.start = find_start(run_dir, RUN, RECIPE)
+        write_lineage(run_dir, RUN, self.start.lineage, RECIPE)
+        self.run = make_run(self.stack, run_dir, bus, RECIPE, self.start)
+        self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
+        self.loop, self.journal = self.run.loop, self.run.resume.journal
+        self.run.updater.served_version = self.loop.version
         self.tasks: list[asyncio.Task[None]] = []
         self.published_again = 0
 
-    @staticmethod
-    def problem(index: int) -> EncodedProblem:
-        return EncodedProblem("chain_sum", np.full(3, index % 90, np.int32), f"p{index}", "{}")
-
-    async def reserve(self, groups: int) -> None:
-        self.journal.write({"event": "reserve", "groups": groups})
-        self.journal.sync()
+    @property
+    def version(self) -> int:
+        return self.loop.version
 
     async def begin(self) -> None:
-        self.published_again = await self.resume.begin()
+        self.published_again = await self.run.resume.begin()
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
     async def idle(self) -> None:
@@ -139,32 +95,27 @@ class Life:
             with suppress(asyncio.CancelledError):
                 await taking
             return False
-        for group in taking.result():
-            self.tracker.train(group.sequences, self.version + 1)
-        self.version += 1
-        self.tracker.end_step(self.version)
+        self.loop._conclude({"skipped": ""}, taking.result())
+        self.loop._policy.version = self.run.updater.served_version = self.version  # type: ignore[attr-defined]
         self.feeder.look_again()
         return True
 
     async def checkpoint(self) -> None:
-        state = self.resume.capture(self.version, 0)
-        self.resume.checkpoint_written(await asyncio.wrap_future(self.writer.write(tensors_of(self.version), state)))
+        await self.loop.checkpoints.write(anew=True)
 
     async def die(self) -> None:
         """As SIGKILL leaves things: what was written is there, and nothing else is."""
         self.journal.flush()
-        self.writer.close()
+        self.loop.close()
         for task in self.tasks:
             task.cancel()
-        for task in self.tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         self.stack.close()
 
 
 @asynccontextmanager
-async def life(run_dir: Path, bus: MemoryBus, recipe: Recipe = RECIPE) -> AsyncIterator[Life]:
-    one = Life(run_dir, bus, recipe)
+async def life(run_dir: Path, bus: MemoryBus) -> AsyncIterator[Life]:
+    one = Life(run_dir, bus)
     try:
         await one.begin()
         yield one
@@ -316,9 +267,7 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     mixed = make_sequence(one, 0, spans=(VersionSpan(3, 0, 1, 1), VersionSpan(4, 1, 2, 2)))
     taken = TrainingGroup((mixed,), np.array([0.1 + 0.2]))
     failed = replace(make_sequence(three, 1, completion=(), spans=()), failure="engine: gone", task="")
-    from pipelinerl.rl.grouping import CompletedGroup
-
-    ready = CompletedGroup(two.group_id, (make_sequence(two, 0), make_sequence(two, 1)))
+    ready = (make_sequence(two, 0), make_sequence(two, 1))
     held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
     make_run_state(5, SequenceTracker(), held=held, starts=(0, 3)).save(tmp_path)
     state = load_run_state(tmp_path)
@@ -326,7 +275,7 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     assert state.held.taken[0].advantages.tolist() == [0.1 + 0.2]
     assert state.held.taken[0].sequences[0].spans == mixed.spans
     assert state.held.taken[0].sequences[0].behaviour_logprobs.tolist() == mixed.behaviour_logprobs.tolist()
-    assert [s.sequence_id for s in state.held.ready[0].sequences] == ["g00000002.0", "g00000002.1"]
+    assert [s.sequence_id for s in state.held.ready[0]] == ["g00000002.0", "g00000002.1"]
     assert [(s.sequence_id, s.failure, s.group_size) for s in state.held.open] == [
         ("g00000003.0", "", 3),
         ("g00000003.1", "engine: gone", 3),
@@ -561,8 +510,8 @@ def missing_from_batches(one: Life) -> int:
 
 def held_or_open(one: Life) -> set[str]:
     held = one.intake.held()
-    groups = {sequence.group_id for group in (*held.taken, *held.ready) for sequence in group.sequences}
-    return groups | set(one.tracker.groups.open_groups())
+    groups = [*(group.sequences for group in held.taken), *held.ready]
+    return {sequence.group_id for group in groups for sequence in group} | set(one.tracker.open_groups)
 
 
 def check_journal(run_dir: Path, one: Life) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,19 +14,21 @@ import pytest
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
-from services.trainer.server import InitialFiles, StepFeed, TrainerService
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.server import StepFeed, TrainerService
+from tests.unit.builders import make_recipe
 
 
-async def written() -> tuple[str, int]:
-    return "checkpoints/step-7", 7
+async def written() -> WrittenCheckpoint:
+    return WrittenCheckpoint(Path("checkpoints/step-7"), 7, 0, 0.1)
 
 
 @asynccontextmanager
 async def service(
-    feed: StepFeed, request_checkpoint: Callable[[], Awaitable[tuple[str, int]]] = written
+    feed: StepFeed, request_checkpoint: Callable[[], Awaitable[WrittenCheckpoint]] = written
 ) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
     status = trainer_pb2.TrainerStatus(run="unit", policy_version=7)
-    servicer = TrainerService(feed, lambda: status, request_checkpoint, InitialFiles("", None, "none"))
+    servicer = TrainerService(feed, lambda: status, request_checkpoint, make_recipe(), "nowhere")
 
     def register(server: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
@@ -82,7 +85,7 @@ async def test_status_and_checkpoint() -> None:
 
 
 async def test_a_refused_checkpoint_says_why() -> None:
-    async def refused() -> tuple[str, int]:
+    async def refused() -> WrittenCheckpoint:
         raise ServiceError("the run has ended: no more checkpoints are written")
 
     async with service(StepFeed(), refused) as stub:

@@ -27,14 +27,14 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
         assert not any("checkpoint" in call for call in policy.calls)
-        began_s = run._recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
+        began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
-        assert run._recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
+        assert run.recorder._events._recorder.reasons == ["RunStarted", "CheckpointWritten", "RunStopped"]  # type: ignore[union-attr]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = resumable(tmp_path)[2].parent
@@ -47,10 +47,10 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
 async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
         running = await stop_during_step(run, policy)
-        run._recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
+        run.recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
         policy.may_step.set()
         await running
-        (tracked,) = run._recorder._trackers._trackers
+        (tracked,) = run.recorder._trackers._trackers
     heldout, (step, figures), (_, summary) = tracked.points  # type: ignore[attr-defined]
     assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
     assert (step, figures["sequences/trained"]) == (2, 2.0)
@@ -60,7 +60,7 @@ async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) 
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, stop_checkpoint_s=0.1) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"stop_checkpoint_s": 0.1}) as (run, policy), asyncio.timeout(20):
         running = await stop_during_step(run, policy)
         await running
         assert "no checkpoint of version 1 yet" in caplog.text
@@ -111,11 +111,11 @@ async def test_what_may_be_issued_follows_the_actors_that_are_registered(
     changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
     trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
     async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
-        assert run._feeder.allowance == 10
+        assert run.feeder.allowance == 10
         monkeypatch.setattr(WeightUpdater, "num_present", 8)
-        run._feeder._look.clear()
+        run.feeder._look.clear()
         run._joined("actor-7", UpdateRecord(0))
-        assert (run._feeder.allowance, run._feeder._look.is_set()) == (52, True)
+        assert (run.feeder.allowance, run.feeder._look.is_set()) == (52, True)
 
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -141,16 +141,16 @@ def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, linger=True) as (run, policy), asyncio.timeout(20):
-        run._loop.version, policy.version, policy.num_ranks, stop = 4, 4, 2, asyncio.Event()
+    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(20):
+        run.loop.version, policy.version, policy.num_ranks, stop = 4, 4, 2, asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
         assert not json.loads((tmp_path / "summary.json").read_text())["interrupted"]
-        assert (run._recorder.status().phase, run._recorder.status().message) == (FINISHED, "")
-        assert run._recorder.metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
-        assert [step async for step in run._recorder.feed.read(0)] == []
-        folder, version = await run._loop.request_checkpoint()
-        assert (Path(folder).is_dir(), version) == (True, 4)
+        assert (run.recorder.status().phase, run.recorder.status().message) == (FINISHED, "")
+        assert run.recorder.metrics.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1
+        assert [step async for step in run.recorder.feed.read(0)] == []
+        written = await run.loop.request_checkpoint()
+        assert (written.folder.is_dir(), written.version) == (True, 4)
         heard = len(policy.calls)
         while len(policy.calls) == heard:  # the other ranks hear that rank 0 is there
             await asyncio.sleep(0.01)
@@ -163,7 +163,7 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
 @pytest.mark.usefixtures("at_its_end")
 async def test_without_linger_a_finished_trainer_ends(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
-        run._loop.version = policy.version = 4
+        run.loop.version = policy.version = 4
         await run.run(asyncio.Event())
 
 
@@ -171,12 +171,12 @@ async def test_without_linger_a_finished_trainer_ends(tmp_path: Path) -> None:
 async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, linger=True) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(20):
 
         def gone() -> None:
             raise RuntimeError("connection closed by peer")
 
-        run._loop.version, policy.version, policy.num_ranks = 4, 4, 2
+        run.loop.version, policy.version, policy.num_ranks = 4, 4, 2
         running = asyncio.create_task(run.run(asyncio.Event()))
         await until_logged(caplog, LINGERS)
         policy.heartbeat = gone  # type: ignore[method-assign]
@@ -186,7 +186,7 @@ async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
 
 
 async def test_a_trainer_that_is_stopped_does_not_linger(tmp_path: Path) -> None:
-    async with training_run(tmp_path, linger=True) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}) as (run, _), asyncio.timeout(20):
         stop = asyncio.Event()
         stop.set()
         await run.run(stop)
@@ -196,11 +196,11 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "0 of 1 actors registered within weights.join_timeout_s"
-    async with training_run(tmp_path, linger=True, weights=IMPATIENT) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}, weights=IMPATIENT) as (run, _), asyncio.timeout(20):
         stop = asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, text, times=2)
-        assert run._recorder.status().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
+        assert run.recorder.status().phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         stop.set()
         await running
     (tmp_path / "without").mkdir()
@@ -212,17 +212,17 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
 
 async def test_tokens_that_arrived_before_this_start_are_not_in_its_counter(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, _):
-        run._intake.tokens_arrived = 1000  # of the checkpoint that it goes on from
+        run.intake.tokens_arrived = 1000  # of the checkpoint that it goes on from
         group = make_group(900)
-        run._tracker.issue(group)
+        run.tracker.issue(group)
         sequence = make_sequence(group, 0, completion=(1, 2, 3))
-        await run._intake._add(sequence)
-        registry = run._recorder.metrics.registry
+        await run.intake._add(sequence)
+        registry = run.recorder.metrics.registry
         assert registry.get_sample_value("pipelinerl_trainer_tokens_arrived_total") == 3
-        assert run._intake.tokens_arrived == 1003, "what the run's records go on from"
+        assert run.intake.tokens_arrived == 1003, "what the run's records go on from"
 
 
 async def test_a_trainer_that_starts_again_without_a_checkpoint_has_none_to_show(tmp_path: Path) -> None:
     again = Start(FIRST_INCARNATION.restarted(0), again=True)
     async with training_run(tmp_path, start=again) as (run, _):
-        assert run._recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None
+        assert run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None

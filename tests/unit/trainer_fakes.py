@@ -5,24 +5,39 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.audit.journal import JOURNAL, Journal
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.kube.events import PodRef
-from pipelinerl.messages.sequences import PolicyVersion, VersionSpan, spans_to_proto
+from pipelinerl.messages import sequences as messages
+from pipelinerl.messages.sequences import (
+    PolicyVersion,
+    PromptGroup,
+    VersionSpan,
+    decode_group,
+    encode_sequence,
+    spans_to_proto,
+)
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.checkpoint.run_state import RunState, Start
+from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
@@ -33,7 +48,8 @@ from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
-from tests.support.memory_bus import MemoryBus
+from services.trainer.weight_sync.updater import WeightUpdater
+from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 
 
@@ -208,13 +224,19 @@ class FakePort:
 class FakeUpdater:
     """Everything offered is served at once, by `members`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.members: dict[str, Any] = {}
         self.served_version = -1
+        self.num_present = 1
+        self.bad_messages = 0
 
     @property
     def serving(self) -> dict[str, Any]:
         return self.members
+
+    def serve(self, addresses: Mapping[str, str]) -> None:
+        """The actors at these addresses, by name, serve what is offered."""
+        self.members = {name: SimpleNamespace(grpc_address=address) for name, address in addresses.items()}
 
     async def offer(self, version: int, snapshot: object) -> None:
         self.served_version = version
@@ -280,69 +302,160 @@ class Tracked:
             self.finished = finished
 
 
-@asynccontextmanager
-async def training_run(
+def make_run(
+    stack: ExitStack | AsyncExitStack,
     run_dir: Path,
-    stop_checkpoint_s: float = 10.0,
-    *,
-    linger: bool = False,
-    board: PageBoard | None = None,
+    bus: MemoryBus,
+    recipe: Recipe,
     start: Start | None = None,
-    **sections: object,
-) -> AsyncIterator[tuple[TrainingRun, FakePolicy]]:
-    """A run of no actors that has not begun; `sections` of its recipe."""
-    settings = TrainerSettings(
+    *,
+    board: PageBoard | None = None,
+    updater: type = FakeUpdater,
+    **settings: Any,
+) -> TrainingRun:
+    """A run that has not begun. Its files are open as long as `stack`; `start`: that of a new run when None."""
+    start = start or Start()
+    given = TrainerSettings(
         run=RUN,
         recipe=run_dir / "recipe.yaml",
         instance="trainer",
         verifier="nowhere:1",
         run_dir=run_dir,
-        stop_checkpoint_s=stop_checkpoint_s,
-        linger=linger,
+        **settings,
     )
-    policy, verifier = FakePolicy(run_dir), FakeVerifier()
-    async with MemoryBus(RUN) as bus:
+    files, journal = stack.enter_context(RunFiles(run_dir)), stack.enter_context(Journal(run_dir / JOURNAL))
+    policy: Any = FakePolicy(run_dir)
+    policy.version = start.version
+    verifier: Any = FakeVerifier()
+    recorder = Recorder(
+        recipe,
+        files,
+        TrainerMetrics(CollectorRegistry()),
+        board=board,
+        trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
+        events=RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+        context=LogContext(RUN, "trainer", "trainer"),
+        run=RUN,
+        start=start,
+        tokenizer=policy.tokenizer,
+    )
+    with patch("services.trainer.run.WeightUpdater", updater):
+        return TrainingRun(given, recipe, policy, bus, verifier, journal, start, recorder)
+
+
+@asynccontextmanager
+async def training_run(
+    run_dir: Path,
+    *,
+    start: Start | None = None,
+    board: PageBoard | None = None,
+    updater: type = WeightUpdater,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **sections: object,
+) -> AsyncIterator[tuple[TrainingRun, FakePolicy]]:
+    """A run of no actors that has not begun; `sections` of its recipe."""
+    async with MemoryBus(RUN) as bus, AsyncExitStack() as stack:
         await bus.create_streams()
-        with RunFiles(run_dir) as files, Journal(run_dir / JOURNAL) as journal:
-            recipe, start = make_recipe(task=TASK, **sections), start or Start()
-            recorder = Recorder(
-                recipe,
-                files,
-                TrainerMetrics(CollectorRegistry()),
-                board=board,
-                trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
-                events=RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
-                context=LogContext(RUN, "trainer", "trainer"),
-                run=RUN,
-                start=start,
-                tokenizer=policy.tokenizer,  # type: ignore[arg-type]
-            )
-            run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)  # type: ignore[arg-type]
-            try:
-                yield run, policy
-            finally:
-                policy.may_step.set()
+        recipe = make_recipe(**{"task": TASK, **sections})
+        run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, **settings)
+        policy: FakePolicy = run.loop._policy  # type: ignore[assignment]
+        try:
+            yield run, policy
+        finally:
+            policy.may_step.set()
+            run.loop.close()
 
 
 async def stop_during_step(run: TrainingRun, policy: FakePolicy) -> asyncio.Task[None]:
     """The run, stopped in its second step, while that step is on the compute thread."""
-    run._loop.version = policy.version = 1
+    run.loop.version = policy.version = 1
     policy.may_step.clear()
     stop = asyncio.Event()
 
     async def batch(version: int) -> list[TrainingGroup]:
-        group = make_group(900 + version)  # not one that the feeder issues
-        run._tracker.issue(group)
-        return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
-
-    run._intake.take_batch = batch  # type: ignore[method-assign]
-    run._loop.run = run._loop._step  # type: ignore[method-assign]
+        return [ready_group(run, 900 + version)]  # not one that the feeder issues
 
     async def no_wait() -> None:
         return
 
+    run.intake.take_batch = batch  # type: ignore[method-assign]
+    run.loop.run = run.loop._step  # type: ignore[method-assign]
     run._wait_for_actors = no_wait  # type: ignore[method-assign]
     running = asyncio.create_task(run.run(stop))
     await asyncio.to_thread(policy.stepping.wait, 10)
     stop.set()
     return running
+
+
+def ready_group(run: TrainingRun, number: int) -> TrainingGroup:
+    """Both samples of a group that is issued here, ready to be trained on."""
+    group = make_group(number)
+    run.tracker.issue(group)
+    return TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))
+
+
+# --- its feeder and its intake at work ------------------------------------------------------------------------------------
+
+
+class Desk:
+    """Feeder, intake and tracker of a run, whose actors are played by the test."""
+
+    def __init__(self, run: TrainingRun, bus: MemoryBus) -> None:
+        self.run, self.bus = run, bus
+        self.tracker, self.feeder, self.intake = run.tracker, run.feeder, run.intake
+        self.updater: Any = run.updater
+        self.updater.served_version = 0
+
+    def serve(self, version: int, *, num_actors: int = 1) -> None:
+        """Every actor serves `version` from now on."""
+        self.updater.served_version, self.updater.num_present = version, num_actors
+        self.feeder.look_again()
+
+    async def take_issued(self) -> list[PromptGroup]:
+        """Everything on PROMPTS now, acknowledged."""
+        groups = []
+        while self.feeder.allowance > 0 or (await self.bus.prompts_info()).messages:
+            delivery = await self.bus.next_prompt(timeout_s=1.0)
+            if delivery is not None:
+                groups.append(decode_group(delivery.payload, expected_run=RUN))
+                await delivery.ack()
+        return groups
+
+    async def answer(self, group: PromptGroup, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> None:
+        for index, reward in enumerate(rewards):
+            await self.publish(make_sequence(group, index, reward=reward, version=version))
+
+    async def publish(self, sequence: messages.Sequence, message_id: str | None = None) -> None:
+        await self.bus.publish_sequence(encode_sequence(sequence), message_id or sequence.sequence_id)
+
+    async def until_lost(self, num_groups: int = 1) -> None:
+        while self.tracker.lost_groups < num_groups:
+            await asyncio.sleep(0)
+
+    def failed(self) -> dict[str, int]:
+        return self.tracker.ledger.reasons(Outcome.FAILED)
+
+
+@asynccontextmanager
+async def desk(
+    *parts: str,
+    server: MemoryServer | None = None,
+    limits: StreamLimits | None = None,
+    problems: Callable[[int], EncodedProblem] | None = None,
+    **sections: object,
+) -> AsyncIterator[Desk]:
+    """`parts` of a run at work, feeder and intake when none are named; `problems`: in place of the task's."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        async with MemoryBus(RUN, server=server, limits=limits) as bus, asyncio.timeout(30):
+            await bus.create_streams()
+            one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
+            if problems is not None:
+                one.feeder._problems = problems
+            tasks = [asyncio.create_task(getattr(one.run, part).run()) for part in parts or ("feeder", "intake")]
+            try:
+                yield one
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                one.run.loop.close()

@@ -27,7 +27,6 @@ from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserErr
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
 from pipelinerl.recipe.changes import check_resumable
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.grouping import CompletedGroup
 from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
@@ -120,7 +119,7 @@ class RunState:
         """Writes both files into `folder`; returns when they are on disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
-        good += [sequence for group in held.ready for sequence in group.sequences]
+        good += [sequence for group in held.ready for sequence in group]
         good += [sequence for sequence in held.open if not sequence.failure]
         write_durably(folder / SEQUENCES, _delimited(good))
         content = {own.name: getattr(self, own.name) for own in fields(self)}
@@ -150,7 +149,7 @@ def _held_to_json(held: HeldSequences) -> dict[str, Any]:
 
     return {
         "taken": [{"ids": ids(group.sequences), "advantages": group.advantages.tolist()} for group in held.taken],
-        "ready": [{"group": group.group_id, "ids": ids(group.sequences)} for group in held.ready],
+        "ready": [{"group": group[0].group_id, "ids": ids(group)} for group in held.ready],
         "open": [
             {"id": s.sequence_id, **({"failure": s.failure, "group_size": s.group_size} if s.failure else {})}
             for s in held.open
@@ -168,7 +167,7 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
     return HeldSequences(
         taken=tuple(TrainingGroup(those(g["ids"]), np.array(g["advantages"])) for g in content["taken"]),
-        ready=tuple(CompletedGroup(g["group"], those(g["ids"])) for g in content["ready"]),
+        ready=tuple(those(g["ids"]) for g in content["ready"]),
         open=tuple(failed(entry) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
     )
 

@@ -6,7 +6,7 @@ version's weights: the largest absolute difference of token log-probabilities, i
 answer that cannot be compared is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
 
 While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
-spans that come back prove it. Training goes on beside it, up to the next version's commit.
+spans that come back prove it. Training goes on beside it, up to the next version's commit. Training sequences do not pass here.
 """
 
 from __future__ import annotations
@@ -14,28 +14,127 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import grpc
 import numpy as np
 from opentelemetry.trace import SpanKind
 
-from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import Logprobs, PolicyVersion, SamplingParams, TokenIds, finish_reason_to_proto
+from pipelinerl.errors import FieldError, MessageError, ServiceError
+from pipelinerl.messages.sequences import (
+    Logprobs,
+    PolicyVersion,
+    SamplingParams,
+    TokenIds,
+    VersionSpan,
+    logprobs_from_bytes,
+    sampling_to_proto,
+    spans_from_proto,
+    token_ids_from_bytes,
+)
 from pipelinerl.messages.verification import VerifierClient, status_name
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
-from pipelinerl.telemetry.spans import (
-    Trace,
-    child,
-    root,
-    trace_of,
-)
+from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.trainer.data.actor_client import ActorClient, ActorClients, EvaluatedCompletion
 from services.trainer.data.feeder import EncodedProblem
+from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
+
+SCORE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedCompletion:
+    """One held-out completion; `failure` empty for a good one."""
+
+    problem_id: str
+    token_ids: TokenIds
+    spans: tuple[VersionSpan, ...]
+    text: str
+    finish_reason: sequence_pb2.FinishReason
+    failure: str
+
+
+class ActorClient:
+    """One actor over gRPC. Every call has a deadline; an actor that does not answer raises `ServiceError`. Use as an async
+    context manager."""
+
+    def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
+        """`tls_dir`: certificates (`pipelinerl.service.tls`), None = plain text; `tls_name`: the name in the actor's, which is
+        reached by address."""
+        self.name, self.address = name, address
+        self._tls_dir, self._tls_name = tls_dir, tls_name
+
+    async def __aenter__(self) -> ActorClient:
+        """Raises `ServiceError` when the certificates cannot be used."""
+        try:
+            self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
+        except FieldError as error:
+            raise ServiceError(f"actor {self.name} at {self.address} is not called: {error}") from error
+        self._stub = actor_pb2_grpc.ActorServiceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float, trace: Trace = None
+    ) -> AsyncIterator[EvaluatedCompletion]:
+        """Completions as they finish. `trace`: what the actor's span follows. Raises `ServiceError`, `MessageError`."""
+        request = actor_pb2.GenerateRequest(
+            prompts=[
+                actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=tokens.tobytes())
+                for problem_id, tokens in prompts.items()
+            ],
+            sampling=sampling_to_proto(sampling),
+            seed=seed,
+        )
+        try:
+            metadata = tuple(headers_of(trace).items())
+            async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
+                yield EvaluatedCompletion(
+                    problem_id=result.id,
+                    token_ids=token_ids_from_bytes(
+                        result.completion_token_ids, "GenerateResult", "completion_token_ids"
+                    ),
+                    spans=spans_from_proto(result.spans),
+                    text=result.completion_text,
+                    finish_reason=result.finish_reason,
+                    failure=result.failure,
+                )
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("Generate", error) from error
+
+    async def score(self, token_ids: TokenIds, timeout_s: float) -> tuple[Logprobs, PolicyVersion]:
+        """Log-probabilities [tokens - 1] and the version that gave them. Raises `ServiceError`, `MessageError`."""
+        try:
+            request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
+            response = await self._stub.Score(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("Score", error) from error
+        logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
+        return logprobs, PolicyVersion(response.incarnation, response.policy_version)
+
+    async def state(self, timeout_s: float) -> actor_pb2.ActorState:
+        """Raises `ServiceError`."""
+        try:
+            state: actor_pb2.ActorState = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable("GetState", error) from error
+        return state
+
+    def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
+        return ServiceError(
+            f"actor {self.name} at {self.address} does not answer {call}: {explained(error, self._tls_dir)}"
+        )
+
 
 JUDGE_BATCH = 64
 """Completions per verifier call: what one call loses, others keep."""
@@ -96,26 +195,24 @@ class HeldoutResult:
     samples: tuple[HeldoutSample, ...]
 
 
-class HeldoutEvaluator:
-    """`members()` gives the addresses of the actors that serve, by name."""
+class Evaluator:
+    """Asks the actors that serve, which `updater` knows; `client` calls one of a name at an address."""
 
     def __init__(
         self,
+        recipe: Recipe,
         problems: list[EncodedProblem],
-        members: Callable[[], Mapping[str, str]],
+        vocab_size: int,
+        updater: WeightUpdater,
         verifier: VerifierClient,
-        sampling: SamplingParams,
-        *,
         incarnation: int,
-        correct_reward: float,
-        seed: int,
-        timeout_s: float,
-        client: ActorClients = ActorClient,
+        client: Callable[[str, str], ActorClient] = ActorClient,
     ) -> None:
+        self._recipe, self._updater, self._verifier = recipe, updater, verifier
         self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
-        self._members, self._verifier = members, verifier
-        self._sampling, self._incarnation, self._seed = sampling, incarnation, seed
-        self._correct_reward, self._timeout_s, self._client = correct_reward, timeout_s, client
+        self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
+        num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
+        self.probe: TokenIds = probe_tokens(vocab_size, num_tokens, recipe.seed)
 
     async def evaluate(self, version: int) -> HeldoutResult:
         """Ends within the timeout; the caller holds commits of later versions meanwhile.
@@ -133,6 +230,8 @@ class HeldoutEvaluator:
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, EvaluatedCompletion]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
         done: dict[str, EvaluatedCompletion] = {}
+        temperature, max_tokens = self._recipe.evaluation.temperature, self._recipe.sampling.max_tokens
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
 
         async def ask(name: str, address: str, share: list[str]) -> None:
             prompts = {problem_id: self._problems[problem_id].prompt_token_ids for problem_id in share}
@@ -141,7 +240,8 @@ class HeldoutEvaluator:
             try:
                 with calling as span:
                     async with self._client(name, address) as client:
-                        answers = client.generate(prompts, self._sampling, self._seed, self._timeout_s, trace_of(span))
+                        seed = self._recipe.seed + 1
+                        answers = client.generate(prompts, sampling, seed, self._timeout_s, trace_of(span))
                         async for completion in answers:
                             if completion.problem_id in prompts and self._is_of(version, completion):
                                 done[completion.problem_id] = completion
@@ -151,11 +251,11 @@ class HeldoutEvaluator:
         try:
             async with asyncio.timeout_at(deadline):
                 while missing := [p for p in self._problems if p not in done]:
-                    members, before = sorted(self._members().items()), len(done)
+                    members, before = sorted(self._updater.serving.items()), len(done)
                     async with asyncio.TaskGroup() as tasks:
-                        for position, (name, address) in enumerate(members):
+                        for position, (name, member) in enumerate(members):
                             if share := missing[position :: len(members)]:
-                                tasks.create_task(ask(name, address, share))
+                                tasks.create_task(ask(name, member.grpc_address, share))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
@@ -182,7 +282,7 @@ class HeldoutEvaluator:
             raise ServiceError(f"no held-out problem has a verdict: {dict(unanswered)}")
         if unanswered:
             log.warning("held-out accuracy of version %d leaves out problems: %s", version, dict(unanswered))
-        right = sum(is_right(outcome, self._correct_reward) for outcome in verdicts.values())
+        right = sum(is_right(outcome, self._recipe.reward.correct) for outcome in verdicts.values())
         return HeldoutResult(
             version,
             right / num_answered,
@@ -226,14 +326,32 @@ class HeldoutEvaluator:
             completion_text=completion.text,
             reference_json=problem.reference_json,
             completion_tokens=len(completion.token_ids),
-            max_tokens=self._sampling.max_tokens,
-            finish_reason=finish_reason_to_proto(completion.finish_reason),
+            max_tokens=self._recipe.sampling.max_tokens,
+            finish_reason=completion.finish_reason,
         )
 
+    async def parity(self, version: int, trained: Logprobs) -> Parity | None:
+        """Over all actors that serve `version`, of the probe that the trainer itself scored as `trained`; None when none of
+        them could say."""
+        members = self._updater.serving
+        wanted = PolicyVersion(self._incarnation, version)
+        scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
+        answers = zip(members, await asyncio.gather(*scores), strict=True)
+        served = {name: answer for name, answer in answers if answer is not None}
+        return compare(served, trained, wanted) if served else None
 
-# --- the parity probe --------------------------------------------------------------------------------------------------
-
-SCORE_TIMEOUT_S = 60.0
+    async def _score(self, name: str, address: str, version: PolicyVersion) -> Logprobs | None:
+        """None when the actor does not answer, or serves another version."""
+        try:
+            async with self._client(name, address) as actor:
+                served, served_version = await actor.score(self.probe, SCORE_TIMEOUT_S)
+        except (ServiceError, MessageError) as error:
+            log.warning("parity probe goes on without %s: %s", name, error)
+            return None
+        if served_version != version:
+            log.warning("parity probe: %s serves %s, not %s", name, served_version, version)
+            return None
+        return served
 
 
 def probe_tokens(vocabulary_size: int, num_tokens: int, seed: int) -> TokenIds:
@@ -253,21 +371,6 @@ class Parity:
     failures: int
 
 
-async def measure_parity(
-    members: Mapping[str, str],
-    tokens: TokenIds,
-    trained: Logprobs,
-    version: PolicyVersion,
-    client: ActorClients = ActorClient,
-) -> Parity | None:
-    """Over all actors that serve `version`; None when none of them could say."""
-    answers = await asyncio.gather(
-        *(_score(client(name, address), tokens, version) for name, address in members.items())
-    )
-    served = {name: answer for name, answer in zip(members, answers, strict=True) if answer is not None}
-    return compare(served, trained, version) if served else None
-
-
 def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVersion) -> Parity:
     """The parity of the answers of actors, by name; logs each one that cannot be compared as an error."""
     differences: list[float] = []
@@ -283,17 +386,3 @@ def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVe
             continue
         log.error("parity probe of version %s fails on %s: %s", version, name, problem)
     return Parity(max(differences, default=None), len(served) - len(differences))
-
-
-async def _score(actor: ActorClient, tokens: TokenIds, version: PolicyVersion) -> Logprobs | None:
-    """None when it does not answer, or serves another version."""
-    try:
-        async with actor:
-            served, served_version = await actor.score(tokens, SCORE_TIMEOUT_S)
-    except (ServiceError, MessageError) as error:
-        log.warning("parity probe goes on without %s: %s", actor.name, error)
-        return None
-    if served_version != version:
-        log.warning("parity probe: %s serves %s, not %s", actor.name, served_version, version)
-        return None
-    return served

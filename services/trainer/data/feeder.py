@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
 from pipelinerl.recipe.fields import Recipe, TaskConfig
-from pipelinerl.rl.feeding import FeederBound, default_backlog
+from pipelinerl.rl.lag import issue_limit
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.telemetry.spans import headers_of, trace_of
-from services.trainer.data.tracker import SequenceTraces, SequenceTracker
+from services.trainer.data.tracker import SequenceTracker
+from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,9 +43,9 @@ class InFlightScan:
     """`prompts`: groups on PROMPTS and the position of their newest message. `arrived`: groups of which a sequence is in
     the log after `position`, from where it is to be read again."""
 
-    position: int = 0
-    prompts: Mapping[str, int] = field(default_factory=dict)
-    arrived: frozenset[str] = frozenset()
+    position: int
+    prompts: Mapping[str, int]
+    arrived: set[str]
 
 
 async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
@@ -53,25 +55,19 @@ async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
     PROMPTS any more is in the log by then.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
-    end = (await bus.sequences_info()).last_position
+    log_now = await bus.sequences_info()
+    end = log_now.last_position
     if end < position:
         log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams are new ones", end, position)
         position = 0
-    return InFlightScan(position, prompts, await _groups_between(bus, position, end))
-
-
-async def _groups_between(bus: Bus, position: int, end: int) -> frozenset[str]:
-    """Groups of the messages after `position`, up to `end`, by their ids."""
-    first = (await bus.sequences_info()).first_position
-    groups: set[str] = set()
-    if max(position + 1, first) > end:
-        return frozenset()
-    async with bus.read_sequences(position + 1) as entries:
-        async for entry in entries:
-            groups.add(entry.msg_id.rpartition(".")[0])
-            if entry.position >= end:
-                break
-    return frozenset(groups)
+    arrived: set[str] = set()
+    if max(position + 1, log_now.first_position) <= end:
+        async with bus.read_sequences(position + 1) as entries:
+            async for entry in entries:
+                arrived.add(entry.msg_id.rpartition(".")[0])
+                if entry.position >= end:
+                    break
+    return InFlightScan(position, prompts, arrived)
 
 
 MOST_UNUSABLE_IN_A_ROW = 1000
@@ -91,29 +87,11 @@ ProblemStream = Callable[[int], EncodedProblem]
 """Training problems by index: the same index gives the same problem in every run with the same seed."""
 
 
-def feeder_bound(recipe: Recipe, num_actors: int) -> FeederBound:
-    """The staleness bound of a recipe. Without max_lag, enough groups in flight to keep `num_actors` busy. Pure."""
-    groups_per_step = recipe.trainer.batch_size // recipe.sampling.group_size
-    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
-    return FeederBound(
-        groups_per_step=groups_per_step,
-        mode=recipe.mode,
-        max_lag=recipe.algorithm.max_lag,
-        conventional_g=recipe.algorithm.conventional_g,
-        backlog_groups=default_backlog(groups_per_step, in_progress, recipe.sampling.group_size),
-        total_steps=recipe.trainer.steps,
-    )
-
-
-async def _no_reservation(groups: int) -> None:
-    return
-
-
 class Feeder:
-    """`bound()` follows the number of actors. `version()` is what it counts from: the version that every actor serves, which
-    new tokens are sampled by; below 0 before the first.
+    """`updater` has the version to count from: the one that every actor serves, by which new tokens are sampled (below 0 before
+    the first); and the number of actors.
 
-    `reserve(n)` returns once it is on disk that groups numbered below n may be published. `next_group` is all that the feeder
+    `journal` has it on disk which group numbers may be published before any of them is. `next_group` is all that the feeder
     needs to go on: group number i holds problem i, in every incarnation.
     """
 
@@ -123,14 +101,11 @@ class Feeder:
         recipe: Recipe,
         problems: ProblemStream,
         tracker: SequenceTracker,
-        bound: Callable[[], FeederBound],
-        version: Callable[[], int],
-        reserve: Callable[[int], Awaitable[None]] = _no_reservation,
-        traces: SequenceTraces | None = None,
+        updater: WeightUpdater,
+        journal: Journal,
     ) -> None:
-        self._reserve, self._traces = reserve, traces or SequenceTraces()
-        self._bus, self._recipe, self._problems, self._tracker = bus, recipe, problems, tracker
-        self._bound, self._version = bound, version
+        self._bus, self._recipe, self._problems = bus, recipe, problems
+        self._tracker, self._updater, self._journal = tracker, updater, journal
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
@@ -139,9 +114,8 @@ class Feeder:
     @property
     def allowance(self) -> int:
         """Groups that may be issued now."""
-        return self._bound().groups_allowed(
-            max(0, self._version()), self._tracker.issued_groups, self._tracker.lost_groups
-        )
+        limit = issue_limit(self._recipe, max(0, self._updater.served_version), self._updater.num_present)
+        return max(0, limit - (self._tracker.issued_groups - self._tracker.lost_groups))
 
     def look_again(self) -> None:
         """The version, the tracker or the bound changed."""
@@ -153,7 +127,8 @@ class Feeder:
             await self._look.wait()
             self._look.clear()
             while (allowance := self.allowance) > 0:
-                await self._reserve(self.next_group + allowance)
+                self._journal.write({"event": "reserve", "groups": self.next_group + allowance})
+                await asyncio.to_thread(self._journal.sync)
                 for _ in range(allowance):
                     if (group := self._open_next()) is not None:
                         await self._send(group, group.group_id)
@@ -167,12 +142,12 @@ class Feeder:
         while self.next_group < reserved:
             self._open_next()
         published = 0
-        for group_id in self._tracker.groups.open_groups():
+        for group_id, known in list(self._tracker.open_groups.items()):
             if group_id in scan.prompts or group_id in scan.arrived:
                 self._tracker.published(group_id, scan.prompts.get(group_id, 0))
-            elif self._tracker.groups.missing(group_id):
+            else:
                 published += 1
-                done = self._tracker.groups.arrived(group_id)
+                done = tuple(sorted(known.members))
                 group = replace(self._group(group_number(group_id)), done_samples=done)
                 await self._send(group, f"{group_id}/{name}")
         return published
@@ -190,7 +165,7 @@ class Feeder:
 
     async def _send(self, group: PromptGroup, message_id: str) -> None:
         try:
-            with self._traces.issue(group, message_id) as span:
+            with self._tracker.traces.issue(group, message_id) as span:
                 payload, headers = encode_group(group), headers_of(trace_of(span))
                 position = await retry_forever(
                     lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"
@@ -205,8 +180,7 @@ class Feeder:
 
     def _group(self, number: int) -> PromptGroup:
         recipe = self._recipe
-        problem = self._problems(number)
-        seed = group_seed(recipe.seed, number) if recipe.sampling.seeded else 0
+        problem, sampling = self._problems(number), recipe.sampling
         return PromptGroup(
             run=self._bus.run,
             group_id=f"g{number:08d}",
@@ -215,10 +189,10 @@ class Feeder:
             prompt_token_ids=problem.prompt_token_ids,
             prompt_text=problem.prompt_text,
             reference_json=problem.reference_json,
-            num_samples=recipe.sampling.group_size,
+            num_samples=sampling.group_size,
             sampling=sampling_of(recipe),
-            seed=seed,
-            issued_version=max(0, self._version()),
+            seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
+            issued_version=max(0, self._updater.served_version),
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:

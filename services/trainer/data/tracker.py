@@ -1,7 +1,9 @@
 """What was issued and where it ended: the ledger and the groups that are still open, kept in step; and the spans of both.
 
-`SequenceTracker` is stepped by issue, arrival and close; pure state, no stream and no clock. Each step is also an event for
-the journal (`pipelinerl/audit/journal.py`). The feeder may issue `lost` groups again, of which nothing is trained.
+`SequenceTracker` is stepped by issue, arrival and close; pure state, no stream and no clock. Sequences may arrive in any order
+and repeatedly, and have passed `decode_sequence`; those of groups that are not open are ignored, so that memory is bounded by
+the open groups. Each step is also an event for the journal (`pipelinerl/audit/journal.py`). The feeder may issue `lost` groups
+again, of which nothing is trained.
 
 `SequenceTraces` has the trainer's spans: issued, received, and how each sequence ended; and one for each optimizer step. A
 group's trace begins where it is issued; whatever is done with its sequences, here or elsewhere, follows. It remembers what the
@@ -15,98 +17,119 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from opentelemetry.trace import Span, SpanKind
 
 from pipelinerl.bus.protocol import LogEntry, Subjects
+from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import PromptGroup, Sequence
-from pipelinerl.rl.grouping import CompletedGroup, GroupAssembler
-from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Ledger, Outcome
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
-from pipelinerl.telemetry.spans import (
-    Trace,
-    child,
-    is_on,
-    root,
-    trace_in,
-    trace_of,
-)
+from pipelinerl.telemetry.spans import Trace, child, is_on, root, trace_in, trace_of
+
+
+@dataclass
+class OpenGroup:
+    """One of which samples are still to come. `members`: those that came, by index."""
+
+    num_samples: int
+    queue_position: int | None = None
+    """Of its newest message on PROMPTS, which may have left it; None before there is one."""
+    members: dict[int, Sequence] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        return [index for index in range(self.num_samples) if index not in self.members]
 
 
 class SequenceTracker:
     """`issued_groups` counts replacements of lost ones too; `record` takes the events.
 
-    `counts` and `tokens` are for readers on other threads: the ledger's numbers after the last event, of one moment, and the
-    completion tokens that ended here by outcome, since this process began.
+    `tokens`: completion tokens that ended here by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
         self._record = record
         self.ledger = Ledger()
-        self.counts = LedgerCounts()
+        self.traces = SequenceTraces()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
-        self.groups = GroupAssembler()
+        self.open_groups: dict[str, OpenGroup] = {}
+        """In order of issue."""
         self.issued_groups = 0
         self.lost_groups = 0
-        self._queue_positions: dict[str, int] = {}  # of open groups whose prompt is, or was, on the stream
 
     def issue(self, group: PromptGroup) -> None:
+        """Raises `LedgerViolation` for a group that was issued before."""
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
-        self.groups.expect(group.group_id, group.num_samples)
+        self.open_groups[group.group_id] = OpenGroup(group.num_samples)
         self.issued_groups += 1
-        self.counts = self.ledger.counts
         samples, version = group.num_samples, group.issued_version
         self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
         """The group is on PROMPTS, at `position`. It may be complete already."""
-        if self.groups.is_open(group_id):
-            self._queue_positions[group_id] = position
+        if group_id in self.open_groups:
+            self.open_groups[group_id].queue_position = position
 
     def refuse(self, group: PromptGroup, reason: str) -> None:
         """A group that was issued and cannot be sent out ends here, and another may take its place."""
         self._close([group.sequence_id(index) for index in range(group.num_samples)], Outcome.FAILED, reason)
-        self.groups.discard(group.group_id)
+        del self.open_groups[group.group_id]
         self.lost_groups += 1
 
-    def arrive(self, sequence: Sequence) -> CompletedGroup | None:
-        """The group that this sequence completes. Its failed samples are closed. Raises `MessageError`."""
-        group = self.groups.add(sequence)
-        if group is not None:
-            self._queue_positions.pop(group.group_id, None)
-            for failed in group.failed:
-                self.close([failed], Outcome.FAILED, short_reason(failed.failure))
-        return group
+    def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """All samples of the group that this one completes, in order of their index; empty while more are to come.
+
+        Failed samples are closed then. Raises `MessageError` when the sequence contradicts its group's size; nothing is
+        changed then.
+        """
+        group = self.open_groups.get(sequence.group_id)
+        if group is None:
+            return ()
+        if sequence.group_size != group.num_samples:
+            raise MessageError("Sequence", "group_size", f"{sequence.group_size}, issued with {group.num_samples}")
+        group.members.setdefault(sequence.sample_index, sequence)
+        if len(group.members) < group.num_samples:
+            return ()
+        del self.open_groups[sequence.group_id]
+        samples = tuple(group.members[index] for index in range(group.num_samples))
+        for sample in samples:
+            if sample.failure:
+                self.close([sample], Outcome.FAILED, short_reason(sample.failure))
+        return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
         """Nothing of this group is trained: what is left of it ends here, and it may be issued again."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
-    def missing(self, group_id: str, run: str, failure: str) -> tuple[Sequence, ...]:
+    def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
         """A failed sequence for each sample of an open group that has not arrived; nothing for other groups."""
-        size = self.groups.open_groups().get(group_id, 0)
-        return tuple(failed_sample(run, group_id, index, size, failure) for index in self.groups.missing(group_id))
+        group = self.open_groups.get(group_id, OpenGroup(0))
+        return [failed_sample(run, group_id, index, group.num_samples, failure) for index in group.missing]
 
-    def missing_sample(self, sequence_id: str, run: str, failure: str) -> Sequence | None:
-        """The same for one sample, by its id; None when the id names none that is still to come."""
-        every = self.missing(sequence_id.rpartition(".")[0], run, failure)
-        return next((sequence for sequence in every if sequence.sequence_id == sequence_id), None)
+    def held(self) -> tuple[Sequence, ...]:
+        """What has arrived of groups that are still open: with `to_state`, all that a checkpoint needs of them."""
+        return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
-    def gone_from_queue(self, first_position: int) -> tuple[str, ...]:
+    def gone_from_queue(self, first_position: int) -> list[str]:
         """Open groups whose prompt is no longer on PROMPTS, where `first_position` is the oldest one left."""
-        return tuple(group_id for group_id, position in self._queue_positions.items() if position < first_position)
+        return [
+            group_id
+            for group_id, group in self.open_groups.items()
+            if group.queue_position is not None and group.queue_position < first_position
+        ]
 
     def train(self, sequences: Iterable[Sequence], version: int) -> None:
         """They were trained on, and `version` came of it. Raises `LedgerViolation`."""
         self.close(sequences, Outcome.TRAINED, version=version)
 
     def end_step(self, version: int) -> None:
-        """All of the step that made `version` is in. Raises `LedgerViolation` when the equation does not hold."""
-        self.ledger.check()
+        """All of the step that made `version` is in."""
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
@@ -118,32 +141,33 @@ class SequenceTracker:
     def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
         for sequence_id in ids:
             self.ledger.close(sequence_id, outcome, reason)
-        self.counts = self.ledger.counts
         if ids:
             because = {"reason": reason} if reason else {}
-            self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
+            event: dict[str, Any] = {"event": "close", "outcome": outcome.value, **because, **more, "ids": ids}
+            self._record(event)
+            self.traces.closed(event)
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able. What had arrived of open groups is not in it (`groups.held`)."""
+        """JSON-able. What had arrived of open groups is not in it (`held`)."""
+        groups = self.open_groups.items()
+        positions = {group_id: group.queue_position for group_id, group in groups}
         return {
             "ledger": self.ledger.to_state(),
             "groups": {
                 "issued": self.issued_groups,
                 "lost": self.lost_groups,
-                "open": self.groups.open_groups(),
-                "queue_positions": dict(self._queue_positions),
+                "open": {group_id: group.num_samples for group_id, group in groups},
+                "queue_positions": {name: position for name, position in positions.items() if position is not None},
             },
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over `to_state` of another tracker, without an event. Raises `LedgerViolation`."""
         groups = state["groups"]
-        self.ledger, self.groups = Ledger.from_state(state["ledger"]), GroupAssembler()
-        self.counts = self.ledger.counts
+        self.ledger = Ledger.from_state(state["ledger"])
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
-        for group_id, num_samples in groups["open"].items():
-            self.groups.expect(group_id, num_samples)
-        self._queue_positions = dict(groups["queue_positions"])
+        positions = groups["queue_positions"]
+        self.open_groups = {name: OpenGroup(size, positions.get(name)) for name, size in groups["open"].items()}
 
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
@@ -164,8 +188,6 @@ def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, f
         failure=failure,
     )
 
-
-Record = Callable[[Mapping[str, Any]], None]
 
 MOST_OPEN = 100_000
 """Sequences under way whose traces are remembered; beyond it the oldest is forgotten, and its trace has no end."""
@@ -204,16 +226,6 @@ class SequenceTraces:
         ) as span:
             self._remember(sequence.sequence_id, trace_of(span) or trace)
 
-    def recording(self, record: Record) -> Record:
-        """`record`, for events of the tracker, with the end of each sequence in its trace."""
-
-        def both(event: Mapping[str, Any]) -> None:
-            record(event)
-            if self._open and event["event"] == "close":
-                self._closed(event)
-
-        return both
-
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
         """Around an optimizer step and its entry into the tracker: sequences that end inside were trained by it.
@@ -228,7 +240,10 @@ class SequenceTraces:
             finally:
                 self._step = None
 
-    def _closed(self, event: Mapping[str, Any]) -> None:
+    def closed(self, event: Mapping[str, Any]) -> None:
+        """The end of each sequence of a `close` event."""
+        if not self._open:
+            return
         trained = event["outcome"] == Outcome.TRAINED.value
         about = {a.OUTCOME: event["outcome"]}
         if "reason" in event:

@@ -269,19 +269,13 @@ class OutcomeMetrics:
         )
 
     def watch(self, books: SequenceTracker, tokens_arrived: Callable[[], int], bad_messages: Callable[[], int]) -> None:
-        self._sequences.read_each(lambda: books.counts.as_dict())
-        self._discrepancy.read(lambda: discrepancy(books.counts))
+        self._sequences.read_each(lambda: books.ledger.counts.as_dict())
+        self._discrepancy.read(lambda: books.ledger.counts.discrepancy)
         self._failed.read_each(lambda: bounded(books.ledger.reasons(Outcome.FAILED)))
         self._stale.read_each(lambda: {**_NONE_STALE, **books.ledger.reasons(Outcome.DROPPED_STALE)})
         self._tokens.read_each(lambda: dict(books.tokens))
         self._arrived.read(tokens_arrived)
         self._bad.read(bad_messages)
-
-
-def discrepancy(counts: LedgerCounts) -> int:
-    """Issued less all others. Pure."""
-    numbers = counts.as_dict()
-    return numbers.pop("issued") - sum(numbers.values())
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
