@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One real server on a free loopback port. Tests that stop or restart a server start their own."""
-    with NatsServer(tmp_path_factory.mktemp("nats"), max_payload_bytes=1024**2) as server:
+    with NatsServer(tmp_path_factory.mktemp("nats"), extra={"max_payload": 1024**2}) as server:
         yield server
 
 

@@ -146,5 +146,5 @@ async def _server_url(folder: Path) -> AsyncIterator[str]:
         raise FieldError("RUN_DIR", str(folder), "holds no streams of a run; give --nats URL --run NAME")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-streams-") as copy:
         await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, Path(copy, _STORE))
-        async with NatsServer(Path(copy)) as server:
+        with NatsServer(Path(copy)) as server:
             yield server.url

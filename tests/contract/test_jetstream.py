@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,9 @@ REQUEST_TIMEOUT_S = 1.0
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+def server(tmp_path: Path) -> Iterator[NatsServer]:
     """A server of this test's own, to be stopped and started again."""
-    async with NatsServer(tmp_path / "nats", max_payload_bytes=1024**2) as server:
+    with NatsServer(tmp_path / "nats", extra={"max_payload": 1024**2}) as server:
         yield server
 
 

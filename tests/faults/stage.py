@@ -150,7 +150,7 @@ async def fault_stage(
 ) -> AsyncIterator[FaultStage]:
     """Ends with a check of the invariants, where the test got so far. `host`: the trainer's and the server's address."""
     async with AsyncExitStack() as stack:
-        server = stack.enter_context(NatsServer(folder, host=host))
+        server = stack.enter_context(NatsServer(folder, extra={"host": host}))
         bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits, request_timeout_s=2.0))
         await bus.create_streams()
         sender = WeightSender(describe(weights_of(0).items(), chunk_bytes=1 << 17), stall_timeout_s=2.0)

@@ -30,25 +30,26 @@ async def run_that_goes_on(folder: Path) -> AsyncIterator[tuple[Life, Bus, str]]
     run = RunDir(folder, RUN)
     (folder / "addresses").mkdir(parents=True)
     write_json(run.identity, {"run": RUN, "recipe": "unit", "started": "2026-03-04T05:06:07+00:00"})
-    async with NatsServer(run.nats_store) as server, connect(server.url, RUN) as bus:
-        write_json(run.address("nats"), {"url": server.url})
-        write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
-        await bus.create_streams()
-        one = Life(folder, bus)  # type: ignore[arg-type]
-        try:
-            await one.begin()
-            await one.idle()
-            for _ in range(2):
+    with NatsServer(run.nats_store) as server:
+        async with connect(server.url, RUN) as bus:
+            write_json(run.address("nats"), {"url": server.url})
+            write_json(run.pids, {"nats": server.pid, "trainer": server.pid})  # both of this folder, and alive
+            await bus.create_streams()
+            one = Life(folder, bus)  # type: ignore[arg-type]
+            try:
+                await one.begin()
+                await one.idle()
+                for _ in range(2):
+                    await answer(one, bus)
+                await one.idle()
+                assert await one.step()
+                await one.checkpoint()
                 await answer(one, bus)
-            await one.idle()
-            assert await one.step()
-            await one.checkpoint()
-            await answer(one, bus)
-            await one.idle()
-            one.journal.flush()
-            yield one, bus, server.url
-        finally:
-            await one.die()
+                await one.idle()
+                one.journal.flush()
+                yield one, bus, server.url
+            finally:
+                await one.die()
 
 
 async def answer(one: Life, bus: Bus) -> None:
@@ -134,7 +135,7 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
     (folder / JOURNAL).write_text(json.dumps({"event": "start", "incarnation": 1, "version": 0, "keep": 0}) + "\n")
     certificates, trusting = authority.issue(tmp_path / "server", "127.0.0.1"), authority.write_ca(tmp_path / "ca")
     tls = {"cert_file": str(certificates / "tls.crt"), "key_file": str(certificates / "tls.key")}
-    async with guarded(tmp_path, RUN, tls=tls) as server:
+    with guarded(tmp_path, RUN, tls=tls) as server:
         url = f"tls://127.0.0.1:{server.url.rpartition(':')[2]}"
         async with connect(url, RUN, credentials=tmp_path / "trainer", tls_dir=trusting) as bus:
             await bus.create_streams()

@@ -47,7 +47,7 @@ async def store(server: NatsServer, *payloads: bytes) -> None:
 async def run_dir(tmp_path: Path) -> Path:
     """Of a run that has ended."""
     folder = tmp_path / "demo"
-    async with NatsServer(folder / "nats") as server:
+    with NatsServer(folder / "nats") as server:
         await store(server, *(letter.SerializeToString() for letter in LETTERS), b"\x0a\x01x")
     return folder
 
@@ -74,7 +74,7 @@ def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture
 async def test_none_is_said_so_on_a_server_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with NatsServer(tmp_path) as server:
+    with NatsServer(tmp_path) as server:
         await store(server)
         arguments = ["dead-letters", "--nats", server.url, "--run", "demo"]
         assert await asyncio.to_thread(main, arguments) == 0
@@ -85,7 +85,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
     tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The streams in a folder that has them come first; the run of another folder is asked for by its name."""
-    async with NatsServer(tmp_path / "nats") as server:
+    with NatsServer(tmp_path / "nats") as server:
         await store(server)
         monkeypatch.setenv("PIPELINERL_NATS_URL", server.url)
         monkeypatch.setenv("PIPELINERL_RUN", "demo")

@@ -33,8 +33,11 @@ NUM_BEFORE, NUM_AFTER = 8, 8
 
 def servers(folder: Path) -> list[NatsServer]:
     """Configured, not started."""
-    with FreePorts(SIZE) as ports:
-        routes = [f"nats://{HOST}:{port}" for port in ports]
+    held = [socket.create_server((HOST, 0)) for _ in range(SIZE)]
+    ports = [int(one.getsockname()[1]) for one in held]
+    for one in held:
+        one.close()
+    routes = [f"nats://{HOST}:{port}" for port in ports]
     return [
         NatsServer(
             folder / f"nats-{number}",
@@ -45,20 +48,6 @@ def servers(folder: Path) -> list[NatsServer]:
         )
         for number, port in enumerate(ports)
     ]
-
-
-class FreePorts:
-    """Free ports, held until the block is left."""
-
-    def __init__(self, count: int) -> None:
-        self._sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-
-    def __enter__(self) -> list[int]:
-        return [int(held.getsockname()[1]) for held in self._sockets]
-
-    def __exit__(self, *exc: object) -> None:
-        for held in self._sockets:
-            held.close()
 
 
 def connected(members: list[NatsServer]) -> object:
@@ -90,8 +79,8 @@ async def test_a_cluster_that_never_finds_together_is_an_error_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
-    async with servers(tmp_path)[0] as alone, connected([alone]) as bus, asyncio.timeout(SOON_S):
-        with pytest.raises(BusError, match=r"looking at|creating"):
+    with servers(tmp_path)[0] as alone, pytest.raises(BusError, match=r"looking at|creating"):
+        async with connected([alone]) as bus, asyncio.timeout(SOON_S):
             await bus.create_streams()
 
 
@@ -100,13 +89,13 @@ async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_ki
     back, the leader of PROMPTS."""
     members = servers(tmp_path)
     async with AsyncExitStack() as stack, asyncio.timeout(SOON_S):
-        await stack.enter_async_context(members[0])
+        stack.enter_context(members[0])
         early = await stack.enter_async_context(connected(members[:1]))
         making = asyncio.create_task(early.create_streams(fresh=True))
         await asyncio.wait([making], timeout=0.5)
         assert not making.done()
         for server in members[1:]:
-            await stack.enter_async_context(server)
+            stack.enter_context(server)
         await making
         bus = await stack.enter_async_context(connected(members))
         for stream in Subjects(RUN).every_stream:

@@ -140,9 +140,10 @@ async def test_a_reader_whose_pulls_are_refused_is_told(tmp_path: Path) -> None:
     short = authorization(RUN, PASSWORDS)
     publish = short["users"][0]["permissions"]["publish"]
     publish.remove("$JS.API.CONSUMER.MSG.NEXT.SEQUENCES_demo.*")
-    async with guarded(tmp_path, RUN, authorization=short) as server, user_of(server, tmp_path, TRAINER) as bus:
-        await bus.create_streams()
-        assert "MSG.NEXT.SEQUENCES_demo" in (await refused(_first(bus.read_sequences(1)))).subject
+    with guarded(tmp_path, RUN, authorization=short) as server:
+        async with user_of(server, tmp_path, TRAINER) as bus:
+            await bus.create_streams()
+            assert "MSG.NEXT.SEQUENCES_demo" in (await refused(_first(bus.read_sequences(1)))).subject
 
 
 async def test_nobody_reads_anothers_answers(server: NatsServer) -> None:
@@ -158,10 +159,10 @@ async def test_a_user_without_its_inbox_is_told_when_it_connects(tmp_path: Path)
     """People who bring their own NATS may have given `_INBOX.>`."""
     theirs = authorization(RUN, PASSWORDS)
     theirs["users"][1]["permissions"]["subscribe"] = ["_INBOX.>"]
-    async with guarded(tmp_path, RUN, authorization=theirs) as server:
-        with pytest.raises(NotPermitted, match=r"user 'actor' may not subscribe to _INBOX_actor\.\w+\.\*"):
-            async with user_of(server, tmp_path, ACTOR):
-                pass
+    told = pytest.raises(NotPermitted, match=r"user 'actor' may not subscribe to _INBOX_actor\.\w+\.\*")
+    with guarded(tmp_path, RUN, authorization=theirs) as server, told:
+        async with user_of(server, tmp_path, ACTOR):
+            pass
 
 
 async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: NatsServer) -> None:
@@ -231,22 +232,23 @@ async def test_a_changed_password_is_used_for_the_next_connection(
             while text not in caplog.text:
                 await asyncio.sleep(0.01)
 
-    async with guarded(tmp_path, RUN) as server, user_of(server, tmp_path, TRAINER) as bus:
-        await bus.create_streams()
-        assert await bus.publish_prompt(b"1", "g1") == 1
-        (tmp_path / TRAINER).write_text("trainer:rotated-secret")
-        server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
-        server.reload()
-        await logged("reconnected")
-        assert await bus.publish_prompt(b"2", "g2") == 2
-        caplog.clear()
-        server.extra = {"authorization": authorization(RUN, PASSWORDS)}
-        server.reload()  # before the file: as it is while a Secret takes its minute to reach the pod
-        await logged("Authorization Violation")
-        (tmp_path / TRAINER).write_text("half written")
-        await logged("logging in to NATS as before")
-        assert not bus.connection.is_connected
-        (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
-        await logged("reconnected")
-        assert await bus.publish_prompt(b"3", "g3") == 3
+    with guarded(tmp_path, RUN) as server:
+        async with user_of(server, tmp_path, TRAINER) as bus:
+            await bus.create_streams()
+            assert await bus.publish_prompt(b"1", "g1") == 1
+            (tmp_path / TRAINER).write_text("trainer:rotated-secret")
+            server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
+            server.reload()
+            await logged("reconnected")
+            assert await bus.publish_prompt(b"2", "g2") == 2
+            caplog.clear()
+            server.extra = {"authorization": authorization(RUN, PASSWORDS)}
+            server.reload()  # before the file: as it is while a Secret takes its minute to reach the pod
+            await logged("Authorization Violation")
+            (tmp_path / TRAINER).write_text("half written")
+            await logged("logging in to NATS as before")
+            assert not bus.connection.is_connected
+            (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
+            await logged("reconnected")
+            assert await bus.publish_prompt(b"3", "g3") == 3
     assert "secret" not in caplog.text

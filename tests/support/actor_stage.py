@@ -166,12 +166,10 @@ async def _end(process: Process) -> None:
 
 
 @asynccontextmanager
-async def actor_stage(
-    folder: Path, recipe: Path, limits: StreamLimits | None = None, **server_options: Any
-) -> AsyncIterator[ActorStage]:
+async def actor_stage(folder: Path, recipe: Path, limits: StreamLimits | None = None) -> AsyncIterator[ActorStage]:
     limits = limits or StreamLimits()
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(NatsServer(folder / "nats", **server_options))
+        server = stack.enter_context(NatsServer(folder / "nats"))
         bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
         await bus.create_streams()
         stage = ActorStage(folder, server, bus, limits, stack, recipe)

@@ -23,7 +23,7 @@ def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
     for user, password in PASSWORDS.items():
         (folder / user).write_text(f"{user}:{password}\n")
     return NatsServer(
-        folder / "nats", max_payload_bytes=1024**2, extra={"authorization": authorization(run, PASSWORDS), **extra}
+        folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra}
     )
 
 
