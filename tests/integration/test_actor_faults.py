@@ -15,6 +15,7 @@ import yaml
 from pipelinerl.bus.protocol import StreamLimits, group_id_of
 from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence
 from tests.support.actor_stage import PROMPT, RUN, ActorStage, LightActor, actor_stage
+from tests.support.local_run import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -80,13 +81,6 @@ async def stands_still(one: ActorStage, actor: LightActor, least: int) -> int:
     return last
 
 
-async def serving(one: ActorStage, actor: LightActor) -> None:
-    async def there() -> bool:
-        return actor.address_file.exists()
-
-    await one.until(there)
-
-
 async def test_a_terminated_actors_sequences_are_continued_by_another(tmp_path: Path) -> None:
     async with stage(tmp_path, in_progress=8) as one:
         await one.issue(0, 1, max_tokens=200)
@@ -131,35 +125,26 @@ async def test_a_killed_actors_group_is_done_by_another_and_stored_once(tmp_path
         assert {sequence.actor for sequence in sequences} == {"first", "second"}
 
 
-async def test_a_full_log_pauses_actors_and_purging_lets_them_go_on(tmp_path: Path) -> None:
+async def test_a_full_log_pauses_an_actor_which_hands_over_what_it_holds_and_purging_lets_the_next_go_on(
+    tmp_path: Path,
+) -> None:
     async with stage(tmp_path, StreamLimits(sequences_max_messages=3, ack_wait_s=1.0)) as one:
         await one.issue(*range(10), num_samples=2, max_tokens=5)
-        actor = await one.start("first", version=1)
-        await serving(one, actor)
-        assert await stands_still(one, actor, least=3 + 1) <= 3 + MOST_UNSTORED
-        assert (await one.bus.sequences_info()).messages == 3
-        sequences = await everything(one, 20)
-        await one.all_acknowledged()
-        for sequence in sequences:
-            check_tokens(sequence, 5)
-        assert await finished(actor) == 20  # none was generated twice: its groups stayed in its hands
-
-
-async def test_an_actor_terminated_before_a_full_log_hands_over_what_it_holds(tmp_path: Path) -> None:
-    async with stage(tmp_path, StreamLimits(sequences_max_messages=3)) as one:
-        await one.issue(*range(10), num_samples=2, max_tokens=5)
         first = await one.start("first", version=1)
-        await serving(one, first)
+        await until(first.address_file.exists)
         held = await stands_still(one, first, least=3 + 1)
+        assert held <= 3 + MOST_UNSTORED
+        assert (await one.bus.sequences_info()).messages == 3
         first.signal(signal.SIGTERM)
         assert await first.exit_code() == 0
-        await one.start("second", version=2)
+        second = await one.start("second", version=2)
         sequences = await everything(one, 20)
         await one.all_acknowledged()
         for sequence in sequences:
             check_tokens(sequence, 5)
         by_first = [sequence for sequence in sequences if sequence.spans[0].version == 1]
-        assert len(by_first) == held  # nothing that it had finished was generated again
+        assert len(by_first) == held, "nothing that it had finished was generated again"
+        assert await asyncio.to_thread(second.metric, "generated_tokens_total") == 5 * (20 - held)
 
 
 async def test_without_a_verifier_finished_sequences_wait_in_a_bounded_buffer(tmp_path: Path) -> None:
@@ -167,7 +152,7 @@ async def test_without_a_verifier_finished_sequences_wait_in_a_bounded_buffer(tm
         await one.close_verifier()
         await one.issue(*range(10), num_samples=2, max_tokens=5)
         actor = await one.start("first", version=1)
-        await serving(one, actor)
+        await until(actor.address_file.exists)
         assert await stands_still(one, actor, least=H) == MOST_UNSTORED
         assert (await one.bus.sequences_info()).messages == 0
         await one.open_verifier()

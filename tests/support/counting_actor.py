@@ -1,4 +1,4 @@
-"""An actor as a process, without a trainer: the service's own parts, serving one version from the start.
+"""An actor as a process, without a trainer: the service as it is, serving one version from the start.
 
 Run as `python -m tests.support.counting_actor OPTIONS`, settings in the environment; OPTIONS is JSON, see `Options`. Its
 engine is vLLM, or a light one whose token at position p of prompt and completion is p, with log-probability -version.
@@ -11,28 +11,25 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.local.following import background
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.messages.verification import VerifierClient
-from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import ServiceAddress, write_address
-from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness, run_service, watch_loop
-from pipelinerl.service.logs import LogContext
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.service.lifecycle import Readiness, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
-from services.actor.app import Actor
+from services.actor import app
 from services.actor.engine import Generation, GenerationRequest
-from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import start_engine
 
 
@@ -66,7 +63,8 @@ class LightEngine:
         start, length = len(request.prompt_token_ids), 0
         try:
             while length < request.sampling.max_tokens and not aborted.is_set():
-                await _set_or_later(aborted, self._options.token_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(aborted.wait(), self._options.token_s)
                 length += not aborted.is_set()
                 self.lengths[request.request_id] = length
         finally:
@@ -94,72 +92,47 @@ class LightEngine:
         return
 
 
-async def _set_or_later(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
+class ServingActor(app.Actor):
+    """Serves one version, since there is no trainer that sends any."""
+
+    options: ClassVar[Options]
+
+    async def run(self, grpc_address: str, readiness: Readiness) -> None:
+        self._deletion_cost._every_s = self.options.deletion_cost_every_s
+        async with background(self._play()):
+            await super().run(grpc_address, readiness)
+
+    async def _play(self) -> None:
+        while self.options.serve_after and not os.path.exists(self.options.serve_after):
+            await asyncio.sleep(0.02)
+        self._gate.serve(PolicyVersion(1, self.options.version))
+        if self.options.stop_at_tokens:
+            while self._longest() < self.options.stop_at_tokens:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _longest(self) -> int:
+        """Tokens of the completion that is furthest, as the engine tells the actor."""
+        progress = self._engine.progress()
+        return max((progress.get(request_id, 0) for request_id in self._generation._generating), default=0)
 
 
-@asynccontextmanager
-async def started_engine(options: Options, settings: ActorSettings, stop: asyncio.Event) -> AsyncIterator[Any]:
-    if not options.vllm:
-        yield LightEngine(options)
-        return
-    async with start_engine(load_recipe(settings.recipe), settings.model_dir, stop) as engine:
-        await engine.llm.update_weight_version(f"1:{options.version}")
-        yield engine
+def main(options: Options) -> int:
+    @asynccontextmanager
+    async def start(recipe: Recipe, model: str, stop: asyncio.Event, **more: Any) -> AsyncIterator[Any]:
+        if not options.vllm:
+            yield LightEngine(options)
+            return
+        async with start_engine(recipe, model, stop, **more) as engine:
+            await engine.llm.update_weight_version(f"1:{options.version}")
+            yield engine
 
-
-def longest(engine: Any, actor: Actor) -> Callable[[], int]:
-    """Tokens of the completion that is furthest, as the engine tells the actor."""
-    under_way = actor._generation._generating
-    return lambda: max((engine.progress().get(request_id, 0) for request_id in under_way), default=0)
-
-
-async def terminate_at(tokens: int, length: Callable[[], int]) -> None:
-    while length() < tokens:
-        await asyncio.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-async def serve_after(options: Options, actor: Actor) -> None:
-    while options.serve_after and not os.path.exists(options.serve_after):
-        await asyncio.sleep(0.02)
-    actor._gate.serve(PolicyVersion(1, options.version))
-
-
-async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext, options: Options) -> None:
-    limits, registry, readiness = (
-        StreamLimits(ack_wait_s=options.ack_wait_s),
-        CollectorRegistry(),
-        Readiness("starting"),
-    )
-    async with AsyncExitStack() as stack:
-        watch = await stack.enter_async_context(watch_loop())
-        app = health_app(readiness, registry, loop_watch=watch)
-        http_port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, own_thread=True))
-        engine = await stack.enter_async_context(started_engine(options, settings, stop))
-        bus = await stack.enter_async_context(
-            connect(settings.nats_url, settings.run, limits=limits, request_timeout_s=2.0)
-        )
-        patient = VerifierClient(settings.verifier, backoff=Backoff(0.02, 0.1))
-        verifier = await stack.enter_async_context(patient)
-        actor = Actor(
-            settings, load_recipe(settings.recipe), engine, bus, verifier, ActorMetrics(registry), context, stop
-        )
-        actor._deletion_cost._every_s = options.deletion_cost_every_s
-        serving = asyncio.create_task(serve_after(options, actor))
-        stack.callback(serving.cancel)
-        assert settings.address_file is not None
-        write_address(settings.address_file, ServiceAddress("127.0.0.1:1", f"127.0.0.1:{http_port}", os.getpid()))
-        if options.stop_at_tokens:
-            stopping = asyncio.create_task(terminate_at(options.stop_at_tokens, longest(engine, actor)))
-            stack.callback(stopping.cancel)
-        await actor.run("127.0.0.1:1", readiness)
+    ServingActor.options = options
+    app.Actor = ServingActor  # type: ignore[misc]
+    app.connect = partial(connect, limits=StreamLimits(ack_wait_s=options.ack_wait_s), request_timeout_s=2.0)
+    app.VerifierClient = partial(VerifierClient, backoff=Backoff(0.02, 0.1))  # type: ignore[misc, assignment]
+    return run_service(ActorSettings, "actor", partial(app.serve, start=start))
 
 
 if __name__ == "__main__":
-    chosen = Options(**json.loads(sys.argv[1]))
-    sys.exit(run_service(ActorSettings, "actor", lambda settings, stop, context: run(settings, stop, context, chosen)))
+    sys.exit(main(Options(**json.loads(sys.argv[1]))))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, SamplingParams, VersionSpan
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, VersionSpan
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.engine import EngineError, Generation, GenerationRequest
@@ -22,28 +23,23 @@ from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.server import MAX_PROMPTS, ActorService, read_prompts, read_tokens
 from services.trainer.data.evaluation import ActorClient
+from tests.support.generation import ScriptedEngine, generated
 
 NAME = "pipelinerl.v1.ActorService"
 VOCABULARY = 10
-SAMPLING = SamplingParams(max_tokens=4)
+SAMPLING, SPANS = SamplingParams(max_tokens=4), (VersionSpan(3, 0, 1, 1),)
 
 
-class Engine:
+class Engine(ScriptedEngine):
     """Answers every prompt with its last token, once; refuses prompts that begin with 9."""
-
-    vocab_size = VOCABULARY
 
     async def generate(self, request: GenerationRequest) -> Generation:
         if request.prompt_token_ids[0] == 9:
             raise EngineError("refused")
-        last = request.prompt_token_ids[-1:]
-        return Generation(last, np.array([-0.5], np.float32), (VersionSpan(3, 0, 1, 1),), FinishReason.STOP)
+        return replace(generated(0), completion_token_ids=request.prompt_token_ids[-1:], spans=SPANS)
 
     async def score(self, token_ids: Any) -> Any:
         return np.full(len(token_ids) - 1, -0.25, np.float32)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return " ".join(str(int(token)) for token in token_ids)
 
 
 class Generating:
@@ -60,7 +56,14 @@ class Generating:
 async def served(gate: ServingGate, generation: Generating | None = None) -> AsyncIterator[str]:
     updates = SimpleNamespace(serving=asyncio.Lock(), epoch=None)
     service = ActorService(
-        "a", Engine(), gate, generation or Generating(), updates, ActorMetrics(CollectorRegistry()), 0.0, max_context=8
+        "a",
+        Engine(vocab_size=VOCABULARY),
+        gate,
+        generation or Generating(),
+        updates,
+        ActorMetrics(CollectorRegistry()),
+        0.0,
+        max_context=8,
     )  # type: ignore[arg-type]
     register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(service, server)  # noqa: E731
     async with serve_grpc(register, [NAME], "127.0.0.1", 0, stop_grace_s=0.1) as server:
@@ -82,7 +85,7 @@ async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_onl
         prompts = {"good": tokens(1, 2, 7), "bad": tokens(9, 1)}
         answers = {c.problem_id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=10)}
     assert (answers["good"].text, answers["good"].failure) == ("7", "")
-    assert answers["good"].spans == (VersionSpan(3, 0, 1, 1),)
+    assert answers["good"].spans == SPANS
     assert answers["bad"].failure == "refused"
 
 
@@ -123,19 +126,9 @@ async def test_drain_says_what_is_left_when_its_time_is_over() -> None:
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
 
 
-def test_phases() -> None:
-    gate = ServingGate(1)
-    assert gate.phase == "joining"
-    gate.serve(PolicyVersion(1, 0))
-    assert gate.phase == "serving"
-
-
-def test_a_request_that_is_too_long_is_refused_whole() -> None:
+def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> None:
     request = actor_pb2.GenerateRequest(prompts=[actor_pb2.GeneratePrompt(id="p")] * (MAX_PROMPTS + 1))
     with pytest.raises(MessageError, match=r"prompts: 100001 given, 100000 allowed"):
         read_prompts(request, VOCABULARY)
-
-
-def test_bytes_that_are_no_tokens() -> None:
     with pytest.raises(MessageError, match=r"K\.f: 3 bytes"):
         read_tokens(b"abc", VOCABULARY, "K", "f")

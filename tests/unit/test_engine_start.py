@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,49 +24,35 @@ class Child:
         self.ended.set()
 
 
-async def test_the_loop_goes_on_meanwhile() -> None:
-    beats = 0
-
-    async def beat() -> None:
-        nonlocal beats
-        while True:
-            beats += 1
-            await asyncio.sleep(0.01)
-
-    beating = asyncio.create_task(beat())
-    assert await build_off_loop(lambda: time.sleep(0.3) or 7, asyncio.Event()) == 7  # type: ignore[func-returns-value]
-    beating.cancel()
-    assert beats > 5
+def fails(*_: object) -> None:
+    raise RuntimeError("no such model")
 
 
-async def test_a_stop_ends_the_children_and_waits_for_the_thread() -> None:
+async def test_the_loop_goes_on_meanwhile_and_hears_of_a_failure() -> None:
+    go = threading.Event()
+    asyncio.get_running_loop().call_later(0.05, go.set)
+    assert await build_off_loop(lambda: go.wait(10), asyncio.Event()) is True
+    with pytest.raises(RuntimeError, match="no such model"):
+        await build_off_loop(fails, asyncio.Event())
+
+
+@pytest.mark.parametrize("fails_then", [True, False])
+async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: bool) -> None:
+    """What was built in spite of it is not lost."""
     stop, child, ended = asyncio.Event(), Child(), []
 
-    def build() -> None:
+    def build() -> int:
         child.ended.wait(10)
         ended.append(True)
-        raise RuntimeError("engine core initialization failed")
+        if fails_then:
+            raise RuntimeError("engine core initialization failed")
+        return 7
 
     asyncio.get_running_loop().call_later(0.05, stop.set)
     async with asyncio.timeout(5):
-        with pytest.raises(StartStopped):
-            await build_off_loop(build, stop, lambda: [child])  # type: ignore[list-item]
+        with pytest.raises(StartStopped) if fails_then else nullcontext():
+            assert await build_off_loop(build, stop, lambda: [child]) == 7  # type: ignore[list-item]
     assert ended == [True]
-
-
-async def test_what_was_built_in_spite_of_a_stop_is_not_lost() -> None:
-    stop, child = asyncio.Event(), Child()
-    asyncio.get_running_loop().call_later(0.05, stop.set)
-    async with asyncio.timeout(5):
-        assert await build_off_loop(lambda: child.ended.wait(10), stop, lambda: [child]) is True  # type: ignore[list-item]
-
-
-async def test_a_failure_without_a_stop_is_raised_as_it_is() -> None:
-    def build() -> None:
-        raise RuntimeError("no such model")
-
-    with pytest.raises(RuntimeError, match="no such model"):
-        await build_off_loop(build, asyncio.Event())
 
 
 def test_a_new_cache_begins_with_the_images_model_infos_and_another_stays_as_it_is(tmp_path: Path) -> None:

@@ -245,7 +245,9 @@ async def test_a_group_that_was_delivered_too_often_ends_as_failed_sequences() -
 
 def test_the_gate_closes_beyond_max_lag_and_while_draining() -> None:
     gate = ServingGate(max_lag=1)
+    assert (gate.phase, gate.is_open) == ("joining", False)
     gate.serve(PolicyVersion(1, 3))
+    assert gate.phase == "serving"
     gate.announce(PolicyVersion(1, 5))
     assert gate.is_open
     gate.announce(PolicyVersion(1, 6))
