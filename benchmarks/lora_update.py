@@ -109,7 +109,7 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
         broadcast = sender.broadcast(snapshot, group, TIMEOUT_S)
         staged = await client.receive(version, TIMEOUT_S)
         staged_s = time.monotonic() - offered_s
-        assert (await asyncio.wrap_future(broadcast.done)).checksum == staged.checksum
+        assert (await asyncio.wrap_future(broadcast)).checksum == staged.checksum
         stall_s = await client.commit(version)
         update = Update(staged.num_bytes, offered_s - began_s, staged_s, staged.receive_s, staged.prepare_s, stall_s)
         done.append(update)

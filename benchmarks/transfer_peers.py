@@ -99,7 +99,7 @@ class SendingPeer(Peer):
         asked_s = time.monotonic()
         snapshot = self._sender.snapshot(version, self._weights)
         began_s = time.monotonic()
-        result = self._sender.broadcast(snapshot, self._group, TIMEOUT_S).done.result()
+        result = self._sender.broadcast(snapshot, self._group, TIMEOUT_S).result()
         return Moved(began_s, began_s + result.seconds, result.checksum, began_s - asked_s)
 
     def copy(self, repeats: int) -> list[float]:

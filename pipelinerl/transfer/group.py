@@ -23,17 +23,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from pipelinerl.errors import TransferError
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,28 @@ def on_device(device: torch.device) -> Placement:
 def beside_model(device: torch.device) -> Placement:
     """Where tensors for a model on `device` are prepared: on a stream of their own where it has streams."""
     return on_device(device) if device.type == "cuda" else HOST
+
+
+_Result = TypeVar("_Result")
+
+
+def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
+    """Begins `work` on a thread of its own. What it waits for keeps neither other work nor the process's end waiting."""
+    done = Future[_Result]()
+    done.set_running_or_notify_cancel()  # whoever waits for it may be cancelled; it may not
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            if not isinstance(error, TransferError):
+                log.exception("%s failed", name)
+            done.set_exception(error.with_traceback(None))  # whose frames would keep what it worked on
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 ABORT_WITHIN_S = 5.0
@@ -164,10 +188,7 @@ class NcclTransport:
             return
         self._closed.set()
         # On a thread, since torch waits for NCCL without a limit of its own.
-        aborting = threading.Thread(target=_abort, args=(self._group,), name="nccl-abort", daemon=True)
-        aborting.start()
-        aborting.join(ABORT_WITHIN_S)
-        if aborting.is_alive():
+        if wait([on_thread("nccl-abort", partial(_abort, self._group))], ABORT_WITHIN_S).not_done:
             log.error("NCCL does not end a communicator within %g s; it is left behind", ABORT_WITHIN_S)
 
     def _check_wanted(self) -> None:
@@ -256,20 +277,13 @@ class WeightGroup:
         not), TransferAborted when the meeting was given up, GroupFailed when the store is unreachable.
         """
         stop = given_up or threading.Event()
-        meeting = Future[WeightGroup]()
-
-        def meet() -> None:
-            try:
-                meeting.set_result(cls._join(spec, timeout_s, stop, placement, patience_s))
-            except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever connects
-                meeting.set_exception(error)
-
         # On a thread of its own: torch waits for the answer of a store whose host has gone for as long as TCP does.
-        threading.Thread(target=meet, name=f"meet-{spec.name}", daemon=True).start()
+        meet = partial(cls._join, spec, timeout_s, stop, placement, patience_s)
+        meeting = on_thread(f"meet-{spec.name}", meet)
         latest = time.monotonic() + timeout_s + _LET_GO_S
         while not wait([meeting], _LET_GO_S).done:
             if stop.is_set() or time.monotonic() >= latest:
-                meeting.add_done_callback(_close_late)
+                meeting.add_done_callback(close_when_met)
                 if stop.is_set():
                     raise TransferAborted(f"the meeting of {spec.name} was given up")
                 raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
@@ -349,7 +363,8 @@ class GlooTransport:
         self._group = None
 
 
-def _close_late(meeting: Future[WeightGroup]) -> None:
+def close_when_met(meeting: Future[WeightGroup]) -> None:
+    """Closes the group of a meeting that is done, where there is one."""
     if meeting.exception() is None:
         meeting.result().close()
 

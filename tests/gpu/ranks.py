@@ -70,7 +70,7 @@ def trainer(said: Connection, device: str, names: list[str]) -> None:
     for name in names:
         try:
             group = connect(store.port, name, 0, device)
-            said.send(sender.broadcast(snapshot, group, MEET_WITHIN_S).done.result().checksum)
+            said.send(sender.broadcast(snapshot, group, MEET_WITHIN_S).result().checksum)
             group.close()
         except TransferError as error:
             said.send(type(error).__name__)

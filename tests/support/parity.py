@@ -134,7 +134,7 @@ class Running:
         assert self.group is not None
         snapshot = self.sender.snapshot(version, self.sent())
         broadcast = self.sender.broadcast(snapshot, self.group, 30)
-        sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast.done), self.client.receive(version, 30))
+        sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast), self.client.receive(version, 30))
         return sent, staged
 
     async def update(self, version: PolicyVersion) -> float:

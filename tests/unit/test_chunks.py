@@ -91,7 +91,7 @@ def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
 def transmitted() -> tuple[Wire, WeightSender, int]:
     weights = small_weights()
     sender, wire = WeightSender(describe(weights.items(), chunk_bytes=256)), Wire()
-    result = sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).done.result(timeout=5)  # type: ignore[arg-type]
+    result = sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).result(timeout=5)  # type: ignore[arg-type]
     return wire, sender, result.checksum
 
 
@@ -267,13 +267,14 @@ class Gate(Wire):
 def test_aborted_broadcast_fails_and_closes_the_group() -> None:
     weights = small_weights()
     sender, group = WeightSender(describe(weights.items())), Gate()
-    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), group, 5)  # type: ignore[arg-type]
+    given_up = threading.Event()
+    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), group, 5, given_up)  # type: ignore[arg-type]
     assert group.entered.wait(5)
-    broadcast.abort()
+    given_up.set()
     group.release.set()
 
     with pytest.raises(TransferAborted):
-        broadcast.done.result(timeout=5)
+        broadcast.result(timeout=5)
     assert group.closed
 
 
@@ -301,7 +302,7 @@ def test_weights_reach_two_receivers_over_gloo() -> None:
 
     for received in at_once(lambda rank: dict(receiver(groups[rank], sender.manifest).tensors()), 1, 2):
         assert all(torch.equal(received[name], tensor) for name, tensor in weights.items())
-    assert broadcast.done.result(timeout=10).num_bytes == sender.manifest.total_bytes
+    assert broadcast.result(timeout=10).num_bytes == sender.manifest.total_bytes
     for group in groups:
         group.close()
 
@@ -459,12 +460,14 @@ def test_a_failed_broadcast_holds_its_snapshot_no_longer() -> None:
 
     gc.disable()
     try:
-        snapshot = sender.snapshot(PolicyVersion(1, 1), weights)
+        snapshot = sender.snapshot(PolicyVersion(1, 77), weights)
         alive = weakref.ref(snapshot)
         broadcast = sender.broadcast(snapshot, BrokenGroup(), 5)  # type: ignore[arg-type]
-        assert isinstance(broadcast.done.exception(10), GroupFailed)
-        broadcast._thread.join(10)
-        del snapshot, broadcast
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "broadcast-1:77"] or [None]
+        assert isinstance(broadcast.exception(10), GroupFailed)
+        if thread is not None:
+            thread.join(10)
+        del snapshot
         assert alive() is None
     finally:
         gc.enable()

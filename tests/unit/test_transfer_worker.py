@@ -103,7 +103,7 @@ async def meet(actor: Engine, store: GroupStore, name: str = "epoch-1", world: i
 
 async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> TransferResult:
     sender = WeightSender(MANIFEST)
-    return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, WEIGHTS), group, SOON_S).done)
+    return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, WEIGHTS), group, SOON_S))
 
 
 async def until_checked_in(store: GroupStore, name: str) -> None:

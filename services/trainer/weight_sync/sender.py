@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from pipelinerl.transfer.chunks import (
     pack,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_thread
 from pipelinerl.transfer.manifest import GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.updater import TransferResult
@@ -91,49 +91,6 @@ class Snapshot:
         return version_checksum(self.manifest.manifest_id, values)
 
 
-class Broadcast:
-    """One transfer under way on a thread of its own. `done` holds its TransferResult or TransferError."""
-
-    def __init__(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, stall_timeout_s: float) -> None:
-        self.done: Future[TransferResult] = Future()
-        self._version = snapshot.version
-        self._deadline, self._stall_timeout_s = time.monotonic() + timeout_s, stall_timeout_s
-        self._aborted = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(snapshot, group), name=f"broadcast-{snapshot.version}", daemon=True
-        )
-        self._thread.start()
-
-    def abort(self) -> None:
-        """Give up: `done` fails within the stall timeout and the group is closed. Returns at once."""
-        self._aborted.set()
-
-    def _run(self, snapshot: Snapshot, group: WeightGroup) -> None:
-        try:
-            result = self._send(snapshot, group)
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever awaits `done`
-            group.close()
-            self.done.set_exception(error.with_traceback(None))  # whose frames would keep the snapshot
-        else:
-            self.done.set_result(result)
-
-    def _send(self, snapshot: Snapshot, group: WeightGroup) -> TransferResult:
-        started, placement = time.monotonic(), group.placement
-        checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
-        with placement.scope(), Prefetcher(checksums, 2, f"checksum-{snapshot.version}") as ready:
-            for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
-                header = chunk_header(snapshot.version, chunk, value)
-                for tensor in (header, chunk_of(snapshot.stream, chunk)):
-                    group.broadcast(tensor.to(placement.device, non_blocking=True), self._time_left())
-        seconds = time.monotonic() - started
-        return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, seconds)
-
-    def _time_left(self) -> float:
-        if self._aborted.is_set():
-            raise TransferAborted(f"sending of version {self._version} was given up")
-        return min(self._deadline - time.monotonic(), self._stall_timeout_s)
-
-
 class WeightSender:
     """Takes snapshots and starts broadcasts.
 
@@ -177,9 +134,34 @@ class WeightSender:
             return None
         return torch.empty(self.manifest.total_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def broadcast(self, snapshot: Snapshot, group: WeightGroup, timeout_s: float) -> Broadcast:
-        """Start sending on `group`, which must not be used for anything else until `done`; closed if that fails."""
-        return Broadcast(snapshot, group, timeout_s, self._stall_timeout_s)
+    def broadcast(
+        self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
+    ) -> Future[TransferResult]:
+        """Starts sending on `group`, on a thread of its own; nothing else may use the group until that is done.
+
+        If it fails the group is closed. `given_up` makes it fail within the stall timeout.
+        """
+        send = partial(self._send, snapshot, group, time.monotonic() + timeout_s, given_up or threading.Event())
+        return on_thread(f"broadcast-{snapshot.version}", send)
+
+    def _send(
+        self, snapshot: Snapshot, group: WeightGroup, deadline: float, given_up: threading.Event
+    ) -> TransferResult:
+        started, placement = time.monotonic(), group.placement
+        checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
+        try:
+            with placement.scope(), Prefetcher(checksums, 2, f"checksum-{snapshot.version}") as ready:
+                for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
+                    header = chunk_header(snapshot.version, chunk, value)
+                    for tensor in (header, chunk_of(snapshot.stream, chunk)):
+                        if given_up.is_set():
+                            raise TransferAborted(f"sending of version {snapshot.version} was given up")
+                        left_s = min(deadline - time.monotonic(), self._stall_timeout_s)
+                        group.broadcast(tensor.to(placement.device, non_blocking=True), left_s)
+        except BaseException:
+            group.close()
+            raise
+        return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, time.monotonic() - started)
 
 
 class CollectivePort:
@@ -200,57 +182,41 @@ class CollectivePort:
         wait for the next rank once one has come; None: to the deadline. Raises `TransferError`."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), self._sender.group_placement.another()
-        meeting = asyncio.create_task(
-            asyncio.to_thread(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
-        )
+        connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
+        meeting = on_thread(f"open-{spec.name}", connect)
         return CollectiveGroup(self._sender, host_port(self._host, self._store.port), meeting, given_up)
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. `store_address`: host:port where its members meet."""
+    """The trainer's end of one group. `store_address`: host:port where its members meet.
+
+    What is under way goes on when whoever waits for it is cancelled; `given_up` ends it.
+    """
 
     def __init__(
-        self, sender: WeightSender, store_address: str, meeting: asyncio.Task[WeightGroup], given_up: threading.Event
+        self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event
     ) -> None:
         self.store_address = store_address
-        self._sender, self._given_up = sender, given_up
-        self._meeting: asyncio.Task[WeightGroup] | None = meeting
-        self._group: WeightGroup | None = None
-        self._broadcast: Broadcast | None = None
+        self._sender, self._meeting, self._given_up = sender, meeting, given_up
+        self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
         """Returns when every rank has connected. Raises `TransferError`; at the deadline `RanksMissing`."""
-        if self._meeting is None:
-            raise TransferError("the group was abandoned")
-        self._group = await asyncio.shield(self._meeting)
+        await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:
         """Raises `TransferError`; the group is then closed."""
-        if self._group is None:
+        if not self._meeting.done():
             raise TransferError("the group is not built")
-        self._broadcast = self._sender.broadcast(snapshot, self._group, deadline_s)
-        done = asyncio.wrap_future(self._broadcast.done)
-        done.add_done_callback(_heed)  # nobody else does when this wait is cancelled
-        return await asyncio.shield(done)
+        self._broadcast = self._sender.broadcast(snapshot, self._meeting.result(), deadline_s, self._given_up)
+        return await asyncio.wrap_future(self._broadcast)
 
     async def abandon(self) -> None:
         """Give up whatever is under way. Returns at once; what is stuck ends by its own timeouts and closes its group."""
-        meeting, group, broadcast = self._meeting, self._group, self._broadcast
-        self._meeting = self._group = self._broadcast = None
         self._given_up.set()  # tells those who wait in a meeting, too, and ends a broadcast that can be interrupted
-        if broadcast is not None and not broadcast.done.done():
-            broadcast.abort()  # its thread closes the group
-        elif group is not None:
-            await asyncio.to_thread(group.close)
-        elif meeting is not None:
-            meeting.add_done_callback(_close_late_group)
-
-
-def _heed(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
-
-
-def _close_late_group(meeting: asyncio.Task[WeightGroup]) -> None:
-    if not meeting.cancelled() and meeting.exception() is None:
-        asyncio.get_running_loop().run_in_executor(None, meeting.result().close)
+        if self._broadcast is not None and not self._broadcast.done():
+            return  # its thread closes the group
+        if self._meeting.done():
+            await asyncio.to_thread(close_when_met, self._meeting)
+        else:
+            self._meeting.add_done_callback(close_when_met)
