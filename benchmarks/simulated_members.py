@@ -46,9 +46,7 @@ class NoBytesPort:
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"
 
-    async def open_group(
-        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None
-    ) -> NoBytesGroup:
+    def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None) -> NoBytesGroup:
         return NoBytesGroup()
 
 

@@ -88,11 +88,11 @@ def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
     return Receiver(group, manifest, version, timeout_s=5, stall_timeout_s=5, aborted=aborted or threading.Event())
 
 
-def transmitted() -> tuple[Wire, WeightSender, int]:
+def transmitted() -> tuple[Wire, WeightSender]:
     weights = small_weights()
     sender, wire = WeightSender(describe(weights.items(), chunk_bytes=256)), Wire()
-    result = sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).result(timeout=5)  # type: ignore[arg-type]
-    return wire, sender, result.checksum
+    sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).result(timeout=5)  # type: ignore[arg-type]
+    return wire, sender
 
 
 @settings(deadline=None)
@@ -108,6 +108,7 @@ def test_unpacked_tensors_equal_packed_ones_bit_for_bit(listed, chunk_bytes, dty
 
     received = [item for chunk in manifest.chunks for item in unpacker.add(chunk_of(stream, chunk).clone())]
 
+    assert torch.equal(stream, pack(manifest, weights, into=torch.full_like(stream, 255))), "padding is zeroed"
     assert [name for name, _ in received] == list(weights)
     assert all(torch.equal(tensor, weights[name]) and tensor.dtype == dtype for name, tensor in received)
 
@@ -119,13 +120,6 @@ def test_wire_dtype_rounds_once() -> None:
 
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [1.0, 1.0, -3.0]
-
-
-def test_padding_does_not_depend_on_memory_contents() -> None:
-    weights = small_weights()
-    manifest = describe(weights.items())
-
-    assert {checksum(pack(manifest, weights)) for _ in range(3)} == {checksum(pack(manifest, weights))}
 
 
 def random_bytes(num_bytes: int) -> torch.Tensor:
@@ -163,10 +157,6 @@ def test_checksum_notices_what_sums_could_miss() -> None:
     assert len({checksum(chunk), *changed}) == 1 + len(changed)
     assert checksum(torch.zeros(64, dtype=torch.uint8)) != checksum(torch.zeros(128, dtype=torch.uint8))
     assert 0 <= checksum(chunk) < 2**56  # the header's field is a signed 64-bit one
-
-
-def test_version_checksum_depends_on_order_and_manifest() -> None:
-    assert version_checksum("m", [1, 2]) == version_checksum("m", [1, 2])
     assert len({version_checksum("m", [1, 2]), version_checksum("m", [2, 1]), version_checksum("n", [1, 2])}) == 3
 
 
@@ -187,30 +177,8 @@ def test_packing_other_parameters_than_described_is_refused(change, field) -> No
         pack(manifest, weights)
 
 
-def test_snapshot_is_not_changed_by_the_next_optimizer_step() -> None:
-    weights = small_weights()
-    sender = WeightSender(describe(weights.items()))
-    snapshot = sender.snapshot(VERSION, weights)
-    before = snapshot.stream.clone()
-    weights["p0"].add_(1)
-
-    assert torch.equal(snapshot.stream, before)
-
-
-def test_receiver_gets_the_weights_and_the_senders_checksum() -> None:
-    wire, sender, sent_checksum = transmitted()
-    receiving = receiver(wire.receiving(), sender.manifest)
-
-    received = dict(receiving.tensors())
-
-    assert received.keys() == small_weights().keys()
-    assert all(torch.equal(received[name], tensor) for name, tensor in small_weights().items())
-    assert receiving.staged().checksum == sent_checksum
-    assert len(sender.manifest.chunks) > 2  # so that a chunk boundary was crossed
-
-
 def test_flipped_bit_is_noticed_before_the_tensors_are_handed_out() -> None:
-    wire, sender, _ = transmitted()
+    wire, sender = transmitted()
     wire.sent[3][17] ^= 1  # header, chunk 0, header, chunk 1
     received = []
 
@@ -229,7 +197,7 @@ def test_flipped_bit_is_noticed_before_the_tensors_are_handed_out() -> None:
     ],
 )
 def test_chunks_of_another_place_are_refused(drop, version, field) -> None:
-    wire, sender, _ = transmitted()
+    wire, sender = transmitted()
     group = wire.receiving()
     del group.sent[:drop]
     if field == "magic":
@@ -240,7 +208,7 @@ def test_chunks_of_another_place_are_refused(drop, version, field) -> None:
 
 
 def test_abort_ends_a_receive_between_chunks() -> None:
-    wire, sender, _ = transmitted()
+    wire, sender = transmitted()
     aborted = threading.Event()
     receiving = receiver(wire.receiving(), sender.manifest, aborted=aborted)
     tensors = receiving.tensors()
@@ -292,19 +260,6 @@ def connected(store: GroupStore, name: str, world: int) -> list[WeightGroup]:
 
 def spec(store: GroupStore, name: str, rank: int, world: int) -> GroupSpec:
     return GroupSpec("127.0.0.1", store.port, name, rank, world, "gloo", "127.0.0.1")
-
-
-def test_weights_reach_two_receivers_over_gloo() -> None:
-    weights, store = small_weights(), GroupStore("127.0.0.1")
-    sender = WeightSender(describe(weights.items(), chunk_bytes=256))
-    groups = connected(store, "epoch-1", 3)
-    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), groups[0], 10)
-
-    for received in at_once(lambda rank: dict(receiver(groups[rank], sender.manifest).tensors()), 1, 2):
-        assert all(torch.equal(received[name], tensor) for name, tensor in weights.items())
-    assert broadcast.result(timeout=10).num_bytes == sender.manifest.total_bytes
-    for group in groups:
-        group.close()
 
 
 def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works() -> None:
@@ -442,6 +397,7 @@ def test_the_memory_of_a_snapshot_that_nobody_holds_is_used_for_the_next() -> No
     del first
     third = sender.snapshot(PolicyVersion(1, 3), {"w": torch.zeros(6)})
     assert third.stream.data_ptr() == freed
+    weights["w"].add_(1)  # as the next optimizer step
     assert second.stream.view(torch.float32)[:6].tolist() == [0, 1, 2, 3, 4, 5]
     assert not third.stream.any()
 

@@ -175,11 +175,11 @@ class CollectivePort:
         self.backend: Backend = backend
         self._sender, self._store, self._host = sender, store, host
 
-    async def open_group(
+    def open_group(
         self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
     ) -> CollectiveGroup:
         """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
-        wait for the next rank once one has come; None: to the deadline. Raises `TransferError`."""
+        wait for the next rank once one has come; None: to the deadline."""
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), self._sender.group_placement.another()
         connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)

@@ -184,11 +184,7 @@ class TransferSession:
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
-        try:
-            group = await updater.port.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
-        except TransferError as error:
-            updater.post(self, c.TransferFailed(epoch, str(error)))
-            return
+        group = updater.port.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = EpochStart(
             incarnation=updater.incarnation,
