@@ -104,12 +104,11 @@ def parse_yaml(text: str, source: str) -> Any:
         raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
 
 
-Override = tuple[tuple[str, ...], Any]
-"""One `--set`: the field's path and its YAML-typed value (`null` is None)."""
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """The field's path and the value, typed as in YAML, of `a.b=value`.
 
-
-def parse_override(text: str) -> Override:
-    """Reads `a.b=value`. Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML."""
+    Raises `FieldError` when it has no `=`, an empty name, or a value that is not YAML.
+    """
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -120,34 +119,18 @@ def parse_override(text: str) -> Override:
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
 
 
-def apply_overrides(data: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """A copy of `data` with every override in place, later ones winning. Missing or null sections are made."""
-    changed = copy.deepcopy(data)
-    for path, value in overrides:
-        section = changed
-        for name in path[:-1]:
-            if not isinstance(section.get(name), dict):
-                section[name] = {}
-            section = section[name]
-        section[path[-1]] = copy.deepcopy(value)
-    return changed
-
-
-def recipe_folders() -> tuple[Path, ...]:
-    """Where a recipe's bare name is looked up: here, in the source tree, in an installation."""
-    source_tree = Path(pipelinerl.__file__).resolve().parents[1]
-    return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
-
-
-def find_recipe(name: str | Path, folders: Iterable[Path] | None = None) -> Path:
-    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`.
+def find_recipe(name: str | Path, folders: Iterable[Path] = ()) -> Path:
+    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`, which is looked up in `folders`, or else here, in
+    the source tree and in an installation.
 
     Raises `FieldError` naming what was asked for and the recipes there are.
     """
     path = Path(name)
     if path.is_file():
         return path
-    searched = tuple(folders) if folders is not None else recipe_folders()
+    source_tree = Path(pipelinerl.__file__).resolve().parents[1]
+    shipped = Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
+    searched = tuple(folders) or shipped
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         for folder in searched:
             if (folder / f"{name}.yaml").is_file():
@@ -186,23 +169,32 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     Raises `RecipeError` with one problem for each wrong override and each wrong field, or, where every field is right by
     itself, for each rule between fields that is broken.
     """
-    known: list[Override] = []
     problems: list[FieldError] = []
+    changed = copy.deepcopy(data)
     for text in overrides:
         try:
             path, value = parse_override(text)
             if field_at(Recipe, path) is None:
                 raise FieldError(f"--set {'.'.join(path)}", value, unknown_field(path, Recipe))
-            known.append((path, value))
+            _set(changed, path, value)
         except FieldError as error:
             problems.append(error)
     try:
-        recipe = Recipe.model_validate(apply_overrides(data, known))
+        recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
     if problems:
         raise RecipeError(source, problems)
     return recipe
+
+
+def _set(section: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Missing or null sections on the way are made."""
+    for name in path[:-1]:
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[path[-1]] = value
 
 
 def recipe_yaml(recipe: Recipe) -> str:

@@ -15,7 +15,7 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.address import host_port
-from pipelinerl.service.lifecycle import LoopWatch, Readiness
+from pipelinerl.service.lifecycle import Readiness
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
@@ -40,30 +40,25 @@ ABORT = "pipelinerl.abort"
 _GRACEFUL_S = 2
 
 
-class HostGuard:
+def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
     """`names`: hosts that are answered, with any port; an IPv6 address in brackets. Paths in `open_paths` take any Host."""
+    known = frozenset(name.lower() for name in names)
+    asked_for = ", ".join(sorted(known))
+    refusal = f"refused: the Host of this request names another server; ask for this one as one of: {asked_for}\n"
 
-    def __init__(self, app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> None:
-        self._app, self._names = app, frozenset(name.lower() for name in names)
-        self._open_paths = frozenset(open_paths)
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        is_answered = scope["type"] != "http" or scope["path"] in open_paths
+        if not is_answered:
+            hosts = Headers(scope=scope).getlist("host")
+            is_answered = len(hosts) == 1 and _without_port(hosts[0].strip().lower()) in known
+        await (app if is_answered else PlainTextResponse(refusal, 403))(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or self._is_known(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        names = ", ".join(sorted(self._names))
-        text = f"refused: the Host of this request names another server; ask for this one as one of: {names}\n"
-        await PlainTextResponse(text, 403)(scope, receive, send)
-
-    def _is_known(self, headers: Headers) -> bool:
-        hosts = headers.getlist("host")
-        return len(hosts) == 1 and host_name(hosts[0]) in self._names
+    return guarded
 
 
-def host_name(host: str) -> str:
-    """A Host header without its port, in small letters. Pure."""
-    name, colon, port = host.strip().lower().rpartition(":")
-    return name if colon and port.isdecimal() else host.strip().lower()
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdecimal() else host
 
 
 def bracketed(host: str) -> str:
@@ -85,19 +80,19 @@ def health_app(
     readiness: Readiness,
     registry: CollectorRegistry,
     *,
-    loop_watch: LoopWatch | None = None,
+    loop_watch: Callable[[], float] = lambda: 0.0,
     blocked_after_s: float = BLOCKED_AFTER_S,
 ) -> FastAPI:
     """`/healthz`: 503 when the watched loop has not run for `blocked_after_s`, else 200. `/readyz`: 503 with the reason
     until ready. `/metrics`: the registry, in the text format that every scraper takes.
 
-    `loop_watch` makes sense only where the application is served from a thread of its own.
+    `loop_watch`, of `watch_loop`, makes sense only where the application is served from a thread of its own.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        silent_s = loop_watch.silent_s() if loop_watch else 0.0
+        silent_s = loop_watch()
         if silent_s > blocked_after_s:
             return Response(f"event loop blocked for {silent_s:.1f} s\n", 503, media_type="text/plain")
         return Response("ok\n", media_type="text/plain")
@@ -124,7 +119,7 @@ async def serve_http(
     `scope["extensions"][ABORT]()`. Raises `ServiceError` when the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
-        app = HostGuard(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
+        app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
     listener = _bind(host, port)
     bound_port = listener.getsockname()[1]
     with contextlib.closing(listener):

@@ -1,6 +1,6 @@
 """From start to exit code: signals become one event, errors become exit codes, and /readyz and /healthz have their answers.
 
-`Readiness` says whether a process can do its work now, and if not, why. `LoopWatch` makes a blocked event loop visible from
+`Readiness` says whether a process can do its work now, and if not, why. `watch_loop` makes a blocked event loop visible from
 another thread; it neither interrupts what blocks nor restarts anything: the cluster's liveness probe does. Nothing here knows
 what a process serves, and no handler is installed outside `run_service` and `stop_event`.
 """
@@ -40,31 +40,20 @@ class Readiness:
     """Why it is not ready; empty when it is."""
 
 
-@dataclass
-class LoopWatch:
-    """When an event loop last ran. Read from any thread."""
-
-    ran_at_s: float = 0.0
-
-    def silent_s(self) -> float:
-        """Seconds since the loop last ran; up to `MARK_EVERY_S` in a healthy one."""
-        return time.monotonic() - self.ran_at_s
-
-
 @asynccontextmanager
-async def watch_loop() -> AsyncIterator[LoopWatch]:
-    """A watch on the running loop, for as long as the block lasts."""
-    watch, loop = LoopWatch(), asyncio.get_running_loop()
+async def watch_loop() -> AsyncIterator[Callable[[], float]]:
+    """Yields a function for any thread: seconds since the running loop last ran, up to `MARK_EVERY_S` in a healthy one."""
+    loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 
     def mark() -> None:
-        nonlocal handle
-        watch.ran_at_s = time.monotonic()
+        nonlocal handle, ran_at_s
+        ran_at_s = time.monotonic()
         handle = loop.call_later(MARK_EVERY_S, mark)
 
     mark()
     try:
-        yield watch
+        yield lambda: time.monotonic() - ran_at_s
     finally:
         handle.cancel()
 
@@ -103,20 +92,30 @@ def run_service(
     SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that has not ended `stop_within_s` after
     the first is ended with code 1, whatever it hangs in; None = it may take for ever.
     """
-    with _overdue_timer(stop_within_s) as start_timer:
 
-        async def until_stopped(settings: Settings, context: LogContext) -> None:
-            with stop_event(start_timer) as stop:
-                await main(settings, stop, context)
+    def end_at_once() -> None:
+        log.critical("not ended %g s after the signal; ending at once", stop_within_s)
+        logging.shutdown()
+        os._exit(EXIT_FAILURE)
 
-        def run() -> None:
-            settings = read_settings(kind)
-            context = LogContext(settings.run, service, settings.instance)
-            configure_logging(context, log_format=settings.log_format, level=settings.log_level)
-            with tracing(context):
-                asyncio.run(until_stopped(settings, context))
+    overdue = threading.Timer(stop_within_s or 0.0, end_at_once)
+    overdue.daemon = True
 
+    async def until_stopped(settings: Settings, context: LogContext) -> None:
+        with stop_event(overdue.start if stop_within_s is not None else lambda: None) as stop:
+            await main(settings, stop, context)
+
+    def run() -> None:
+        settings = read_settings(kind)
+        context = LogContext(settings.run, service, settings.instance)
+        configure_logging(context, log_format=settings.log_format, level=settings.log_level)
+        with tracing(context):
+            asyncio.run(until_stopped(settings, context))
+
+    try:
         return exit_code(run)
+    finally:
+        overdue.cancel()
 
 
 def leave(code: int) -> NoReturn:
@@ -178,23 +177,3 @@ def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.E
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
-
-
-@contextmanager
-def _overdue_timer(stop_within_s: float | None) -> Iterator[Callable[[], None]]:
-    """Yields what starts the countdown to the end of the process; leaving the block calls it off."""
-    if stop_within_s is None:
-        yield lambda: None
-        return
-    timer = threading.Timer(stop_within_s, _end_at_once, [stop_within_s])
-    timer.daemon = True
-    try:
-        yield timer.start
-    finally:
-        timer.cancel()
-
-
-def _end_at_once(stop_within_s: float) -> None:
-    log.critical("not ended %g s after the signal; ending at once", stop_within_s)
-    logging.shutdown()
-    os._exit(EXIT_FAILURE)

@@ -37,10 +37,6 @@ class FileSource:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._seed = seed
 
-    @property
-    def num_train(self) -> int:
-        return len(self._train)
-
     def problem(self, split: Split, index: int) -> Problem:
         if split is Split.HELDOUT:
             return self._heldout[index]

@@ -43,8 +43,6 @@ HELDOUT_SEED = 0
 class ReasoningGymSource:
     """Raises `FieldError` for an unknown family or arguments it refuses."""
 
-    num_train: int | None = None
-
     def __init__(
         self, family: str, config: Mapping[str, Any], *, seed: int, num_heldout: int, compact: bool = False
     ) -> None:

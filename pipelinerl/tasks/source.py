@@ -37,13 +37,11 @@ class Problem:
 class TaskSource(Protocol):
     """Problems of one task."""
 
-    @property
-    def num_train(self) -> int | None:
-        """Distinct training problems; None = no end. Beyond it indices wrap around (another epoch)."""
-        ...
-
     def problem(self, split: Split, index: int) -> Problem:
-        """Raises `FieldError` when the task has too few distinct problems for its held-out split."""
+        """A file's training indices go on after its end, into another epoch.
+
+        Raises `FieldError` when the task has too few distinct problems for its held-out split.
+        """
         ...
 
 

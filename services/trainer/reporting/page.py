@@ -18,8 +18,8 @@ from pipelinerl.service.http import (
     ABORT,
     LOCAL_NAMES,
     PROBED,
-    HostGuard,
     bracketed,
+    guard_hosts,
     is_loopback,
 )
 from pipelinerl.service.settings import TrainerSettings
@@ -72,7 +72,7 @@ def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
     """`app` with its page for those who call the trainer by a name of its own. A loopback interface is `serve_http`'s."""
     if not settings.page or is_loopback(settings.http_host):
         return app
-    return HostGuard(app, {*LOCAL_NAMES, bracketed(settings.advertise_host), *page_hosts(settings)}, PROBED)
+    return guard_hosts(app, {*LOCAL_NAMES, bracketed(settings.advertise_host), *page_hosts(settings)}, PROBED)
 
 
 def page_hosts(settings: TrainerSettings) -> list[str]:
