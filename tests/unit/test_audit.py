@@ -21,7 +21,7 @@ from tests.unit.trainer_fakes import make_run_state
 Event = dict[str, Any]
 
 
-def start(incarnation: int = 1, version: int = 0, keep: int = 0) -> Event:
+def start(incarnation: int = 1, version: int = 0, keep: int | str = 0) -> Event:
     return {"event": "start", "incarnation": incarnation, "version": version, "keep": keep}
 
 
@@ -41,27 +41,35 @@ def step(version: int, **counts: int) -> Event:
     return {"event": "step", "version": version, "counts": LedgerCounts(**counts).as_dict()}
 
 
+def durable(version: int, position: int) -> Event:
+    return {"event": "checkpoint", "version": version, "position": position}
+
+
 def end(version: int, finished: bool = True) -> Event:
     return {"event": "end", "version": version, "finished": finished}
 
 
-class Journalist:
-    """Writes events, and knows how long the journal is."""
+def mark(name: str) -> Event:
+    """The journal's length here, which a later `start` may keep."""
+    return {"mark": name}
 
-    def __init__(self, folder: Path, *events: Event) -> None:
-        self.folder, self.file = folder, folder / JOURNAL
-        self.starts: list[int] = []
-        self.file.touch()
-        self.write(*events)
 
-    def write(self, *events: Event) -> int:
-        with self.file.open("ab") as file:
-            for event in events:
-                file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
-                if event.get("event") == "start":
-                    self.starts.append(event["version"])
-        (self.folder / "lineage.json").write_text(json.dumps({"run": "unit", "starts": self.starts}))
-        return self.file.stat().st_size
+def write(folder: Path, *events: Event | bytes) -> Path:
+    """A journal and the lineage of its starts; bytes are written as they are."""
+    journal, starts, marks = b"", [], dict[str, int]()
+    for event in events:
+        if isinstance(event, bytes):
+            journal += event
+        elif "mark" in event:
+            marks[event["mark"]] = len(journal)
+        else:
+            if event.get("event") == "start":
+                event = {**event, "keep": marks.get(event.get("keep"), event.get("keep"))}
+                starts.append(event["version"])
+            journal += json.dumps(event, separators=(",", ":")).encode() + b"\n"
+    (folder / JOURNAL).write_bytes(journal)
+    (folder / "lineage.json").write_text(json.dumps({"run": "unit", "starts": starts}))
+    return folder
 
 
 def failures(found: Audit) -> dict[Check, tuple[int, str]]:
@@ -69,9 +77,8 @@ def failures(found: Audit) -> dict[Check, tuple[int, str]]:
     return {check: (one.count, one.examples[0]) for check, one in found.findings.items() if not one.ok}
 
 
-def failed(folder: Path, *events: Event) -> dict[Check, tuple[int, str]]:
-    Journalist(folder, *events)
-    return failures(audit_files(folder))
+def failed(folder: Path, *events: Event | bytes) -> dict[Check, tuple[int, str]]:
+    return failures(audit_files(write(folder, *events)))
 
 
 OPENING = (start(), reserve(4), issue(0), issue(1), issue(2))
@@ -82,90 +89,74 @@ FIRST_STEP = (
 
 
 def test_a_run_that_adds_up(tmp_path: Path) -> None:
-    written = Journalist(tmp_path, *OPENING, *FIRST_STEP)
-    written.write(
-        close("failed", "1.0", reason="engine"),
-        close("dropped_filtered", "2.0", "2.1", reason="equal rewards"),
-        issue(3, version=1),
-        close("trained", "3.1", version=2),
-        step(2, issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1),
-        end(2),
+    found = audit_files(
+        write(
+            tmp_path,
+            *OPENING,
+            *FIRST_STEP,
+            close("failed", "1.0", reason="engine"),
+            close("dropped_filtered", "2.0", "2.1", reason="equal rewards"),
+            issue(3, version=1),
+            close("trained", "3.1", version=2),
+            step(2, issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1),
+            end(2),
+        )
     )
-    found = audit_files(tmp_path)
-    assert failures(found) == {}
+    assert (failures(found), found.ended) == ({}, True)
     assert found.replay.counts == LedgerCounts(issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1)
     assert list(found.replay.in_flight()) == [("g00000003", 0)]
     assert found.replay.trained_by_version == {1: 3, 2: 1}
     assert {outcome.value: dict(reasons) for outcome, reasons in found.replay.reasons.items()} == {
         "trained": {}, "dropped_stale": {}, "dropped_filtered": {"equal rewards": 2}, "failed": {"engine": 1},
     }  # fmt: skip
-    assert found.ended
 
 
-def test_what_a_restart_undid_does_not_count(tmp_path: Path) -> None:
-    written = Journalist(tmp_path)
-    at_version_1 = written.write(*OPENING, *FIRST_STEP)
-    written.write(
-        {"event": "checkpoint", "version": 1, "position": 4},
-        close("failed", "1.0", reason="engine"),
-        close("trained", "2.0", "2.1", version=2),
-        step(2, issued=6, trained=5, failed=1),
-        issue(3, version=2),
-    )
-    written.write(
-        start(2, version=1, keep=at_version_1),
-        issue(3, version=1),
-        close("trained", "2.0", "1.0", version=2),
-        step(2, issued=8, trained=5, in_flight=3),
-    )
-    found = audit_files(tmp_path)
-    assert failures(found) == {}
-    assert found.replay.counts == LedgerCounts(issued=8, trained=5, in_flight=3)
-    (restart,) = found.restarts
-    assert (restart.incarnation, restart.version) == (2, 1)
-    assert restart.undid == {"steps": 1, "groups": 1, "trained": 2, "ended_otherwise": 1}
+SECOND_STEP = (close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
 
 
-def test_restarts_nest(tmp_path: Path) -> None:
-    """Version 1 is kept; 2 is made, undone, made again; then the newest checkpoint is gone and all begins at 1 once more."""
-    written = Journalist(tmp_path)
-    at_1 = written.write(*OPENING, *FIRST_STEP)
-    undone = (close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
-    at_2 = written.write(*undone)
-    written.write(close("trained", "2.1", version=3), step(3, issued=6, trained=5, in_flight=1))
-    at_3 = written.write(start(2, version=2, keep=at_2), close("trained", "1.0", version=3),
-                         step(3, issued=6, trained=5, in_flight=1))  # fmt: skip
-    written.write(start(3, version=3, keep=at_3), close("failed", "2.1", reason="engine"))
-    written.write(start(4, version=1, keep=at_1), *undone)
-    found = audit_files(tmp_path)
-    assert failures(found) == {}
-    assert found.replay.counts == LedgerCounts(issued=6, trained=4, in_flight=2)
-    assert [
-        (one.incarnation, *map(one.undid.get, ("steps", "trained", "ended_otherwise"))) for one in found.restarts
-    ] == [
-        (2, 1, 1, 0),  # step 3
-        (3, 0, 0, 0),
-        (4, 2, 2, 1),  # step 2, step 3 of the second incarnation, and what the third had ended
-    ]
-
-
-def test_a_start_without_a_checkpoint_undoes_everything(tmp_path: Path) -> None:
-    assert failed(tmp_path, *OPENING, *FIRST_STEP, start(2), issue(0), issue(1)) == {}
-    assert audit_files(tmp_path).replay.counts == LedgerCounts(issued=4, in_flight=4)
-
-
-def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING)
-    whole = audit_files(tmp_path).history.size
-    with (tmp_path / JOURNAL).open("ab") as file:
-        file.write(b'{"event":"issue","group":"g0000')
-    found = audit_files(tmp_path)
-    assert (failures(found), found.history.size) == ({}, whole)
-
-
-def test_a_run_whose_trainer_has_not_started(tmp_path: Path) -> None:
-    found = audit_files(tmp_path)
-    assert (failures(found), found.replay.counts) == ({}, LedgerCounts())
+@pytest.mark.parametrize(
+    ("events", "counts", "undid"),
+    [
+        (  # what a restart undid does not count
+            [*OPENING, *FIRST_STEP, mark("1"), {"event": "checkpoint", "version": 1, "position": 4},
+             close("failed", "1.0", reason="engine"), close("trained", "2.0", "2.1", version=2),
+             step(2, issued=6, trained=5, failed=1), issue(3, version=2),
+             start(2, version=1, keep="1"), issue(3, version=1), close("trained", "2.0", "1.0", version=2),
+             step(2, issued=8, trained=5, in_flight=3)],
+            LedgerCounts(issued=8, trained=5, in_flight=3),
+            [(2, 1, 1, 1, 2, 1)],
+        ),
+        (  # version 1 is kept; 2 is made, undone, made again; then the newest checkpoint is gone and all begins at 1 again
+            [*OPENING, *FIRST_STEP, mark("1"), *SECOND_STEP, mark("2"), close("trained", "2.1", version=3),
+             step(3, issued=6, trained=5, in_flight=1), start(2, version=2, keep="2"), close("trained", "1.0", version=3),
+             step(3, issued=6, trained=5, in_flight=1), mark("3"), start(3, version=3, keep="3"),
+             close("failed", "2.1", reason="engine"), start(4, version=1, keep="1"), *SECOND_STEP],
+            LedgerCounts(issued=6, trained=4, in_flight=2),
+            [(2, 2, 1, 0, 1, 0), (3, 3, 0, 0, 0, 0), (4, 1, 2, 0, 2, 1)],
+        ),
+        (  # a start without a checkpoint undoes everything
+            [*OPENING, *FIRST_STEP, start(2), issue(0), issue(1)],
+            LedgerCounts(issued=4, in_flight=4),
+            [(2, 0, 1, 3, 3, 0)],
+        ),
+        (  # a line that was cut off does not count
+            [*OPENING, b'{"event":"issue","group":"g0000'], LedgerCounts(issued=6, in_flight=6), [],
+        ),
+        (  # a line that is no event is nobody's business where it was undone
+            [*OPENING, *FIRST_STEP, mark("1"), b"garbage\n", start(2, version=1, keep="1")],
+            LedgerCounts(issued=6, trained=3, in_flight=3),
+            [(2, 1, 0, 0, 0, 0)],
+        ),
+        ([], LedgerCounts(), []),  # no trainer has started
+    ],
+)  # fmt: skip
+def test_histories_with_restarts(
+    tmp_path: Path, events: list[Event | bytes], counts: LedgerCounts, undid: list[tuple[int, ...]]
+) -> None:
+    """`undid`: incarnation, version, steps, groups, trained, ended otherwise."""
+    found = audit_files(write(tmp_path, *events))
+    assert (failures(found), found.replay.counts) == ({}, counts)
+    assert [(one.incarnation, one.version, *one.undid.values()) for one in found.restarts] == undid
 
 
 AGAIN = "g00000000.0"
@@ -192,6 +183,11 @@ AGAIN = "g00000000.0"
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start without what it needs"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
         ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
+        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "goes on from version 2, and the journal is at 1"),
+        ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
+         Check.RESTARTS, 1, "which end in what was undone"),
+        ([b"\x00\xff nothing\n[1]\n"], Check.JOURNAL, 2, "no event"),
+        ([durable(1, 12), durable(2, 11)], Check.POSITIONS, 1, "version 2 is at position 11, after one at 12"),
     ],
 )  # fmt: skip
 def test_each_contradiction_is_found(
@@ -207,45 +203,12 @@ def test_one_contradiction_is_one_finding(tmp_path: Path) -> None:
     assert list(failed(tmp_path, *OPENING, *FIRST_STEP, close("failed", "0.0", reason="engine"))) == [Check.ENDED_ONCE]
 
 
-def test_a_line_that_is_no_event(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING)
-    with (tmp_path / JOURNAL).open("ab") as file:
-        file.write(b"\x00\xff nothing\n[1]\n")
-    assert failures(audit_files(tmp_path))[Check.JOURNAL][0] == 2
-
-
-def test_such_a_line_in_what_was_undone_is_nobodys_business(tmp_path: Path) -> None:
-    written = Journalist(tmp_path)
-    keep = written.write(*OPENING, *FIRST_STEP)
-    with written.file.open("ab") as file:
-        file.write(b"garbage\n")
-    written.write(start(2, version=1, keep=keep))
-    assert failures(audit_files(tmp_path)) == {}
-
-
 def test_events_before_any_start(tmp_path: Path) -> None:
     assert failed(tmp_path, issue(0), start())[Check.JOURNAL] == (1, "byte 0: before any start")
 
 
-def test_a_restart_from_another_version_than_the_journal_is_at(tmp_path: Path) -> None:
-    written = Journalist(tmp_path)
-    keep = written.write(*OPENING, *FIRST_STEP)
-    written.write(start(2, version=2, keep=keep))
-    said = "incarnation 2 says it goes on from version 2, and the journal is at 1"
-    assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, said)}
-
-
-def test_a_restart_on_what_a_restart_had_undone(tmp_path: Path) -> None:
-    written = Journalist(tmp_path)
-    at_1 = written.write(*OPENING, *FIRST_STEP)
-    at_2 = written.write(close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
-    written.write(start(2, version=1, keep=at_1))
-    written.write(start(3, version=2, keep=at_2))
-    assert Check.RESTARTS in failures(audit_files(tmp_path))
-
-
 def test_a_lineage_that_says_otherwise(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING)
+    write(tmp_path, *OPENING)
     (tmp_path / "lineage.json").write_text('{"run": "unit", "starts": [0, 5]}')
     assert failures(audit_files(tmp_path)) == {}, "the second trainer died before it wrote to the journal"
     for content in ('{"starts": [3]}', '{"starts": []}'):
@@ -255,18 +218,10 @@ def test_a_lineage_that_says_otherwise(tmp_path: Path) -> None:
     assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, "there is no lineage.json")}
 
 
-def test_positions_do_not_go_back_but_for_an_older_checkpoint(tmp_path: Path) -> None:
-    def durable(version: int, position: int) -> Event:
-        return {"event": "checkpoint", "version": version, "position": position}
-
-    written = Journalist(tmp_path)
-    keep = written.write(*OPENING, *FIRST_STEP)
-    written.write(durable(1, 10), durable(2, 30))
-    written.write(start(2, version=1, keep=keep), durable(2, 12))
-    assert failures(audit_files(tmp_path)) == {}
-    written.write(durable(3, 11))
-    said = "the checkpoint of version 3 is at position 11, after one at 12"
-    assert failures(audit_files(tmp_path)) == {Check.POSITIONS: (1, said)}
+def test_positions_go_back_to_those_of_an_older_checkpoint(tmp_path: Path) -> None:
+    again = start(2, version=1, keep="1")
+    written = [*OPENING, *FIRST_STEP, mark("1"), durable(1, 10), durable(2, 30), again, durable(2, 12)]
+    assert failed(tmp_path, *written) == {}
 
 
 # Checkpoints: what a trainer's own code writes, beside a journal that its own books wrote.
@@ -276,11 +231,12 @@ class Trainer:
     """SequenceTracker that write a journal, and checkpoints of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.written, self.folder, self.version = Journalist(folder, start(), reserve(100)), folder, 0
-        self.books, self.issued = SequenceTracker(self.record), 0
+        self.events: list[Event | bytes] = [start(), reserve(100)]
+        self.folder, self.books, self.issued = write(folder, *self.events), SequenceTracker(self.record), 0
 
     def record(self, event: Mapping[str, Any]) -> None:
-        self.written.write(dict(event))
+        self.events.append(dict(event))
+        write(self.folder, *self.events)
 
     def issue(self, groups: int) -> None:
         for _ in range(groups):
@@ -288,10 +244,11 @@ class Trainer:
             self.issued += 1
 
     def checkpoint(self, **changes: Any) -> Path:
-        folder = self.folder / "checkpoints" / f"step-{self.version}" / "resume"
+        folder = self.folder / "checkpoints" / "step-0" / "resume"
         folder.mkdir(parents=True)
-        state = {"journal_bytes": self.written.file.stat().st_size, "next_group": self.issued, "position": 7, **changes}
-        make_run_state(self.version, self.books, **state).save(folder)
+        size = (self.folder / JOURNAL).stat().st_size
+        state = {"journal_bytes": size, "next_group": self.issued, "position": 7, **changes}
+        make_run_state(0, self.books, **state).save(folder)
         return folder
 
 
@@ -339,7 +296,7 @@ def test_a_checkpoint_of_what_was_undone(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.issue(2)
     trainer.checkpoint()
-    trainer.written.write(start(2))
+    trainer.record(start(2))
     said = failures(audit_files(tmp_path))[Check.CHECKPOINTS][1]
     assert said.endswith("where it was taken, was undone")
 
@@ -353,7 +310,7 @@ def test_a_damaged_checkpoint_is_named_and_one_of_weights_alone_is_not(tmp_path:
 
 
 def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
+    write(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
     told = {
         "sequences": LedgerCounts(issued=6, trained=3, failed=1, in_flight=2).as_dict(),
         "sequence_reasons": {"failed": {"engine": 1}},
@@ -369,7 +326,7 @@ def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> No
 
 
 def test_the_summary_of_the_trainer_before_says_nothing_of_this_one(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING, *FIRST_STEP, end(1, finished=False), start(2))
+    write(tmp_path, *OPENING, *FIRST_STEP, end(1, finished=False), start(2))
     (tmp_path / "summary.json").write_text('{"sequences": {}, "sequence_reasons": {}, "policy_version": 7}')
     assert failures(audit_files(tmp_path)) == {}
 
@@ -387,11 +344,9 @@ async def audit_of(folder: Path) -> Audit:
 
 
 async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> None:
-    written = Journalist(tmp_path)
-    keep = written.write(*OPENING, *FIRST_STEP)
-    written.write(close("trained", "2.0", version=2), step(2, issued=6, trained=4, in_flight=2))
-    written.write(start(2, version=1, keep=keep), close("dropped_stale", "2.0", "2.1", reason="lag above max_lag"),
-                  close("trained", version=2), step(2, issued=6, trained=3, dropped_stale=2, in_flight=1))  # fmt: skip
+    write(tmp_path, *OPENING, *FIRST_STEP, mark("1"), *SECOND_STEP, start(2, version=1, keep="1"),
+          close("dropped_stale", "2.0", "2.1", reason="lag above max_lag"), close("trained", version=2),
+          step(2, issued=6, trained=3, dropped_stale=2, in_flight=1))  # fmt: skip
     text = "\n".join(lines(await audit_of(tmp_path)))
     assert "unit: stopped before its end, 2 incarnation(s), version 2" in text
     assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
@@ -404,7 +359,7 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
 
 
 async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: Path) -> None:
-    Journalist(tmp_path, *OPENING, *(close("failed", f"9.{n}", reason="x") for n in range(8)))
+    write(tmp_path, *OPENING, *(close("failed", f"9.{n}", reason="x") for n in range(8)))
     audit = await audit_of(tmp_path)
     text = "\n".join(lines(audit))
     assert "FAILED  no sequence ends that was not issued: 8\n            g00000009.0 ends as failed" in text
@@ -415,14 +370,14 @@ async def test_a_failure_is_shown_with_examples_and_makes_the_verdict(tmp_path: 
 
 
 async def test_every_version_on_request(tmp_path: Path) -> None:
-    written = Journalist(tmp_path, start(), reserve(40))
+    events = [start(), reserve(40)]
     for number in range(30):
         trained = close("trained", f"{number}.0", version=number + 1)
         trained["ids"] = [f"g{number:08d}.0"] * (number != 7)
         before = number + (number < 7)
         counts = {"issued": number + 1, "trained": before, "in_flight": int(number >= 7)}
-        written.write(issue(number, 1), trained, step(number + 1, **counts))
-    audit = await audit_of(tmp_path)
+        events += [issue(number, 1), trained, step(number + 1, **counts)]
+    audit = await audit_of(write(tmp_path, *events))
     assert audit.ok
     assert trained_per_version(audit) == {version: int(version != 8) for version in range(1, 31)}
     assert "    version 8: 0" in list(lines(audit))
