@@ -152,9 +152,14 @@ def test_run_refuses_before_anything_starts(
 
 
 def test_report_of_what_is_not_a_run_exits_2(pipelinerl: Command, tmp_path: Path) -> None:
-    for folder, said in [(str(tmp_path), "has no recipe.yaml"), ("nosuch", "'nosuch': there is no such folder")]:
+    for folder, said in [
+        (str(tmp_path), "has no recipe.yaml"),
+        ("nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
+        (__file__, "is a file; give the folder of a run"),
+    ]:
         code, _, errors = pipelinerl("report", folder)
         assert (code, said in errors) == (2, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

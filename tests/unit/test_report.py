@@ -13,15 +13,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.errors import FieldError
-from pipelinerl.local.ending import (
-    read_run,
-    report_html,
-    script_json,
-    write_report,
-)
+from pipelinerl.local.ending import report_html, script_json, write_report
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
-from pipelinerl.page.data import MAX_RECORDS, NEWEST, report_data
+from pipelinerl.page.data import report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
 
@@ -84,12 +78,6 @@ def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> No
     ]
 
 
-def test_a_long_run_is_thinned_with_both_ends() -> None:
-    steps = [one["step"] for one in data([record(step) for step in range(1, 5001)], [])["records"]]
-    assert (steps[0], steps[-NEWEST:]) == (1, list(range(5001 - NEWEST, 5001)))
-    assert len(steps) <= MAX_RECORDS + NEWEST
-
-
 def test_few_samples_are_shown_once() -> None:
     assert data([], [])["samples"] == {"early": [], "late": []}
     shown = data([], [sample(step) for step in (1, 2, 3, 4, 5)])["samples"]
@@ -122,26 +110,17 @@ def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
 # The page
 
 
-def test_model_output_cannot_leave_its_json_block() -> None:
-    page = report_html(data([record(1, completion=EVIL)], [sample(1, prompt=EVIL, completion=EVIL)], error=EVIL))
+def test_model_output_cannot_leave_its_json_block_and_the_page_needs_nothing_from_outside() -> None:
+    shown = data([record(1, completion=EVIL)], [sample(1, prompt=EVIL, completion=EVIL)], error=EVIL)
+    page = report_html({**shown, "run": "<b>$title"})
     page.encode("utf-8")
     tags = Tags()
     tags.feed(page)
     assert [name for name, _ in tags.seen].count("script") == 2
     assert "img" not in [name for name, _ in tags.seen]
     assert embedded(page)["samples"]["early"][0]["completion"] == EVIL
-
-
-def test_the_title_is_escaped_and_dollars_survive() -> None:
-    page = report_html({**data([], []), "run": "<b>$title"})
     assert "<title>&lt;b&gt;$title - PipelineRL</title>" in page
     assert embedded(page)["run"] == "<b>$title"
-
-
-def test_the_page_needs_nothing_from_outside() -> None:
-    page = report_html(data([record(1)], [sample(1)]))
-    tags = Tags()
-    tags.feed(page)
     outside = [attributes.get(key) for _, attributes in tags.seen for key in ("src", "href") if attributes.get(key)]
     assert outside == ["data:,"]
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|\bimport\(", page)
@@ -169,11 +148,13 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_report_of_a_run_that_still_goes_on(tmp_path: Path) -> None:
-    page = write_report(run_folder(tmp_path)).read_text()
-    shown = embedded(page)
+def test_a_report_of_a_run_that_still_goes_on_and_of_one_without_a_single_step(tmp_path: Path) -> None:
+    shown = embedded(write_report(run_folder(tmp_path)).read_text())
     assert (shown["run"], shown["summary"]["steps"]) == (tmp_path.name, 5)
     assert shown["recipe"] == (tmp_path / "recipe.yaml").read_text()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).unlink()
+    assert embedded(write_report(tmp_path).read_text())["records"] == []
 
 
 def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
@@ -191,59 +172,6 @@ def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
     assert [one["step"] for one in jsonl_ends(path, 9)] == [0, 1, 7, 8], "a MiB of each end"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)), "utf-8")
     assert [one["step"] for one in jsonl_ends(path, 3)] == [0, 1, 2, 3, 4]
-
-
-def test_a_report_reads_no_more_samples_than_it_may_show(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    lines = [json.dumps(sample(step)) for step in range(1, 1001)]
-    lines[500] = '{"step": "not read"}'
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
-    shown = read_run(tmp_path)["samples"]
-    assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == (
-        [1, 2],
-        [997, 998, 999, 1000],
-    )
-
-
-def test_a_run_without_a_single_step_has_a_report(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "samples.jsonl").unlink()
-    assert embedded(write_report(tmp_path).read_text())["records"] == []
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"RUN_DIR = .* has no recipe\.yaml"):
-        write_report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FieldError, match=r"RUN_DIR = .*/nosuch': there is no such folder; give the folder of a run"):
-        write_report(tmp_path / "nosuch")
-    (tmp_path / "file").touch()
-    with pytest.raises(FieldError, match=r"RUN_DIR = .*/file': is a file; give the folder of a run"):
-        write_report(tmp_path / "file")
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("extent([2e-9])", [0, 4e-9]),  # one point: an axis from 0, not one around it
-        ("extent([0, 0])", [0, 1]),
-        ("extent([-3])", [-6, 0]),
-        ("extent([1], undefined, 1)", [0.9, 1]),
-        ("extent([0], 0)", [0, 0.1]),
-        ("extent([3, 1], 0)", [0, 3]),
-        ("across([7], 900).marks", [7]),
-        ("across([7], 900).low", 6.5),
-        ("across([1, 3], 900).marks", [1, 2, 3]),
-        ("across([0.5, 1], 360).marks", [0.6, 0.8, 1]),
-        ("across([1, 100], 450).marks", [20, 40, 60, 80, 100]),
-    ],
-)
-def test_axes(expression: str, value: object) -> None:
-    script = f"{asset('charts.js')}; console.log(JSON.stringify(PrlCharts.scales.{expression}))"
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout) == pytest.approx(value)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
@@ -271,23 +199,27 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("heights([90, 10], 110, 10)", [90, 10]),
-        ("heights([997, 1, 2], 120, 10)", [94, 3, 3]),  # what is small is seen all the same
-        ("heights([5], 50, 10)", [50]),
-        ("spread([20, 22, 90], 30, 10, 100)", [20, 50, 90]),
-        ("spread([80, 90, 95], 30, 10, 100)", [40, 70, 100]),
-        ("discrepancy({issued: 10, trained: 4, in_flight: 3, dropped_stale: 1, dropped_filtered: 1, failed: 1})", 0),
-        ("discrepancy({issued: 10, trained: 4})", 6),
+        ("PrlCharts.scales.extent([2e-9])", [0, 4e-9]),  # one point: an axis from 0, not one around it
+        ("PrlCharts.scales.extent([0, 0])", [0, 1]),
+        ("PrlCharts.scales.extent([-3])", [-6, 0]),
+        ("PrlCharts.scales.extent([1], undefined, 1)", [0.9, 1]),
+        ("PrlCharts.scales.extent([0], 0)", [0, 0.1]),
+        ("PrlCharts.scales.extent([3, 1], 0)", [0, 3]),
+        ("PrlCharts.scales.across([7], 900).marks", [7]),
+        ("PrlCharts.scales.across([7], 900).low", 6.5),
+        ("PrlCharts.scales.across([1, 3], 900).marks", [1, 2, 3]),
+        ("PrlCharts.scales.across([0.5, 1], 360).marks", [0.6, 0.8, 1]),
+        ("PrlCharts.scales.across([1, 100], 450).marks", [20, 40, 60, 80, 100]),
+        ("PrlFlow.scales.heights([90, 10], 110, 10)", [90, 10]),
+        ("PrlFlow.scales.heights([997, 1, 2], 120, 10)", [94, 3, 3]),  # what is small is seen all the same
+        ("PrlFlow.scales.heights([5], 50, 10)", [50]),
+        ("PrlFlow.scales.spread([20, 22, 90], 30, 10, 100)", [20, 50, 90]),
+        ("PrlFlow.scales.spread([80, 90, 95], 30, 10, 100)", [40, 70, 100]),
+        ("PrlFlow.scales.discrepancy({issued: 10, trained: 4, in_flight: 3, dropped_stale: 1, failed: 2})", 0),
+        ("PrlFlow.scales.discrepancy({issued: 10, trained: 4})", 6),
     ],
 )
-def test_bands_and_labels_of_the_ledger(expression: str, value: object) -> None:
-    script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify(PrlFlow.scales.{expression}))"
+def test_axes_and_the_bands_and_labels_of_the_ledger(expression: str, value: object) -> None:
+    script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == pytest.approx(value)
-
-
-def test_samples_keep_their_tokens_and_old_ones_have_none() -> None:
-    new, old = sample(0, tokens=["a", "b"], weights=[1.0, None]), sample(9)
-    shown = data([], [new, old])["samples"]
-    assert (shown["early"][0]["tokens"], shown["early"][0]["weights"]) == (["a", "b"], [1.0, None])
-    assert (shown["late"][0]["tokens"], shown["late"][0]["completion"]) == (None, "c9.0")

@@ -55,43 +55,34 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
     assert started.replace(tzinfo=None) == NOW
 
 
-def test_an_empty_folder_is_taken_a_used_one_refused_with_the_fix(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made", "given", "said"),
+    [
+        (["here/recipe.yaml"], {"path": "here"}, r"--run-dir = 'here': holds another run; go on with it \(pipelinerl"),
+        (["runs/mine/recipe.yaml"], {"name": "mine"}, r"--name = 'runs/mine': holds another run"),
+        (["here/b", "here/a"], {"path": "here"}, r"is not empty, and what it holds is no run \(a, b\); give a new or empty"),
+        ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"no run \(a, b, c, \.\.\.\)"),
+        (["file"], {"path": "file"}, "is a file"),
+        (["file"], {"path": "file/below"}, "cannot be made: Not a directory"),
+        ([], {"name": "../escape"}, r"--name = '\.\./escape'"),
+        ([], {"name": "bad name/x", "path": "new"}, "--name = 'bad name/x': use 1-40"),
+    ],
+)  # fmt: skip
+def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
+    made: list[str], given: dict[str, str], said: str
+) -> None:
+    for name in made:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    path = Path(given["path"]) if "path" in given else None
+    with pytest.raises(FieldError, match=said):
+        create_run_dir("arithmetic", NOW, given.get("name"), path)
+    assert not Path("new").exists()
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    create_run_dir("arithmetic", NOW, path=tmp_path / "empty").recipe.touch()
-    with pytest.raises(
-        FieldError, match=r"holds another run; go on with it \(pipelinerl run --resume\), give a new folder or --name"
-    ) as info:
-        create_run_dir("arithmetic", NOW, path=tmp_path / "empty")
-    assert info.value.field == "--run-dir"
-    create_run_dir("arithmetic", NOW, name="mine").recipe.touch()
-    with pytest.raises(FieldError, match=r"--name = 'runs/mine': holds another run"):
-        create_run_dir("arithmetic", NOW, name="mine")
-
-
-def test_a_folder_of_other_things_is_refused_as_what_it_is(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / name).touch()
-    with pytest.raises(
-        FieldError, match=r"is not empty, and what it holds is no run \(a, b\); give a new or empty folder"
-    ):
-        create_run_dir("arithmetic", NOW, path=tmp_path)
-    (tmp_path / "c").touch()
-    (tmp_path / "d").touch()
-    with pytest.raises(FieldError, match=r"no run \(a, b, c, \.\.\.\)"):
-        create_run_dir("arithmetic", NOW, path=tmp_path)
-
-
-def test_a_file_in_the_way_and_a_bad_name(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FieldError, match="is a file"):
-        create_run_dir("arithmetic", NOW, path=tmp_path / "file")
-    with pytest.raises(FieldError, match=r"cannot be made: Not a directory"):
-        create_run_dir("arithmetic", NOW, path=tmp_path / "file" / "below")
-    with pytest.raises(FieldError, match=r"--name = '\.\./escape'"):
-        create_run_dir("arithmetic", NOW, name="../escape")
-    with pytest.raises(FieldError, match=r"--name = 'bad name/x': use 1-40"):
-        create_run_dir("arithmetic", NOW, name="bad name/x", path=tmp_path / "new")
-    assert not (tmp_path / "runs").exists()
+    assert create_run_dir("arithmetic", NOW, path=tmp_path / "empty").identity.is_file()
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
