@@ -10,7 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -26,55 +26,6 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 
 RUNNER_KEYS = ("restarts", "error")
 """What the runner adds; `error` only to a run that failed."""
-
-
-@dataclass
-class ThroughputTotals:
-    """Sums over the steps that tell; `add` each step's record."""
-
-    compute_s: float = 0.0
-    tokens_trained: int = 0
-    tokens_computed: int = 0
-    known_s: float = 0.0
-    """Compute seconds of the steps whose MFU is known."""
-    utilized_s: float = 0.0
-    """Σ MFU · compute seconds."""
-    idle_s: float = 0.0
-    idle_steps: int = 0
-    memory_peak_gib: float | None = None
-
-    def add(self, record: Record) -> None:
-        """A key that the record lacks is left out of the sums."""
-        seconds = (record.get("step_s") or {}).get("compute")
-        if seconds is not None and "tokens_computed" in record:
-            self.compute_s += seconds
-            self.tokens_trained += record.get("tokens_trained") or 0
-            self.tokens_computed += record["tokens_computed"]
-        if seconds is not None and record.get("mfu") is not None:
-            self.known_s += seconds
-            self.utilized_s += record["mfu"] * seconds
-        if record.get("idle_s") is not None:
-            self.idle_s += record["idle_s"]
-            self.idle_steps += 1
-        if record.get("memory_peak_gib") is not None:
-            self.memory_peak_gib = max(self.memory_peak_gib or 0.0, record["memory_peak_gib"])
-
-    @property
-    def tokens_per_s(self) -> dict[str, float | None]:
-        """Tokens of all steps over the seconds that they took."""
-        return {
-            "trained": _ratio(self.tokens_trained, self.compute_s),
-            "computed": _ratio(self.tokens_computed, self.compute_s),
-        }
-
-    @property
-    def mfu_mean(self) -> float | None:
-        """Over compute time, not over steps."""
-        return _ratio(self.utilized_s, self.known_s)
-
-    @property
-    def idle_s_mean(self) -> float | None:
-        return _ratio(self.idle_s, self.idle_steps)
 
 
 @dataclass
@@ -100,32 +51,37 @@ class RunTotals:
     join_s: list[float] = field(default_factory=list)
     """Seconds in which a side group brought an actor to the served version."""
     compute_s: float = 0.0
-    throughput: ThroughputTotals = field(default_factory=ThroughputTotals)
+    tokens_computed: int = 0
+    known_s: float = 0.0
+    """Compute seconds of the steps whose MFU is known."""
+    utilized_s: float = 0.0
+    """Σ MFU · compute seconds: MFU's mean is over compute time, not over steps."""
+    idle_s: float = 0.0
+    idle_steps: int = 0
+    memory_peak_gib: float | None = None
     steps: int = 0
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able, with copies of the lists: these grow with the run, so that element by element would take its time."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
-        copies = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict)}
-        return {**own, **copies, "throughput": asdict(self.throughput)}
+        return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """What `to_state` gave, perhaps by way of JSON."""
+        """What `to_state` gave, perhaps by way of JSON. Checkpoints of earlier versions have some fields in `throughput`."""
+        flat = {**state.get("throughput", {}), **state}
         own = {
             "heldout": [(version, accuracy, unanswered) for version, accuracy, unanswered in state["heldout"]],
             "lag_histogram": {int(lag): tokens for lag, tokens in state["lag_histogram"].items()},
-            "throughput": ThroughputTotals(**state["throughput"]),
         }
-        return cls(**{**state, **own})
+        return cls(**{name: value for name, value in {**flat, **own}.items() if name != "throughput"})
 
     def add_step(self, record: Record) -> None:
         """What the step itself took and trained on. A key that the record lacks, as those of older versions may, adds 0."""
         self.steps += 1
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
-        self.compute_s += (record.get("step_s") or {}).get("compute") or 0.0
-        self.throughput.add(record)
+        self._add_work(record)
         if record.get("skipped"):
             self.steps_skipped += 1
             return
@@ -139,6 +95,19 @@ class RunTotals:
             sequences = record.get("sequences_trained", 1)
             self.sequences_trained += sequences
             self.sequences_multi_version += record["multi_version_fraction"] * sequences
+
+    def _add_work(self, record: Record) -> None:
+        seconds = (record.get("step_s") or {}).get("compute") or 0.0
+        self.compute_s += seconds
+        self.tokens_computed += record.get("tokens_computed") or 0
+        if record.get("mfu") is not None:
+            self.known_s += seconds
+            self.utilized_s += record["mfu"] * seconds
+        if record.get("idle_s") is not None:
+            self.idle_s += record["idle_s"]
+            self.idle_steps += 1
+        if record.get("memory_peak_gib") is not None:
+            self.memory_peak_gib = max(self.memory_peak_gib or 0.0, record["memory_peak_gib"])
 
     def add_events(self, record: Record) -> None:
         """What arrived since the step before. The trainer counts it when it arrives, the runner from the record."""
@@ -159,39 +128,24 @@ class RunTotals:
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)
 
-    def summary(
-        self,
-        recipe: Recipe,
-        version: int | None,
-        sequences: Mapping[str, int],
-        *,
-        reasons: Mapping[str, Mapping[str, int]] | None = None,
-        interrupted: bool = False,
-        wall_s: float | None = None,
-        evictions: int | None = None,
-        actor_busy_fraction: float | None = None,
-        trainer_busy_fraction: float | None = None,
-    ) -> dict[str, Any]:
-        """Every key of summary.json that the trainer writes; None = not known. `reasons`: sequences by outcome and reason, from
-        the ledger."""
+    def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
+        """Every key of summary.json that the trainer writes; what the steps do not tell is None."""
         return {
             "recipe": recipe.name,
             "mode": recipe.mode,
             "seed": recipe.seed,
             "steps": self.steps,
             "steps_skipped": self.steps_skipped,
-            "policy_version": version,
-            "interrupted": interrupted,
-            "wall_s": wall_s,
+            "policy_version": None,
+            "interrupted": False,
+            "wall_s": None,
             "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
             "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in self.heldout],
             "tokens_generated": self.tokens_generated,
             "tokens_trained": self.tokens_trained,
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
-            "sequence_reasons": None
-            if reasons is None
-            else {name: dict(counts) for name, counts in reasons.items() if counts},
+            "sequence_reasons": None,
             "lag": lag_summary(self.lag_histogram),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
@@ -205,17 +159,20 @@ class RunTotals:
             "membership": {
                 "joins": len(self.join_s),
                 "join_s_p50": _percentile(self.join_s, 50),
-                "evictions": evictions,
+                "evictions": None,
             },
             "logprob_mismatch_max": max(self.logprob_mismatch, default=None),
             "parity_failures": self.parity_failures,
             "mismatch_kl_mean": _mean(self.mismatch_kl),
-            "actor_busy_fraction": actor_busy_fraction,
-            "trainer_busy_fraction": trainer_busy_fraction,
-            "tokens_per_s": self.throughput.tokens_per_s,
-            "mfu_mean": self.throughput.mfu_mean,
-            "memory_peak_gib": self.throughput.memory_peak_gib,
-            "idle_s_mean": self.throughput.idle_s_mean,
+            "actor_busy_fraction": None,
+            "trainer_busy_fraction": None,
+            "tokens_per_s": {
+                "trained": _ratio(self.tokens_trained, self.compute_s),
+                "computed": _ratio(self.tokens_computed, self.compute_s),
+            },
+            "mfu_mean": _ratio(self.utilized_s, self.known_s),
+            "memory_peak_gib": self.memory_peak_gib,
+            "idle_s_mean": _ratio(self.idle_s, self.idle_steps),
         }
 
 
@@ -225,13 +182,9 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
     for record in records:
         totals.add_step(record)
         totals.add_events(record)
-    return totals.summary(
-        recipe,
-        last.get("policy_version"),
-        last.get("sequences") or {},
-        actor_busy_fraction=last.get("actor_busy_fraction"),
-        trainer_busy_fraction=last.get("trainer_busy_fraction"),
-    )
+    return totals.summary(recipe, last.get("sequences") or {}) | {
+        key: last.get(key) for key in ("policy_version", "actor_busy_fraction", "trainer_busy_fraction")
+    }
 
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:

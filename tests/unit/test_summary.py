@@ -33,7 +33,8 @@ def update(version: int, transfer_s: float, stall_s: float) -> dict[str, Any]:
 
 def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
     sequences = {"issued": 20, "trained": 16, "in_flight": 4}
-    common = {"step": number, "policy_version": number, "lag_histogram": lags, "sequences": sequences}
+    common: dict[str, Any] = {"step": number, "policy_version": number, "lag_histogram": lags, "sequences": sequences}
+    common |= {"step_s": {"compute": 0.5}, "tokens_computed": 80}
     return {**common, "tokens_trained": sum(lags.values()), "mismatch_kl": 0.25, **more}
 
 
@@ -44,8 +45,8 @@ def records() -> list[dict[str, Any]]:
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
-             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5, step_s={"compute": 0.5},
-             tokens_computed=80, mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
+             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
+             mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
     ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_everything_that_the_steps_tell() -> None:
     assert summary["weight_updates"] == {
         "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,
     }  # fmt: skip
-    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 100, "computed": 160}, 0.25)
+    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 250 / 1.5, "computed": 160}, 0.25)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
     assert summary["logprob_mismatch_max"] == 2e-6
     assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from pipelinerl.run_summary import ThroughputTotals
+from pipelinerl.run_summary import RunTotals
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak, training_flops
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.policy_trainer import throughput
 from services.trainer.records import update_idle_s
-from tests.unit.builders import make_group, make_sequence
+from tests.unit.builders import make_group, make_recipe, make_sequence
 
 
 def outcome(tokens_trained: int = 300) -> StepOutcome:
@@ -56,20 +57,31 @@ def step(compute_s: float, trained: int, computed: int, **more: Any) -> dict[str
 
 
 def test_means_of_a_run_are_over_compute_time() -> None:
-    totals = ThroughputTotals()
-    totals.add(step(1.0, 100, 150, mfu=0.5, idle_s=0.25, memory_peak_gib=2.0))
-    totals.add(step(3.0, 60, 90, mfu=0.25, idle_s=0.75, memory_peak_gib=1.0))
-    totals.add(step(4.0, 0, 160, mfu=None, idle_s=0.5))
-    assert totals.tokens_per_s == {"trained": 20.0, "computed": 50.0}
-    assert totals.mfu_mean == (0.5 * 1 + 0.25 * 3) / 4
-    assert (totals.idle_s_mean, totals.memory_peak_gib) == (0.5, 2.0)
+    totals = RunTotals()
+    totals.add_step(step(1.0, 100, 150, mfu=0.5, idle_s=0.25, memory_peak_gib=2.0))
+    totals.add_step(step(3.0, 60, 90, mfu=0.25, idle_s=0.75, memory_peak_gib=1.0))
+    totals.add_step(step(4.0, 0, 160, mfu=None, idle_s=0.5))
+    summary = totals.summary(make_recipe(), {})
+    assert summary["tokens_per_s"] == {"trained": 20.0, "computed": 50.0}
+    assert summary["mfu_mean"] == (0.5 * 1 + 0.25 * 3) / 4
+    assert (summary["idle_s_mean"], summary["memory_peak_gib"]) == (0.5, 2.0)
 
 
 def test_steps_that_tell_nothing_leave_nothing() -> None:
-    totals = ThroughputTotals()
-    totals.add({"step": 1, "tokens_trained": 5})
-    assert totals.tokens_per_s == {"trained": None, "computed": None}
-    assert (totals.mfu_mean, totals.idle_s_mean, totals.memory_peak_gib) == (None, None, None)
+    totals = RunTotals()
+    totals.add_step({"step": 1, "tokens_trained": 5})
+    summary = totals.summary(make_recipe(), {})
+    assert summary["tokens_per_s"] == {"trained": None, "computed": None}
+    assert (summary["mfu_mean"], summary["idle_s_mean"], summary["memory_peak_gib"]) == (None, None, None)
+
+
+def test_totals_of_an_earlier_versions_checkpoint_are_read() -> None:
+    totals = RunTotals()
+    totals.add_step(step(2.0, 4, 6, mfu=0.5))
+    state = totals.to_state()
+    assert RunTotals.from_state(json.loads(json.dumps(state))) == totals
+    moved = ("tokens_computed", "known_s", "utilized_s", "idle_s", "idle_steps", "memory_peak_gib")
+    assert RunTotals.from_state({**state, "throughput": {name: state.pop(name) for name in moved}}) == totals
 
 
 # Phases

@@ -324,17 +324,17 @@ class Recorder:
     def write_summary(self, ledger: Ledger, version: int, evictions: int = 0, *, finished: bool) -> dict[str, Any]:
         """summary.json from everything so far."""
         wall_s = time.monotonic() - self._started_at
-        summary = self.totals.summary(
-            self._recipe,
-            version,
-            ledger.counts.as_dict(),
-            reasons={outcome.value: ledger.reasons(outcome) for outcome in Outcome},
-            interrupted=not finished,
-            wall_s=wall_s,
-            evictions=evictions,
-            actor_busy_fraction=self._actor_busy_fraction(),
-            trainer_busy_fraction=self.totals.compute_s / wall_s,
-        )
+        reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
+        summary = self.totals.summary(self._recipe, ledger.counts.as_dict())
+        summary["membership"]["evictions"] = evictions
+        summary |= {
+            "policy_version": version,
+            "interrupted": not finished,
+            "wall_s": wall_s,
+            "sequence_reasons": {name: dict(counts) for name, counts in reasons.items() if counts},
+            "actor_busy_fraction": self._actor_busy_fraction(),
+            "trainer_busy_fraction": self.totals.compute_s / wall_s,
+        }
         self._files.write_summary(summary)
         return summary
 
