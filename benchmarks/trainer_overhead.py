@@ -33,7 +33,7 @@ from benchmarks.trainer_cases import CASES, Case
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, uniform_lengths
 from pipelinerl.recipe.fields import AlgorithmConfig
-from pipelinerl.rl.packing import fill, pack
+from pipelinerl.rl.packing import pack
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
@@ -85,7 +85,7 @@ def run_alone(case: Case, pairs: int) -> dict[str, Any]:
 def stream_fill(case: Case, num_sequences: int = 4096) -> float:
     """Share of full bins of the case's token budget that a long stream of its lengths fills."""
     lengths, budget = uniform_lengths(*case.lengths, num_sequences), case.tokens_per_microbatch
-    return fill(lengths, pack(lengths, budget), capacity=budget)
+    return sum(lengths) / (len(pack(lengths, budget)) * budget)
 
 
 def kept_cases(path: Path, measured: list[str]) -> dict[str, Any]:

@@ -77,12 +77,6 @@ def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
     return even if fits else packed
 
 
-def fill(lengths: Sequence[int], bins: Bins, capacity: int | None = None) -> float:
-    """Share of real tokens in bins of `capacity` tokens; None = the fullest bin's, the one shape all of them fit."""
-    loads = [sum(int(lengths[index]) for index in members) for members in bins]
-    return sum(loads) / (len(loads) * (max(loads) if capacity is None else capacity))
-
-
 Counts = Sequence[int] | NDArray[np.integer]
 """One number for each sequence."""
 

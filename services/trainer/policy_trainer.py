@@ -194,25 +194,21 @@ def load_policy_trainer(
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
     learner = load_learner(recipe, source, ranks, resume=start.tensors if start else None)
-    log.info("policy ready", extra=policy_facts(learner))
+    layout, scorer = learner.world.layout, learner.policy.scorer
+    facts = {
+        "ranks": layout.size,
+        "shard_ranks": layout.shard_ranks,
+        "context_parallel": layout.sequence_ranks,
+        "parameters": sum(parameter.numel() for parameter in scorer.parameters()),
+        "trained": sum(parameter.numel() for parameter in scorer.parameters() if parameter.requires_grad),
+        "value_head": scorer.value_head is not None,
+        "attention": learner.policy.attention,
+    }
+    log.info("policy ready", extra=facts)
     sender = weight_sender(learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
     port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
     return PolicyTrainer(learner, tokenizer, sender, port, recipe)
-
-
-def policy_facts(learner: Learner) -> dict[str, Any]:
-    """Of the policy and its ranks, for the log."""
-    layout, parameters = learner.world.layout, list(learner.policy.scorer.parameters())
-    return {
-        "ranks": layout.size,
-        "shard_ranks": layout.shard_ranks,
-        "context_parallel": layout.sequence_ranks,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "value_head": learner.policy.scorer.value_head is not None,
-        "attention": learner.policy.attention,
-    }
 
 
 def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightSender:

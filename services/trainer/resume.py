@@ -3,7 +3,7 @@
 Takes over: state of a checkpoint, what is on the streams. Leaves: the journal's words, what a checkpoint holds beside tensors,
 which positions of the log somebody may still read. It decides neither when a checkpoint is due nor how it is written.
 
-`StreamUpkeep`, every few seconds, purges from SEQUENCES what nobody will read again, has a checkpoint written where the log
+Every few seconds it purges from SEQUENCES what nobody will read again, has a checkpoint written where the log
 fills up before one is due, and looks for prompt groups that nobody works on: taken off PROMPTS although samples of them never
 came. What it ends goes through `Intake`, so that the feeder issues another group.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
@@ -56,19 +56,16 @@ class Resume:
     def __post_init__(self) -> None:
         self._kept_positions = dict(self.start.positions)
         """Of SEQUENCES, by version of the checkpoints that are kept: what is up to there is in that checkpoint."""
+        self._purged_below = 1
+        self._gone: dict[str, tuple[float, int]] = {}
+        """When a group was first missed on the queue, and the end of the log then."""
 
     async def begin(self) -> int:
         """Says in the journal that a trainer started, and takes over what the one before left; returns how many groups it
         published again. Waits while NATS is away."""
-        start = self.start
-        self.journal.write(
-            {
-                "event": "start",
-                "incarnation": start.lineage.incarnation,
-                "version": start.version,
-                "keep": start.journal_bytes,
-            }
-        )
+        start, incarnation = self.start, self.start.lineage.incarnation
+        said = {"incarnation": incarnation, "version": start.version, "keep": start.journal_bytes}
+        self.journal.write({"event": "start", **said})
         await asyncio.to_thread(self.journal.sync)
         if (state := start.state) is not None:
             self.tracker.restore(state.books)
@@ -116,83 +113,65 @@ class Resume:
         self.journal.write({"event": "end", "version": version, "finished": finished})
         self.journal.flush()
 
-    def readable_from(self, filling: bool) -> int:
-        """Position of SEQUENCES that somebody may still read: a trainer that goes on from any checkpoint that is kept; where
-        the log is `filling` up, from the newest one."""
-        positions = self._kept_positions.values()
-        return (max(positions) if filling else min(positions)) + 1 if positions else 1
-
     async def _adopt(self) -> int:
         """What the incarnation before issued after the checkpoint, as far as the streams show it."""
-        scan = await retry_forever(
+        position, prompts, arrived = await retry_forever(
             lambda: scan_in_flight(self.bus, self.intake.position), "look at what is on the streams"
         )
-        if scan.position < self.intake.position:
-            self.journal.write({"event": "position", "position": scan.position})
-            self._kept_positions = dict.fromkeys(self._kept_positions, scan.position)
-        self.intake.position = scan.position
+        if position < self.intake.position:
+            self.journal.write({"event": "position", "position": position})
+            self._kept_positions = dict.fromkeys(self._kept_positions, position)
+        self.intake.position = position
         reserved = await asyncio.to_thread(reserved_groups, self.run_dir / JOURNAL)
         incarnation = self.start.lineage.incarnation
-        published = await self.feeder.adopt(reserved, scan, f"i{incarnation}")
+        published = await self.feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
         log.info(
             "incarnation %d goes on from version %d, sequences from position %d; %d groups are out, %d published again",
             incarnation,
             self.start.version,
-            scan.position,
+            position,
             len(self.tracker.open_groups),
             published,
         )
         return published
 
+    # --- upkeep of the streams --------------------------------------------------------------------------------------
 
-@dataclass
-class StreamUpkeep:
-    """Keeps the run's streams short and notices what was lost on them.
-
-    An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
-    a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
-    `LOST_AFTER_S` is on top of that. A group that was handed over is on the queue again, at another position.
-    """
-
-    bus: Bus
-    tracker: SequenceTracker
-    intake: Intake
-    resume: Resume
-    loop: OptimizerLoop
-    recorder: Recorder
-    _purged_below: int = 1
-    _gone: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """When a group was first missed, and the end of the log then."""
-
-    async def run(self) -> None:
-        """Runs until cancelled. Raises `UserError` where `Intake` does."""
+    async def keep_streams(self, loop: OptimizerLoop) -> None:
+        """Keeps the run's streams short and notices what was lost on them, until cancelled. Raises `UserError` where `Intake`
+        does."""
         while True:
             try:
                 prompts, sequences = await self.bus.prompts_info(), await self.bus.sequences_info()
                 self.recorder.metrics.queues.saw("prompts", prompts)
                 self.recorder.metrics.queues.saw("sequences", sequences)
-                await self._purge(sequences)
+                await self._purge(sequences, loop)
                 await self._look_for_lost_groups(prompts)
             except BusError as error:
                 log.info("the streams are looked after later: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _purge(self, sequences: StreamInfo) -> None:
+    async def _purge(self, sequences: StreamInfo, loop: OptimizerLoop) -> None:
         limits = self.bus.limits
         bytes_share = sequences.bytes / limits.sequences_max_bytes
         messages_share = sequences.messages / limits.sequences_max_messages
         filling = max(bytes_share, messages_share) > FULL_SHARE  # on its way to refuse the next sequence
         if filling:
             try:
-                await self.loop.checkpoints.write(anew=True)
+                await loop.checkpoints.write(anew=True)
             except ServiceError as error:
                 log.error("SEQUENCES is more than half full, and stays so: %s", error)
-        readable_from = self.resume.readable_from(filling)
+        # A trainer may go on from any checkpoint that is kept; where the log is filling up, from the newest one only.
+        positions = self._kept_positions.values()
+        readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
         if readable_from > self._purged_below:
             await self.bus.purge_sequences(readable_from)
             self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
+        """An actor acknowledges a group when all its sequences are stored, and an acknowledged group leaves the queue. So once
+        a group has left it, and the log has been read up to where it ended at that time, what did not come never will.
+        `LOST_AFTER_S` is on top of that. A group that was handed over is on the queue again, at another position."""
         gone = self.tracker.gone_from_queue(prompts.first_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self.bus.pending_prompts()).items()}

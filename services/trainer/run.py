@@ -37,7 +37,7 @@ from services.trainer.data.intake import Intake
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.resume import Resume, StreamUpkeep
+from services.trainer.resume import Resume
 from services.trainer.server import TrainerService
 from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
@@ -97,7 +97,6 @@ class TrainingRun:
         self.loop = OptimizerLoop(
             recipe, policy, self.intake, self.feeder, tracker, self.updater, self.evaluator, recorder, self.resume
         )
-        self.upkeep = StreamUpkeep(bus, tracker, self.intake, self.resume, self.loop, recorder)
         recorder.watch(self.loop, self.updater, self.feeder, self.intake, tracker)
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -140,7 +139,7 @@ class TrainingRun:
                 for part in (
                     self.updater.run(),
                     self.intake.run(),
-                    self.upkeep.run(),
+                    self.resume.keep_streams(self.loop),
                     self._poll_actors(),
                     watch_actor_pods(self._settings, self.updater),
                     self.loop.heartbeat(),

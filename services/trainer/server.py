@@ -90,16 +90,14 @@ class StepFeed:
     async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
         """Records of steps >= `from_step`, those already taken first."""
         position = 0
-        while True:
-            while position == len(self._records) and not self._ended:
+        while position < len(self._records) or not self._ended:
+            if position == len(self._records):
                 await self._changed.wait()
-            fresh = self._records[position:]
-            if not fresh:
-                return
-            position += len(fresh)
-            for record in fresh:
-                if record["step"] >= from_step:
-                    yield record
+                continue
+            record = self._records[position]
+            position += 1
+            if record["step"] >= from_step:
+                yield record
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):

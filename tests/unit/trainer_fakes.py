@@ -451,7 +451,12 @@ async def desk(
             one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
             if problems is not None:
                 one.feeder._problems = problems
-            tasks = [asyncio.create_task(getattr(one.run, part).run()) for part in parts or ("feeder", "intake")]
+            works = {
+                "feeder": one.feeder.run,
+                "intake": one.intake.run,
+                "upkeep": lambda: one.run.resume.keep_streams(one.run.loop),
+            }
+            tasks = [asyncio.create_task(works[part]()) for part in parts or ("feeder", "intake")]
             try:
                 yield one
             finally:

@@ -38,21 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class InFlightScan:
-    """`prompts`: groups on PROMPTS and the position of their newest message. `arrived`: groups of which a sequence is in
-    the log after `position`, from where it is to be read again."""
+async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
+    """What an earlier incarnation left on the streams: the position from where the log is to be read again, groups on PROMPTS
+    with the position of their newest message, and groups of which a sequence is in the log after the first of these.
 
-    position: int
-    prompts: Mapping[str, int]
-    arrived: set[str]
-
-
-async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
-    """`position`: of the last message of SEQUENCES that the checkpoint knows. Raises `BusError`.
-
-    PROMPTS first: an actor stores the sequences of a group before it acknowledges it, so that a group which is not on
-    PROMPTS any more is in the log by then.
+    `position`: of the last message of SEQUENCES that the checkpoint knows. Raises `BusError`. PROMPTS first: an actor stores
+    the sequences of a group before it acknowledges it, so that a group which is not on PROMPTS any more is in the log by then.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
@@ -67,7 +58,7 @@ async def scan_in_flight(bus: Bus, position: int) -> InFlightScan:
                 arrived.add(entry.msg_id.rpartition(".")[0])
                 if entry.position >= end:
                     break
-    return InFlightScan(position, prompts, arrived)
+    return position, prompts, arrived
 
 
 MOST_UNUSABLE_IN_A_ROW = 1000
@@ -133,8 +124,9 @@ class Feeder:
                     if (group := self._open_next()) is not None:
                         await self._send(group, group.group_id)
 
-    async def adopt(self, reserved: int, scan: InFlightScan, name: str) -> int:
+    async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.
+        `prompts` and `arrived`: what `scan_in_flight` found of them.
 
         A group that the streams show is expected; one that they do not show never got there, or was lost with them, and is
         published, under an id of its own that ends with `name`. To be called before anything is read from the log.
@@ -143,8 +135,8 @@ class Feeder:
             self._open_next()
         published = 0
         for group_id, known in list(self._tracker.open_groups.items()):
-            if group_id in scan.prompts or group_id in scan.arrived:
-                self._tracker.published(group_id, scan.prompts.get(group_id, 0))
+            if group_id in prompts or group_id in arrived:
+                self._tracker.published(group_id, prompts.get(group_id, 0))
             else:
                 published += 1
                 done = tuple(sorted(known.members))
