@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import kill_session
-from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence, decode_sequence, encode_group
+from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
 from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from tests.support.exposition import without_run
+from tests.unit.builders import make_group
 
 RUN = "demo"
 ROOT = Path(__file__).parents[2]
@@ -49,23 +49,6 @@ class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
             verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
         ]
         return verifier_pb2.VerifyResponse(results=results)
-
-
-def make_group(number: int, *, num_samples: int = 4, max_tokens: int = 40, **changes: Any) -> PromptGroup:
-    values: dict[str, Any] = {
-        "run": RUN,
-        "group_id": f"g{number:08d}",
-        "problem_index": number,
-        "task": "chain_sum",
-        "prompt_token_ids": np.array(PROMPT, np.int32),
-        "prompt_text": "1+2",
-        "reference_json": "{}",
-        "num_samples": num_samples,
-        "sampling": SamplingParams(max_tokens=max_tokens),
-        "seed": 0,
-        "issued_version": 0,
-    }
-    return PromptGroup(**(values | changes))
 
 
 @dataclass
@@ -101,9 +84,10 @@ class ActorStage:
     verifier_port: int = 0
     _verifier: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def issue(self, *numbers: int, **changes: Any) -> None:
+    async def issue(self, *numbers: int, num_samples: int = 4, max_tokens: int = 40) -> None:
         for number in numbers:
-            group = make_group(number, **changes)
+            sampling = SamplingParams(max_tokens=max_tokens)
+            group = make_group(number, num_samples=num_samples, prompt=PROMPT, run=RUN, sampling=sampling)
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
     async def start(

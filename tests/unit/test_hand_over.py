@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,6 @@ from pipelinerl.messages.sequences import (
     VersionSpan,
     decode_dead_letter,
     decode_group,
-    decode_sequence,
     encode_group,
 )
 from pipelinerl.v1 import sequence_pb2
@@ -31,12 +32,20 @@ from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group
 
 
-def begun(*tokens: int, version: int = 1) -> Any:
-    return lambda request: generated(*tokens, version=version, finish=None)
-
-
 def ended(*tokens: int, version: int = 2) -> Any:
     return lambda request: generated(*tokens, version=version)
+
+
+@asynccontextmanager
+async def under_way(*tokens: int, version: int = 1, num_samples: int = 2, **options: Any) -> AsyncIterator[Stage]:
+    """An actor in the middle of a group, of each of whose samples there are these tokens. `num_samples` 0: it finds one."""
+    async with stage(**options) as one:
+        one.engine.open.clear()
+        one.engine.so_far = lambda request: generated(*tokens, version=version, finish=None)
+        if num_samples:
+            await one.issue(0, num_samples=num_samples)
+        await one.generating(min(num_samples or 1, options.get("in_progress", 4)))
+        yield one
 
 
 async def waiting(one: Stage) -> list[PromptGroup]:
@@ -49,13 +58,11 @@ async def waiting(one: Stage) -> list[PromptGroup]:
 
 async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
     server = MemoryServer()
-    async with stage(server=server) as first, stage(server=server, serve=False) as second:
-        first.engine.open.clear()
-        first.engine.so_far = begun(7, 8)
-        await first.issue(0)
-        await first.generating(2)
+    async with under_way(7, 8, server=server) as first, stage(server=server, serve=False) as second:
         await first.leave()
-        assert len(first.held) == 0
+        await first.loop.idle()
+        busy_s = first.metrics.busy.total_s
+        assert (len(first.held), first.loop.num_in_progress, first.engine.running) == (0, 0, 0)
         pending = await second.bus.pending_prompts()
         assert [msg_id.partition("-")[0] for msg_id in pending] == ["g00000000/a"]
 
@@ -73,24 +80,11 @@ async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
         assert request.prompt_token_ids.tolist() == [1, 2, 3, 7, 8]
         assert request.sampling.max_tokens == 14
     assert (await second.bus.prompts_info()).messages == 0
+    assert first.metrics.busy.total_s == busy_s
     assert first.counted("sequences_handed_over", state="unfinished") == 2
     assert second.counted("sequences_continued", state="unfinished") == 2
     assert second.counted("carried_tokens") == 4
     assert first.counted("generated_tokens") + second.counted("generated_tokens") == 8
-
-
-async def test_an_interruption_leaves_nothing_in_progress() -> None:
-    async with stage() as one:
-        one.engine.open.clear()
-        await one.issue(0, 1)
-        await one.generating(4)
-        one.gate.drain()
-        await one.loop.interrupt(1.0)
-        await one.loop.idle()
-        assert (one.loop.num_in_progress, one.engine.running) == (0, 0)
-        busy_s = one.metrics.busy.total_s
-        await asyncio.sleep(0.01)
-        assert one.metrics.busy.total_s == busy_s
 
 
 async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and_stored_there() -> None:
@@ -113,11 +107,7 @@ async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and
 
 
 async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_message() -> None:
-    async with stage(in_progress=2) as one:
-        one.engine.open.clear()
-        one.engine.so_far = begun(7)
-        await one.issue(0, num_samples=4)
-        await one.generating(2)
+    async with under_way(7, num_samples=4, in_progress=2) as one:
         await one.held.published(make_group(0, num_samples=4), 0)
         await one.leave()
         (group,) = await waiting(one)
@@ -130,13 +120,8 @@ async def test_samples_stored_finished_begun_and_not_begun_go_over_in_one_messag
 
 async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
     server = MemoryServer()
-    for tokens in ((7,), (8,), (9,)):
-        async with stage(server=server) as one:
-            one.engine.open.clear()
-            one.engine.so_far = begun(*tokens, version=tokens[0])
-            if tokens == (7,):
-                await one.issue(0, num_samples=1)
-            await one.generating(1)
+    for token in (7, 8, 9):
+        async with under_way(token, version=token, num_samples=int(token == 7), server=server) as one:
             await one.leave()
     async with stage(server=server) as last:
         last.engine.answer = ended(2, version=9)
@@ -146,12 +131,7 @@ async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
 
 
 async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptureFixture) -> None:
-    limits = StreamLimits(ack_wait_s=0.05)
-    async with stage(limits=limits) as one:
-        one.engine.open.clear()
-        one.engine.so_far = begun(7, 8)
-        await one.issue(0)
-        await one.generating(2)
+    async with under_way(7, 8, limits=StreamLimits(ack_wait_s=0.05)) as one:
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
             await one.leave(timeout_s=0.05)
@@ -164,10 +144,7 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
 
 
 async def test_a_full_queue_gets_its_group_back() -> None:
-    async with stage(limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
-        one.engine.open.clear()
-        await one.issue(0)
-        await one.generating(2)
+    async with under_way(7, limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
         await one.leave(timeout_s=0.05)
         delivery = await one.bus.next_prompt(1.0)  # long before its deadline
         assert delivery is not None
@@ -175,17 +152,13 @@ async def test_a_full_queue_gets_its_group_back() -> None:
 
 
 async def test_the_old_message_is_acknowledged_only_when_the_new_one_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with stage() as one:
-        one.engine.open.clear()
-        await one.issue(0)
-        await one.generating(2)
+    async with under_way(7) as one:
         publish, seen = one.bus.publish_prompt, []
 
         async def slow(payload: bytes, msg_id: str, *headers: object) -> int:
-            if len(seen) < 2:
-                seen.append((await one.bus.prompts_info()).messages)
-                raise BusError("not now")
             seen.append((await one.bus.prompts_info()).messages)
+            if len(seen) < 3:
+                raise BusError("not now")
             return await publish(payload, msg_id)
 
         monkeypatch.setattr(one.bus, "publish_prompt", slow)
@@ -198,7 +171,7 @@ async def test_a_group_too_large_for_one_message_goes_over_in_several() -> None:
     server = MemoryServer(max_payload_bytes=4096)
     async with stage(server=server) as first, stage(server=server, serve=False) as second:
         first.engine.open.clear()
-        first.engine.so_far = begun(*range(150))  # 1,200 bytes each: two fit
+        first.engine.so_far = lambda request: generated(*range(150), finish=None)  # 1,200 bytes each: two fit
         group = make_group(0, num_samples=4, sampling=replace(make_group().sampling, max_tokens=400))
         await first.bus.publish_prompt(encode_group(group), group.group_id)
         await first.generating(4)
@@ -209,39 +182,30 @@ async def test_a_group_too_large_for_one_message_goes_over_in_several() -> None:
         assert [part.done_samples for part in parts] == [(2, 3), (0, 1)]
 
 
-async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing() -> None:
-    for error in (EngineError("dead"), None):
-        async with stage() as one:
+@pytest.mark.parametrize("error", [EngineError("dead"), None])
+async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing(error: EngineError | None) -> None:
+    async def abort(request_ids: object) -> None:
+        if error is not None:
+            raise error
 
-            async def abort(request_ids: object, error: EngineError | None = error) -> None:
-                if error is not None:
-                    raise error
-
-            one.engine.open.clear()
-            one.engine.abort = abort  # type: ignore[method-assign, assignment]
-            await one.issue(0)
-            await one.generating(2)
-            async with asyncio.timeout(5):
-                await one.leave(timeout_s=0.1)
-            (group,) = await waiting(one)
-            assert (group.group_id, group.done_samples, group.partials) == ("g00000000", (), ())
+    async with under_way(7) as one:
+        one.engine.abort = abort  # type: ignore[method-assign, assignment]
+        async with asyncio.timeout(5):
+            await one.leave(timeout_s=0.1)
+        (group,) = await waiting(one)
+        assert (group.group_id, group.done_samples, group.partials) == ("g00000000", (), ())
 
 
 async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_does() -> None:
-    async with stage() as one:
-        calls = 0
-        abort = one.engine.abort
+    async with under_way(7) as one:
+        abort, calls = one.engine.abort, []
 
         async def late(request_ids: list[str]) -> None:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
+            calls.append(request_ids)
+            if len(calls) > 1:
                 await abort(request_ids)
 
-        one.engine.open.clear()
         one.engine.abort = late  # type: ignore[method-assign, assignment]
-        await one.issue(0)
-        await one.generating(2)
         await one.leave()
         (group,) = await waiting(one)
         assert len(group.partials) == 2
@@ -270,7 +234,7 @@ async def test_partials_that_contradict_their_group_end_as_failed_sequences(
         sequences = {s.sample_index: s.failure for s in await one.published(2)}
         assert set(sequences) == {0, 1}  # the third is stored already
         assert all(failure.startswith("unreadable_group: ") and reason in failure for failure in sequences.values())
-        await one.until(lambda: len(one.held) == 0)
+        await one.all_acknowledged()
         assert one.counted("bad_messages", kind="prompt_group") == 1
         (letter,) = [decode_dead_letter(data) for data in await one.bus.dead_letters()]
         assert letter.prompt_group == message.SerializeToString()
@@ -289,9 +253,8 @@ async def test_two_messages_of_one_group_make_each_sample_once() -> None:
             await one.bus.publish_prompt(encode_group(part), f"g00000000/b-{number}")
         sequences = {s.sample_index: s.completion_token_ids.tolist() for s in await one.published(4)}
         assert sequences == {0: [7, 7, 2], 1: [7, 2], 2: [7, 2], 3: [8]}
-        await one.until(lambda: len(one.held) == 0)
+        await one.all_acknowledged()
         assert sorted(one.engine.started) == ["g00000000.0", "g00000000.1", "g00000000.2"]
-        assert (await one.bus.prompts_info()).messages == 0
 
 
 async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() -> None:
@@ -314,15 +277,9 @@ async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() 
     async with stage(server=server, limits=limits) as second:
         second.engine.answer = ended(5, 2)
         await second.until(lambda: len(second.engine.started) == 2)
-        await second.until(lambda: len(second.held) == 0)
-        sequences = []
-        async with asyncio.timeout(5), second.bus.read_sequences(1) as entries:
-            async for entry in entries:
-                sequences.append(decode_sequence(entry.payload))
-                if len(sequences) == 2:
-                    break
+        await second.all_acknowledged()
+        sequences = await second.published(2)
         assert (await second.bus.sequences_info()).messages == 2
-        assert (await second.bus.prompts_info()).messages == 0
     assert [(s.sample_index, s.completion_token_ids.tolist()) for s in sequences] == [(0, [9, 2]), (1, [5, 2])]
 
 
@@ -336,11 +293,8 @@ def parts_of(payloads: list[bytes]) -> list[PromptGroup]:
 @given(
     st.lists(st.one_of(st.none(), st.integers(0, 60)), min_size=1, max_size=8),
     st.integers(200, 2000),
-    st.data(),
 )
-def test_the_messages_ask_for_each_missing_sample_once(
-    lengths: list[int | None], max_bytes: int, data: st.DataObject
-) -> None:
+def test_the_messages_ask_for_each_missing_sample_once(lengths: list[int | None], max_bytes: int) -> None:
     """`lengths`: tokens of each sample that is missing; None: it is stored already."""
     sampling = replace(make_group().sampling, max_tokens=60)
     group = make_group(num_samples=len(lengths), sampling=sampling)

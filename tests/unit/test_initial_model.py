@@ -156,17 +156,6 @@ def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> No
 # From trainer to actor
 
 
-async def test_an_actor_fetches_what_the_trainer_built(tmp_path: Path, built: Path) -> None:
-    async with trainer(recipe_of(), str(built)) as address:
-        settings = actor_settings(tmp_path / "actor", address)
-        await fetched(settings)
-    folder = built_folder(recipe_of(), settings.model_cache)
-    assert contents(folder) == FILES
-    assert list(folder.parent.iterdir()) == [folder]
-    assert model_source(recipe_of(), settings) == str(folder)
-    await fetched(settings)  # the trainer is gone: nothing is asked for again
-
-
 async def test_an_actor_waits_for_the_trainer_and_says_so(
     tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,19 +172,25 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
             await asyncio.sleep(0.01)
         async with trainer(recipe_of(), str(built), port):
             await fetching
+    assert contents(built_folder(recipe_of(), settings.model_cache)) == FILES
     (waits,) = [record for record in caplog.records if "trying again" in record.getMessage()]
     assert waits.levelname == "INFO"
 
 
-async def test_an_actor_fetches_over_tls(tmp_path: Path, built: Path) -> None:
+async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_path: Path, built: Path) -> None:
     authority = Authority()
     trainers, actors = (authority.issue(tmp_path / name, "127.0.0.1") for name in ("trainer-tls", "actor-tls"))
     async with trainer(recipe_of(), str(built), tls_dir=trainers) as address:
         settings = actor_settings(tmp_path / "actor", address)
         with pytest.raises(grpc.aio.AioRpcError):
             await fetch(settings, built.name, tmp_path)
-        await fetched(settings.model_copy(update={"tls_dir": actors}))
-    assert contents(built_folder(recipe_of(), settings.model_cache)) == FILES
+        settings = settings.model_copy(update={"tls_dir": actors})
+        await fetched(settings)
+    folder = built_folder(recipe_of(), settings.model_cache)
+    assert contents(folder) == FILES
+    assert list(folder.parent.iterdir()) == [folder]
+    assert model_source(recipe_of(), settings) == str(folder)
+    await fetched(settings)  # the trainer is gone: nothing is asked for again
 
 
 async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, built: Path) -> None:
@@ -211,14 +206,10 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_hub_model_is_not_fetched(tmp_path: Path) -> None:
-    settings = actor_settings(tmp_path, "", recipe_of(model={"source": "hub", "name": "org/model"}, task={}))
-    await fetched(settings)
+async def test_what_is_not_fetched(tmp_path: Path) -> None:
+    await fetched(actor_settings(tmp_path, "", recipe_of(model={"source": "hub", "name": "org/model"}, task={})))
     with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': host:port of the trainer, which has tiny-"):
         await fetched(actor_settings(tmp_path))
-
-
-async def test_a_signal_ends_the_waiting(tmp_path: Path) -> None:
     stop = asyncio.Event()
     stop.set()
     with pytest.raises(ServiceError, match="stopped before the initial model was there"):
