@@ -102,17 +102,21 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             scored = iter(await self._pool.score(ours, spans.scored))
         except QueueFull as full:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), []
-        results = [next(scored) if item.task == self._task else self._unknown(item) for item in items]
-        for item, result in zip(items, results, strict=True):
-            self._metrics.count(item.task if item.task == self._task else UNKNOWN_TASK, result)
+        results = []
+        for item in items:
+            is_ours = item.task == self._task
+            result = (
+                next(scored)
+                if is_ours
+                else verifier_pb2.VerifyResult(
+                    sequence_id=item.sequence_id,
+                    status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
+                    message=f"task {item.task!r:.100}: this verifier serves {self._task!r}",
+                )
+            )
+            self._metrics.count(self._task if is_ours else UNKNOWN_TASK, result)
+            results.append(result)
         return grpc.StatusCode.OK, "", results
-
-    def _unknown(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        return verifier_pb2.VerifyResult(
-            sequence_id=item.sequence_id,
-            status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
-            message=f"task {item.task!r:.100}: this verifier serves {self._task!r}",
-        )
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pipelinerl.errors import UserError
@@ -26,7 +27,7 @@ from pipelinerl.recipe.fields import Recipe, RewardConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
-from services.verifier.worker_process import RETIRED, children, kill_tree, read_frame, write_frame
+from services.verifier.worker_process import RETIRED, children, kill_tree
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
@@ -92,32 +93,36 @@ def _reference(text: str) -> dict[str, Any]:
 def main() -> int:
     _attach_to_verifier()
     requests, results = _take_pipes()
-    payload = read_frame(requests)
-    if payload is None:
-        return 0
-    recipe = Recipe.model_validate_json(payload)
     try:
+        recipe = Recipe.model_validate_json(requests.recv_bytes())
         reward = make_reward(recipe.reward, recipe.task)
     except UserError as error:
-        write_frame(results, str(error).encode())
+        results.send_bytes(str(error).encode())
         return 1
-    write_frame(results, b"")
-    return _serve(reward, recipe.reward, requests, results)
+    results.send_bytes(b"")
+    try:
+        return _serve(reward, recipe.reward, requests, results)
+    except EOFError:
+        return 0
 
 
-def _serve(reward: ComposedReward, config: RewardConfig, requests: int, results: int) -> int:
-    """Item after item until the pipe ends. The exit code: `RETIRED` when the process is not as good as new any more."""
-    pid, memory = os.getpid(), _MemoryLimit(config.memory_mib)
-    while (payload := read_frame(requests)) is not None:
+def _serve(reward: ComposedReward, config: RewardConfig, requests: Connection, results: Connection) -> int:
+    """Item by item. Returns `RETIRED` when the process is no longer as good as new. Raises `EOFError` at the pipe's end."""
+    pid, own = os.getpid(), _address_space()
+    reserve = config.memory_mib * _MIB
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower_limit(resource.RLIMIT_AS, own + reserve)
+    while True:
+        item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
         _renew_cpu_limit(config.timeout_s)
-        result = score_item(reward, verifier_pb2.VerifyItem.FromString(payload))
+        result = score_item(reward, item)
         if os.getpid() != pid:
             os._exit(0)  # a reward forked, and its child came back as if it were the worker
         is_clean = _clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
-        write_frame(results, result.SerializeToString())
-        if not is_clean or memory.is_half_gone():
+        results.send_bytes(result.SerializeToString())
+        half_is_gone = _address_space() - own > reserve // 2  # kept by rewards, and not there for the next one
+        if not is_clean or half_is_gone:
             return RETIRED
-    return 0
 
 
 def _attach_to_verifier() -> None:
@@ -128,27 +133,14 @@ def _attach_to_verifier() -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _take_pipes() -> tuple[int, int]:
-    requests, results = os.dup(0), os.dup(1)  # descriptors that a program started by a reward does not get
+def _take_pipes() -> tuple[Connection, Connection]:
+    requests = Connection(os.dup(0), writable=False)  # descriptors that a program started by a reward does not get
+    results = Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
     return requests, results
-
-
-class _MemoryLimit:
-    """Address space for rewards, beyond what the process has when this is made."""
-
-    def __init__(self, memory_mib: int) -> None:
-        self._own = _address_space()
-        self._reserve = memory_mib * _MIB
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _lower_limit(resource.RLIMIT_AS, self._own + self._reserve)
-
-    def is_half_gone(self) -> bool:
-        """Whether rewards kept so much that the next one would have less than half of the limit to itself."""
-        return _address_space() - self._own > self._reserve // 2
 
 
 def _renew_cpu_limit(timeout_s: float) -> None:

@@ -3,9 +3,9 @@
 The process is started, given items, heard from, and ended with everything it started. Nothing here decides about items:
 what a lost worker means for them is the pool's business.
 
-Frames are length-prefixed. The first to the worker is the recipe, as JSON; the first back is text: empty when the worker is up,
-otherwise the user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its `VerifyResult`. Nothing
-is ever unpickled.
+Frames are those of `multiprocessing.connection`: a length, and bytes that nobody unpickles. The first to the worker is the
+recipe, as JSON; the first back is text: empty when the worker is up, otherwise the user's mistake. Then every frame to the
+worker is a `VerifyItem` and every frame back its `VerifyResult`.
 """
 
 from __future__ import annotations
@@ -35,29 +35,8 @@ RETIRED = 75
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _LOGGED_BYTES = 4096
-_LENGTH = struct.Struct(">I")
-
-
-def read_frame(pipe: int) -> bytes | None:
-    """The next frame of a descriptor, and not a byte more; None at the end of the pipe."""
-    header = _read_exactly(pipe, _LENGTH.size)
-    return None if header is None else _read_exactly(pipe, _LENGTH.unpack(header)[0])
-
-
-def _read_exactly(pipe: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(pipe, size - len(parts))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def write_frame(pipe: int, payload: bytes) -> None:
-    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
+_LENGTH = struct.Struct("!i")
+"""Before each frame."""
 
 
 def children(pid: int) -> list[int]:

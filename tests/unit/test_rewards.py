@@ -16,10 +16,9 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
-from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty
+from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
-from services.verifier.rewards.user import user_scorer
 from services.verifier.worker import score_item
 
 
