@@ -1,8 +1,9 @@
-"""Hand-made sequences and groups for tests."""
+"""Hand-made sequences and groups for tests, and damaged messages."""
 
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
 
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, Sequence, VersionSpan
 from pipelinerl.recipe.fields import Recipe
@@ -66,3 +67,18 @@ def make_sequence(
         reward=reward,
         failure=failure,
     )
+
+
+@st.composite
+def damaged(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
+    """Random bytes, or a good message that was cut off, changed in one byte, or continued with something else."""
+    message = draw(good)
+    kind = draw(st.sampled_from(["random", "cut", "flipped", "longer"]))
+    if kind == "random" or not message:
+        return draw(st.binary(max_size=200))
+    place = draw(st.integers(0, len(message) - 1))
+    if kind == "cut":
+        return message[:place]
+    if kind == "flipped":
+        return message[:place] + bytes([message[place] ^ draw(st.integers(1, 255))]) + message[place + 1 :]
+    return message + draw(st.binary(min_size=1, max_size=50))

@@ -34,25 +34,10 @@ from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.updates import UpdateListener, decode_order
 from tests.support.generation import stage
 from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.builders import RUN, make_group
+from tests.unit.builders import RUN, damaged, make_group
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver
 
 EXAMPLES = 150
-
-
-@st.composite
-def damaged(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
-    """Random bytes, or a good message that was cut off, changed in one byte, or continued with something else."""
-    message = draw(good)
-    kind = draw(st.sampled_from(["random", "cut", "flipped", "longer"]))
-    if kind == "random" or not message:
-        return draw(st.binary(max_size=200))
-    place = draw(st.integers(0, len(message) - 1))
-    if kind == "cut":
-        return message[:place]
-    if kind == "flipped":
-        return message[:place] + bytes([message[place] ^ draw(st.integers(1, 255))]) + message[place + 1 :]
-    return message + draw(st.binary(min_size=1, max_size=50))
 
 
 # --- PROMPTS

@@ -20,8 +20,7 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan, encode_sequence
 from pipelinerl.rl.ledger import Outcome
 from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.builders import RUN, make_group, make_sequence
-from tests.unit.test_bad_messages import damaged
+from tests.unit.builders import RUN, damaged, make_group, make_sequence
 from tests.unit.trainer_fakes import Desk, FakePort, desk
 
 EXAMPLES = 100
