@@ -201,7 +201,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _SEQUENCE, "behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
         reward_components=dict(message.reward_components),
-        finish_reason=FinishReason.STOP if unfinished else finish_reason_from_proto(message.finish_reason),
+        finish_reason=FinishReason.STOP if unfinished else _finish_reason(message.finish_reason, _SEQUENCE),
     )
     _check_sequence(sequence, expected_run)
     return sequence
@@ -300,7 +300,7 @@ def finish_reason_to_proto(reason: FinishReason) -> pb.FinishReason:
     return _TO_PROTO[reason]
 
 
-def finish_reason_from_proto(number: int, kind: str = _SEQUENCE) -> FinishReason:
+def _finish_reason(number: int, kind: str) -> FinishReason:
     """Raises `MessageError` for a number that names no reason (0, or one of a newer version)."""
     reason = _FROM_PROTO.get(number)
     if reason is None:
@@ -359,7 +359,7 @@ def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
         ),
         behaviour_logprobs=logprobs_from_bytes(message.behaviour_logprobs, _GROUP, "partials.behaviour_logprobs"),
         spans=spans_from_proto(message.spans),
-        finish_reason=None if unfinished else finish_reason_from_proto(message.finish_reason, _GROUP),
+        finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
         generation_s=message.generation_s,
     )
 

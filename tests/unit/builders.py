@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -82,3 +84,12 @@ def damaged(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
     if kind == "flipped":
         return message[:place] + bytes([message[place] ^ draw(st.integers(1, 255))]) + message[place + 1 :]
     return message + draw(st.binary(min_size=1, max_size=50))
+
+
+def changed(message: Any, **changes: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for path, value in changes.items():
+        member, _, name = path.rpartition("__")  # "members_1__ranks": of members[1]
+        setattr(copy.members[int(member[-1])] if member else copy, name, value)
+    return copy

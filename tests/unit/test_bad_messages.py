@@ -1,11 +1,16 @@
-"""What an actor does with messages that are none: it counts them, sets them aside and goes on. Any bytes, on every subject."""
+"""What services do with messages that are none, or untrue: they count them, set them aside and go on. Any bytes, on every
+subject."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -16,28 +21,45 @@ from pipelinerl.messages.control import (
     Abort,
     Announce,
     Commit,
+    EpochJoined,
     EpochMember,
     EpochStart,
+    Registration,
     RunEnd,
+    Serving,
+    Staged,
 )
 from pipelinerl.messages.sequences import (
     PartialSequence,
     PolicyVersion,
+    Sequence,
     VersionSpan,
     decode_dead_letter,
     decode_group,
     encode_group,
+    encode_sequence,
 )
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.transfer.manifest import Manifest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.updates import UpdateListener, decode_order
+from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.generation import stage
-from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.builders import RUN, damaged, make_group
+from tests.support.memory_bus import MemoryBus
+from tests.unit.builders import RUN, changed, damaged, make_group, make_sequence
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver
+from tests.unit.trainer_fakes import Desk, FakePort, desk
 
 EXAMPLES = 150
+
+
+def good(message: Any, decode: Callable[[Any], object]) -> bool:
+    try:
+        decode(message)
+    except MessageError:
+        return False
+    return True
 
 
 # --- PROMPTS
@@ -45,23 +67,14 @@ EXAMPLES = 150
 PARTIAL = PartialSequence(
     1, np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), (VersionSpan(3, 0, 2),), None, 0.5
 )
-WHOLE = make_group(5, num_samples=3, done_samples=(0,), partials=(PARTIAL,))
 GROUPS = st.sampled_from(
     [
-        encode_group(WHOLE),
+        encode_group(make_group(5, num_samples=3, done_samples=(0,), partials=(PARTIAL,))),
         encode_group(make_group(6)),
         encode_group(make_group(7, run="another-run")),
         encode_group(make_group(8, prompt=tuple(range(200)))),  # beyond the context
     ]
 )
-
-
-def is_group(payload: bytes) -> bool:
-    try:
-        decode_group(payload, expected_run=RUN)
-    except MessageError:
-        return False
-    return True
 
 
 @settings(max_examples=EXAMPLES)
@@ -73,7 +86,7 @@ def test_any_bytes_on_prompts_are_set_aside_and_the_next_group_is_done(payloads:
 
 
 async def set_aside(payloads: list[bytes]) -> None:
-    bad = [payload for payload in payloads if not is_group(payload)]
+    bad = [payload for payload in payloads if not good(payload, lambda data: decode_group(data, expected_run=RUN))]
     async with stage(in_progress=8) as one:
         for number, payload in enumerate(payloads):
             await one.bus.publish_prompt(payload, f"junk-{number}")
@@ -91,112 +104,63 @@ async def set_aside(payloads: list[bytes]) -> None:
         assert all(letter.reason.startswith("unreadable_group: ") for letter in letters)
 
 
-def test_a_message_too_large_for_its_dead_letter_is_given_up_all_the_same() -> None:
-    async def run() -> None:
-        async with stage(max_payload_bytes=2000) as one:
-            await one.bus.publish_prompt(bytes(2000), "junk")
-            await one.issue(99)
-            await one.published(2)
-            (letter,) = map(decode_dead_letter, await one.bus.dead_letters())
-            assert letter.prompt_group == b""
-            assert "its 2000 bytes are too many to be kept" in letter.reason
-
-    asyncio.run(run())
+async def test_a_message_too_large_for_its_dead_letter_is_given_up_all_the_same() -> None:
+    async with stage(max_payload_bytes=2000) as one:
+        await one.bus.publish_prompt(bytes(2000), "junk")
+        await one.issue(99)
+        await one.published(2)
+        (letter,) = map(decode_dead_letter, await one.bus.dead_letters())
+        assert letter.prompt_group == b""
+        assert "its 2000 bytes are too many to be kept" in letter.reason
 
 
-# --- CONTROL
+# --- CONTROL, as actors read it
 
-ME = EpochMember(actor="a", process="p1", first_rank=1, ranks=1)
 EPOCH = EpochStart(
     incarnation=9,
     epoch=1,
     store_address="127.0.0.1:1",
     backend="gloo",
     world_size=2,
-    members=(ME,),
+    members=(EpochMember(actor="a", process="p1", first_rank=1, ranks=1),),
     manifest_id=MANIFEST.manifest_id,
     deadline_s=5.0,
 )
+ANNOUNCE = Announce(incarnation=9, epoch=1, version=3, manifest_id=MANIFEST.manifest_id, deadline_s=5.0)
+COMMIT = Commit(incarnation=9, epoch=1, version=3)
 GOOD_ORDERS = {
     "manifest": MANIFEST.to_bytes(),
     "epoch": EPOCH.SerializeToString(),
-    "announce": Announce(
-        incarnation=9, epoch=1, version=3, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
-    ).SerializeToString(),
-    "commit": Commit(incarnation=9, epoch=1, version=3).SerializeToString(),
+    "announce": ANNOUNCE.SerializeToString(),
+    "commit": COMMIT.SerializeToString(),
 }
-FOREIGN_ORDERS = [
-    (
-        "epoch",
-        EpochStart(
-            incarnation=8,
-            epoch=1,
-            store_address="x:1",
-            backend="gloo",
-            world_size=2,
-            members=(EpochMember(actor="a", process="p0", first_rank=1, ranks=1),),
-            manifest_id="m",
-            deadline_s=5.0,
-        ).SerializeToString(),
-    ),
-    (
-        "epoch",
-        EpochStart(
-            incarnation=9,
-            epoch=7,
-            store_address="x:1",
-            backend="gloo",
-            world_size=2,
-            members=(ME,),
-            manifest_id="another manifest",
-            deadline_s=5.0,
-        ).SerializeToString(),
-    ),
-    (
-        "announce",
-        Announce(
-            incarnation=8, epoch=1, version=40, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
-        ).SerializeToString(),
-    ),
-    (
-        "announce",
-        Announce(
-            incarnation=9, epoch=2, version=1, manifest_id=MANIFEST.manifest_id, deadline_s=5.0
-        ).SerializeToString(),
-    ),
-    ("commit", Commit(incarnation=8, epoch=1, version=40).SerializeToString()),
-    ("commit", Commit(incarnation=9, epoch=1, version=2).SerializeToString()),
-    ("abort", Abort(incarnation=8, epoch=1, version=40, reason="of another incarnation").SerializeToString()),
-    ("end", RunEnd(incarnation=8, version=40, ok=True).SerializeToString()),
+FOREIGN_ORDERS: list[tuple[str, Message]] = [
+    ("epoch", changed(EPOCH, incarnation=8, members_0__process="p0")),
+    ("epoch", changed(EPOCH, epoch=7, manifest_id="another manifest")),
+    ("announce", changed(ANNOUNCE, incarnation=8, version=40)),
+    ("announce", changed(ANNOUNCE, epoch=2, version=1)),
+    ("commit", changed(COMMIT, incarnation=8, version=40)),
+    ("commit", changed(COMMIT, version=2)),
+    ("abort", Abort(incarnation=8, epoch=1, version=40, reason="of another incarnation")),
+    ("end", RunEnd(incarnation=8, version=40, ok=True)),
 ]
 """Well-formed, and not for this actor: of another incarnation, another epoch, another manifest, another process."""
-ORDERS = st.sampled_from([*GOOD_ORDERS.values(), *(payload for _, payload in FOREIGN_ORDERS)])
+ORDERS = st.sampled_from([*GOOD_ORDERS.values(), *(message.SerializeToString() for _, message in FOREIGN_ORDERS)])
 
 
 @st.composite
 def junk_orders(draw: st.DrawFn) -> tuple[str, bytes]:
     if draw(st.booleans()):
-        return draw(st.sampled_from(FOREIGN_ORDERS))
-    kind = draw(st.sampled_from(FROM_TRAINER))
-    return kind, draw(damaged(ORDERS))
+        kind, message = draw(st.sampled_from(FOREIGN_ORDERS))
+        return kind, message.SerializeToString()
+    return draw(st.sampled_from(FROM_TRAINER)), draw(damaged(ORDERS))
 
 
 def is_fatal_by_right(kind: str, payload: bytes) -> bool:
     """A well-formed manifest of another model: the one thing that must end an actor."""
-    if kind != "manifest":
+    if kind != "manifest" or not good(payload, Manifest.from_bytes):
         return False
-    try:
-        return Manifest.from_bytes(payload).manifest_id != MANIFEST.manifest_id
-    except MessageError:
-        return False
-
-
-def is_order(kind: str, payload: bytes) -> bool:
-    try:
-        decode_order(ControlMessage(kind, "", payload, 1))
-    except MessageError:
-        return False
-    return True
+    return Manifest.from_bytes(payload).manifest_id != MANIFEST.manifest_id
 
 
 @settings(max_examples=EXAMPLES)
@@ -208,29 +172,170 @@ def test_any_bytes_on_control_leave_the_actor_able_to_serve_the_next_version(ord
 
 async def listens_on(orders: list[tuple[str, bytes]]) -> None:
     registry, receiver, gate = CollectorRegistry(), ScriptedReceiver(), ServingGate(max_lag=None)
-    async with MemoryBus(RUN, server=MemoryServer()) as bus:
+    async with MemoryBus(RUN) as bus:
         await bus.create_streams()
         listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance="a", process="p1")
         listening = asyncio.create_task(listener.run())
         await publish_all(bus, orders)
         assert receiver.served == []
         # What these say of version 3 of incarnation 9 may have been damaged into something that it still waits for.
-        await publish_all(bus, list(GOOD_ORDERS.items()))
+        await publish_all(bus, GOOD_ORDERS.items())
         async with asyncio.timeout(20):
             while not receiver.served:
                 assert not listening.done(), listening.exception()
                 await asyncio.sleep(0)
         assert receiver.served == [PolicyVersion(9, 3)]
-        bad = sum(not is_order(*order) for order in orders)
-        assert registry.get_sample_value("pipelinerl_actor_bad_messages_total", {"kind": "control"}) or bad == 0
+        bad = [order for order in orders if not good(ControlMessage(order[0], "", order[1], 1), decode_order)]
+        assert registry.get_sample_value("pipelinerl_actor_bad_messages_total", {"kind": "control"}) or not bad
         listening.cancel()
         with suppress(asyncio.CancelledError):
             await listening
 
 
-async def publish_all(bus: MemoryBus, orders: list[tuple[str, bytes]]) -> None:
+async def publish_all(bus: MemoryBus, orders: Iterable[tuple[str, bytes]]) -> None:
     """One after the other, each read before the next one takes its place."""
     for kind, payload in orders:
         await bus.publish_control(kind, payload)
         for _ in range(20):
             await asyncio.sleep(0)
+
+
+# --- SEQUENCES
+
+GROUP = make_group(0)
+
+
+def lying(**changes: object) -> bytes:
+    return encode_sequence(replace(make_sequence(GROUP, 0), **changes))  # type: ignore[arg-type]
+
+
+def of_version(number: int, incarnation: int = 1) -> bytes:
+    return lying(spans=(VersionSpan(number, 0, 2, incarnation),))
+
+
+UNTRUE = st.sampled_from(
+    [
+        lying(run="another-run"),
+        lying(group_size=7),
+        lying(group_id="g99999999", sequence_id="g99999999.0"),
+        lying(prompt_token_ids=np.arange(5000, dtype=np.int32)),  # beyond the context
+        lying(completion_token_ids=np.array([4, 10_000], np.int32)),  # outside the vocabulary
+        of_version(1_000_000),  # not made yet
+        of_version(0, incarnation=2**31),
+        of_version(2**63),
+        b"",
+        bytes(100_000),
+    ]
+)
+GOOD = st.integers(0, 3).map(lambda number: encode_sequence(make_sequence(make_group(number), number % 2)))
+
+
+@settings(max_examples=100)
+@given(
+    payloads=st.lists(st.one_of(damaged(GOOD), UNTRUE), max_size=6),
+    names=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+)
+def test_whatever_is_on_the_log_the_trainer_goes_on_and_its_books_add_up(
+    payloads: list[bytes], names: list[int]
+) -> None:
+    asyncio.run(read_all(payloads, names))
+
+
+async def read_all(payloads: list[bytes], names: list[int]) -> None:
+    async with desk() as one, asyncio.timeout(20):
+        groups = await one.take_issued()
+        for number, payload in enumerate(payloads):
+            name = f"stranger-{number}" if names[number] > 7 else f"g{names[number] // 2:08d}.{names[number] % 2}"
+            await one.bus.publish_sequence(payload, f"{name}/{number}")
+        for group in groups:
+            for index in range(2):
+                await one.bus.publish_sequence(
+                    encode_sequence(make_sequence(group, index, reward=index)), f"{group.group_id}.{index}/good"
+                )
+        batches = [await two_groups(one), await two_groups(one)]
+        one.tracker.ledger.check()
+        trained = [sequence for batch in batches for sequence in batch]
+        assert len({sequence.sequence_id for sequence in trained}) == len(trained) > 0
+        assert all(span.version == 0 and span.incarnation == 1 for s in trained for span in s.spans)
+
+
+async def two_groups(one: Desk) -> list[Sequence]:
+    """One step's batch, with other groups in place of those that were lost to what is tested."""
+
+    async def answer_more() -> None:
+        while True:
+            for group in await one.take_issued():
+                await one.answer(group)
+            await asyncio.sleep(0)
+
+    answering = asyncio.create_task(answer_more())
+    try:
+        batch = [sequence for group in await one.intake.take_batch(version=0) for sequence in group.sequences]
+    finally:
+        answering.cancel()
+    for sequence in batch:
+        one.tracker.close([sequence], Outcome.TRAINED)
+    return batch
+
+
+# --- CONTROL and the registrations, as the trainer reads them
+
+ANSWERS = {
+    "joined": EpochJoined(actor="a", incarnation=1, epoch=1).SerializeToString(),
+    "staged": Staged(
+        actor="a", incarnation=1, epoch=1, version=3, checksum=7, bytes=8, receive_s=0.5, prepare_s=0.5
+    ).SerializeToString(),
+    "serving": Serving(actor="a", incarnation=1, epoch=1, version=3, stall_s=0.5).SerializeToString(),
+    "failed": Abort(incarnation=1, epoch=1, version=3, reason="why", actor="a").SerializeToString(),
+    "registration": Registration(
+        actor="a",
+        process="p",
+        grpc_address="host:1",
+        ranks=1,
+        manifest_id="m",
+        policy_version=3,
+        incarnation=1,
+        phase="serving",
+    ).SerializeToString(),
+}
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from(sorted(ANSWERS)),
+    payloads=st.lists(st.binary(max_size=300), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_any_answer_and_registration_is_set_aside_or_of_no_consequence(
+    kind: str, payloads: list[bytes], data: st.DataObject
+) -> None:
+    payloads += data.draw(st.lists(damaged(st.just(ANSWERS[kind])), max_size=3))
+    asyncio.run(hear_all(kind, payloads))
+
+
+async def hear_all(kind: str, payloads: list[bytes]) -> None:
+    """The last, good registration is taken, whatever came before it."""
+    async with MemoryBus(RUN) as bus:
+        await bus.create_streams()
+        updater = WeightUpdater(
+            bus,
+            FakePort(),
+            incarnation=1,
+            deadline_s=5,
+            join_timeout_s=60,
+            on_served=lambda record: None,  # type: ignore[arg-type]
+        )
+        running = asyncio.create_task(updater.run())
+        try:
+            async with asyncio.timeout(10):
+                for payload in payloads:
+                    if kind in ANSWER_TYPES:
+                        await bus.publish_control(kind, payload, "a")
+                    else:
+                        await bus.put_member("b", payload)
+                    await asyncio.sleep(0)
+                await bus.put_member("a", ANSWERS["registration"])
+                await updater.wait_for_members(1)
+        finally:
+            assert not running.done(), running
+            running.cancel()

@@ -26,7 +26,6 @@ from pipelinerl.messages.sequences import (
     decode_sequence,
     encode_group,
     encode_sequence,
-    finish_reason_from_proto,
     remains_of_group,
     sampling_from_proto,
     sampling_to_proto,
@@ -441,10 +440,3 @@ def test_sampling_parameters_come_back_unchanged() -> None:
     assert sampling_from_proto(sampling_to_proto(greedy)) == greedy
     with pytest.raises(MessageError):
         sampling_from_proto(pb.SamplingParams())
-
-
-def test_an_unknown_finish_reason_is_refused() -> None:
-    assert finish_reason_from_proto(pb.FINISH_REASON_LENGTH) is FinishReason.LENGTH
-    with pytest.raises(MessageError) as caught:
-        finish_reason_from_proto(99, kind="GenerateResult")
-    assert (caught.value.kind, caught.value.field) == ("GenerateResult", "finish_reason")
