@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.actor_cases import CASES, Case
 from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round, renamed
+from benchmarks.results import write_result
 from pipelinerl.bus import jetstream
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
@@ -160,7 +161,7 @@ def main() -> None:
     machine = {"cores": cores, "load_average_after": round(os.getloadavg()[0], 2)}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     output = {"benchmark": "actor_overhead", "machine": machine, "cases": cases}
-    arguments.output.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.output, output)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_result
 from pipelinerl.audit.audit import audit_files
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.local.services import available_cores
@@ -148,8 +149,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     machine = {"cores": available_cores(), "load_average_before": load}
     result = {"benchmark": "audit", "machine": machine, "rows": rows}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.output, result)
 
 
 if __name__ == "__main__":

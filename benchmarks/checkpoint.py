@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.loops_in_turn import compared, in_turn
 from benchmarks.random_models import build_smollm2_shape, build_tiny
+from benchmarks.results import kept_cases, write_result
 from benchmarks.training_data import VERSION, make_groups, uniform_lengths
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="On the disk that is to be measured.")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    kept = json.loads(arguments.output.read_text("utf-8"))["cases"] if arguments.output.is_file() else {}
+    kept = kept_cases(arguments.output, CASES)
     for name in [arguments.only] if arguments.only else CASES:
         kept[name] = run_case(CASES[name], arguments.pairs or CASES[name].pairs, arguments.folder)
         print(name, json.dumps(kept[name], indent=2), flush=True)
@@ -197,8 +198,7 @@ def write(path: Path, cases: dict[str, Any]) -> None:
         "every_steps": EVERY_STEPS,
         "cases": {name: cases[name] for name in CASES if name in cases},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(path, result)
 
 
 if __name__ == "__main__":

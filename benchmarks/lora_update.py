@@ -27,9 +27,10 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.random_models import build_billion, build_smollm2_shape
+from benchmarks.results import kept_rows, write_result
 from benchmarks.samples import milliseconds
 from benchmarks.update_rounds import TIMEOUT_S, decoding
-from benchmarks.weight_update import RESULTS, merged
+from benchmarks.weight_update import RESULTS
 from pipelinerl.local.services import available_cores, plan_threads
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
@@ -174,13 +175,13 @@ def main() -> None:
         load = round(os.getloadavg()[0], 2)
         rows = [one | {"load_before": load} for one in asyncio.run(measure(name))]
         print(*map(json.dumps, rows), sep="\n", flush=True)
-        before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+        rows += kept_rows(path, "model", [row["model"] for row in rows])
         result = {
             "benchmark": "lora_update",
             "machine": {"cores": cores},
-            "rows": sorted(merged(before, rows), key=place),
+            "rows": sorted(rows, key=place),
         }
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(path, result)
 
 
 if __name__ == "__main__":

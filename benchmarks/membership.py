@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.light_stage import LightStage, light_stage
 from benchmarks.recovery import PRODUCT
+from benchmarks.results import write_result
 from benchmarks.samples import milliseconds
 from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect
@@ -169,7 +170,7 @@ def write(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     machine = {"cores": available_cores(), "load_average_after": round(os.getloadavg()[0], 2)}
     folder.mkdir(parents=True, exist_ok=True)
     result = {"benchmark": name, "machine": machine, "rows": list(rows)}
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (folder / write_result(f"{name}.json"), result)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks.actor_overhead import START_S, process, streams
 from benchmarks.generation_rounds import VERSION, Round, actor_round, renamed
 from benchmarks.observed_trainer import GOAL, Unmeasured
 from benchmarks.page_client import fetched
-from benchmarks.spread import spread
+from benchmarks.samples import spread
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, initial_model
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import recipe_yaml

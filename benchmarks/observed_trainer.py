@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.loops_in_turn import Timing, Timings
-from benchmarks.spread import spread
+from benchmarks.samples import spread
 from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import kept_cases, write_result
 from pipelinerl.local.services import available_cores, plan_threads
 
 RESULT = Path(__file__).parent / "results" / "observing.json"
@@ -36,14 +37,6 @@ def measured(part: str, pairs: int, steps: int) -> dict[str, Any]:
     return {"actor": asyncio.run(run_actor(tiny(random_weights=False), threads, pairs))}
 
 
-def kept(path: Path, parts: tuple[str, ...]) -> dict[str, Any]:
-    """Cases of an earlier result in `path` that are not among `parts`."""
-    if not path.is_file():
-        return {}
-    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    return {name: case for name, case in cases.items() if name not in parts}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8, help="blocks or rounds of each side that are counted")
@@ -52,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     parts = (arguments.only,) if arguments.only else PARTS
-    cases = kept(arguments.output, parts)
+    cases = kept_cases(arguments.output, PARTS)
     for part in parts:
         found = measured(part, arguments.pairs, arguments.steps)
         print(part, json.dumps(found, indent=2), flush=True)
@@ -65,7 +58,7 @@ def write(path: Path, cases: dict[str, Any]) -> None:
     machine = {"cores": available_cores(), "load_average_after": round(os.getloadavg()[0], 2)}
     path.parent.mkdir(parents=True, exist_ok=True)
     output = {"benchmark": "observing", "machine": machine, "cases": ordered}
-    path.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+    write_result(path, output)
 
 
 if __name__ == "__main__":

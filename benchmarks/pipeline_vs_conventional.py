@@ -15,7 +15,6 @@ time that pipelining saves is what either would have waited, not what separate a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -30,6 +29,7 @@ from typing import Any
 
 from benchmarks.accuracy_plot import plot
 from benchmarks.learning_curve import figures, times_reached
+from benchmarks.results import write_result
 from benchmarks.table import table
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.processes import log_tail
@@ -175,7 +175,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def write(results: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    (folder / write_result(f"{NAME}.json"), results)
     (folder / f"{NAME}.md").write_text(table(results["rows"], COLUMNS) + "\n", encoding="utf-8")
     for kind in ("svg", "png"):
         plot(results["runs"], THRESHOLD, folder / f"{NAME}.{kind}")

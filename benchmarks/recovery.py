@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from benchmarks.light_members import PHASES, Break, LightMember, Phase
 from benchmarks.light_stage import LightStage, Settings, light_stage
+from benchmarks.results import kept_rows, write_result
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import WeightUpdateConfig
@@ -108,17 +109,6 @@ async def measure(phases: Sequence[Phase], repeats: int) -> list[dict[str, Any]]
     return rows
 
 
-def rows_before(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.is_file() else []
-
-
-def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows`, and those of `before` of phases that are not among them, in the order of an update. Pure."""
-    measured = {row["phase"] for row in rows}
-    kept = [row for row in before if row["phase"] not in measured]
-    return sorted([*kept, *rows], key=lambda row: PHASES.index(row["phase"]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two phases, one repeat")
@@ -129,12 +119,12 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else REPEATS
     phases = arguments.phases or (("receiving", "serving") if arguments.quick else PHASES)
-    rows = merged(rows_before(arguments.output), asyncio.run(measure(phases, repeats)))
+    rows = kept_rows(arguments.output, "phase", phases) + asyncio.run(measure(phases, repeats))
+    rows.sort(key=lambda row: PHASES.index(row["phase"]))
     machine = {"cores": available_cores(), "load_average_after": round(os.getloadavg()[0], 2)}
     settings = {"default": vars(PRODUCT), "short": vars(SHORT)}
     result = {"benchmark": "recovery", "machine": machine, "settings": settings, "rows": rows}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Summaries of repeated measurements: percentiles, and ratios of neighbouring rounds. Pure; it measures nothing."""
+"""Summaries of repeated measurements: percentiles, ratios of neighbouring rounds, how they scatter. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -26,3 +27,9 @@ def paired_ratio(ours: Sequence[float], bare: Sequence[float]) -> float:
 def milliseconds(seconds: float) -> float:
     """Rounded to microseconds."""
     return round(1000 * seconds, 3)
+
+
+def spread(name: str, ratios: Sequence[float]) -> dict[str, Any]:
+    """Median (`name`) and quartiles (`name_quartiles`), between which half of the ratios lie, rounded."""
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    return {name: round(middle, 4), f"{name}_quartiles": f"{low:.3f} to {high:.3f}"}

@@ -14,7 +14,6 @@ Not measured here: several GPUs, streams, sending weights. `--tiny` shows on any
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from benchmarks.gpu_cases import PLANS, GpuCase, Plan
 from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
+from benchmarks.results import write_result
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
 from services.trainer.learn.meter import mfu, model_flops, peak_flops
@@ -109,8 +109,7 @@ def main() -> None:
     print(table(rows, COLUMNS["trainer_gpu"]), f"\n{result['device']}", flush=True)
     output = arguments.output or (None if arguments.tiny or arguments.only else RESULT)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(output, result)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peak_memory import Measured, measured
 from benchmarks.random_models import half_qwen2_config
+from benchmarks.results import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch
@@ -176,22 +177,14 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "load_average_before": round(os.getloadavg()[0], 2),
-        "rows": kept_rows(arguments.output, arguments.only),
+        "rows": kept_rows(arguments.output, "part", [arguments.only] if arguments.only else WAYS),
     }
     for part, tokens in (("head", arguments.tokens), ("layers", LAYERS_TOKENS)):
         for dtype in ("float32", "bfloat16"):
             if arguments.only in (None, part):
                 result["rows"] += rows(part, dtype, tokens)
     result["rows"].sort(key=lambda row: list(WAYS).index(row["part"]))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def kept_rows(path: Path, only: str | None) -> list[dict[str, Any]]:
-    """Rows of an earlier result that this time are not measured again."""
-    if only is None or not path.is_file():
-        return []
-    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["part"] != only]
+    write_result(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.bare_loop import BareLoop
 from benchmarks.loops_in_turn import compared, in_turn, timed
+from benchmarks.results import kept_cases, write_result
 from benchmarks.trainer_cases import CASES, Case
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, uniform_lengths
@@ -88,14 +89,6 @@ def stream_fill(case: Case, num_sequences: int = 4096) -> float:
     return sum(lengths) / (len(pack(lengths, budget)) * budget)
 
 
-def kept_cases(path: Path, measured: list[str]) -> dict[str, Any]:
-    """Of an earlier result in `path`, the cases that are not `measured` this time."""
-    if not path.is_file():
-        return {}
-    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    return {name: case for name, case in cases.items() if name not in measured and name in CASES}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=7, help="Steps of each loop that are timed.")
@@ -106,7 +99,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     names = [arguments.only] if arguments.only else list(CASES)
-    cases = kept_cases(arguments.output, names)
+    cases = kept_cases(arguments.output, CASES)
     for name in names:
         cases[name] = run_case(CASES[name], arguments.pairs)
         print(name, json.dumps(cases[name], indent=2), flush=True)
@@ -121,8 +114,7 @@ def write(path: Path, cases: dict[str, Any]) -> None:
         "cpus": os.cpu_count(),
         "cases": {name: cases[name] for name in CASES if name in cases},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(path, result)
 
 
 if __name__ == "__main__":

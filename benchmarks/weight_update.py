@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.decode_trace import Step, Window, median_step, rate_in, stall_before, tokens_in
 from benchmarks.random_models import build_billion, build_smollm2_shape, build_tiny
+from benchmarks.results import kept_rows, write_result
 from benchmarks.samples import milliseconds, paired_ratio, percentile
 from benchmarks.transfer_peers import Moved, ReceivingPeer, RemotePeer, SendingPeer, peer
 from benchmarks.update_rounds import WAYS, Block, EngineRounds, Update, decoding
@@ -210,16 +211,10 @@ def write(name: str, rows: Sequence[dict[str, Any]], machine: dict[str, Any], fo
     """Models that were not measured this time keep the rows that the file has of them."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    result = {"benchmark": name, "machine": machine, "rows": merged(before, rows)}
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows`, and those of `before` whose model is not among them, smallest model first. Pure."""
-    measured = {row["model"] for row in rows}
-    kept = [row for row in before if row["model"] not in measured]
-    return sorted([*kept, *rows], key=lambda row: float(row["megabytes"]))
+    kept = kept_rows(path, "model", [row["model"] for row in rows])
+    rows = sorted([*kept, *rows], key=lambda row: float(row["megabytes"]))
+    result = {"benchmark": name, "machine": machine, "rows": rows}
+    write_result(path, result)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,35 +10,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import recovery, trainer_memory
+from benchmarks import trainer_memory
+from benchmarks.audit import keep_ledger, measure
 from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
 from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
-from benchmarks.samples import milliseconds, paired_ratio, percentile
-from benchmarks.weight_update import merged
+from benchmarks.results import kept_cases, kept_rows, write_result
+from benchmarks.samples import paired_ratio, percentile
+from pipelinerl.rl.ledger import LedgerCounts
 
 STEPS = [Step(1.0, 10, "1:0"), Step(2.0, 10, "1:0"), Step(3.0, 10, "1:0"), Step(5.5, 10, "1:1"), Step(6.5, 20, "1:1")]
 """One step a second, and 1.5 s in which a swap let nothing run."""
 
 
-@pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [
-        ([3.0, 1.0, 2.0], 50, 2.0),
-        ([1.0, 2.0, 3.0, 4.0], 50, 2.0),
-        ([float(n) for n in range(1, 101)], 99, 99.0),
-        ([float(n) for n in range(1, 11)], 99, 10.0),
-        ([7.0], 0, 7.0),
-    ],
-)
-def test_a_percentile_is_the_nearest_measured_value(values: list[float], percent: float, expected: float) -> None:
-    assert percentile(values, percent) == expected
-
-
-def test_a_ratio_is_of_neighbouring_rounds() -> None:
+def test_a_percentile_is_the_nearest_measured_value_and_a_ratio_that_of_neighbouring_rounds() -> None:
     """A disturbance that hits both sides of a round leaves the ratio alone."""
+    assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.0
+    assert percentile([float(n) for n in range(1, 101)], 99) == 99.0
+    assert percentile([float(n) for n in range(1, 11)], 99) == 10.0
+    assert percentile([7.0], 0) == 7.0
     assert paired_ratio([2.0, 20.0, 2.0], [4.0, 40.0, 1.0]) == 0.5
-    assert milliseconds(0.0123456) == 12.346
 
 
 def test_tokens_of_a_window_count_steps_by_the_part_within_it() -> None:
@@ -87,17 +77,13 @@ def test_a_row_of_the_recovery_table_has_medians_and_maxima() -> None:
     assert (made["pause_ms"], made["pause_max_ms"], made["meetings"], made["repeats"]) == (2.0, 9.0, 2, 3)
 
 
-def test_a_result_keeps_the_models_that_were_not_measured_this_time() -> None:
-    before = [{"model": "1m", "megabytes": 4.2, "ratio": 0.1}, {"model": "1b", "megabytes": 2000.0, "ratio": 0.2}]
-    again = [{"model": "1b", "megabytes": 2000.0, "ratio": 0.3}, {"model": "135m", "megabytes": 538.0, "ratio": 0.4}]
-    assert [(row["model"], row["ratio"]) for row in merged(before, again)] == [("1m", 0.1), ("135m", 0.4), ("1b", 0.3)]
-
-
-def test_a_recovery_table_keeps_the_phases_that_were_not_measured_this_time() -> None:
-    before = [{"phase": "joining", "served_s": 1}, {"phase": "serving", "served_s": 2}]
-    again = [{"phase": "serving", "served_s": 3}, {"phase": "staged", "served_s": 4}]
-    kept = recovery.merged(before, again)
-    assert [(made["phase"], made["served_s"]) for made in kept] == [("joining", 1), ("staged", 4), ("serving", 3)]
+def test_a_result_keeps_what_was_not_measured_this_time(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "speed.json"
+    assert (kept_rows(path, "model", []), kept_cases(path, ["tiny"])) == ([], {})
+    rows = [{"model": "1m", "ratio": 0.1}, {"model": "1b", "ratio": 0.2}]
+    write_result(path, {"rows": rows, "cases": {"tiny": {"ratio": 1}, "gone": {}}})
+    assert kept_rows(path, "model", ["1b"]) == rows[:1]
+    assert kept_cases(path, ["tiny", "large"]) == {"tiny": {"ratio": 1}}
 
 
 def test_resident_memory_is_read_in_bytes() -> None:
@@ -114,16 +100,16 @@ def test_a_peak_is_of_one_computation_and_holds_what_it_freed() -> None:
     assert 60 < found.peak_mib < 100
 
 
-def test_a_memory_result_keeps_the_part_that_was_not_measured_this_time(tmp_path: Path) -> None:
-    path = tmp_path / "trainer_memory.json"
-    assert trainer_memory.kept_rows(path, "head") == []
-    path.write_text(json.dumps({"rows": [{"part": "head"}, {"part": "layers", "way": "all kept"}]}))
-    assert trainer_memory.kept_rows(path, "head") == [{"part": "layers", "way": "all kept"}]
-    assert trainer_memory.kept_rows(path, None) == []
-
-
 def test_gradients_of_the_head_are_counted_by_their_dtype() -> None:
     """(151,936 words + 1,024 tokens) x 896 numbers."""
     mebi = 152_960 * 896 / 2**20
     assert trainer_memory.gradients_mib("head", torch.float32, 1024) == 4 * mebi
     assert trainer_memory.gradients_mib("head", torch.bfloat16, 1024) == 2 * mebi
+
+
+def test_every_sequence_of_the_audits_made_up_run_ends_and_its_row_has_every_figure() -> None:
+    # 2,000 in steps of 128: 15 whole ones with 2 failed (the 1st and the 65th), and one of 80 with 2.
+    assert keep_ledger(2_000).counts == LedgerCounts(issued=2_000, trained=1_968, failed=32)
+    row = measure(2_000, rounds=1)
+    assert row["sequences"] == 2_000
+    assert all(row[name] > 0 for name in ("ledger_us", "books_us", "audit_us", "journal_bytes", "audit_bytes"))

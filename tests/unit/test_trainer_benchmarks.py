@@ -18,17 +18,13 @@ from benchmarks.gpu_loops import Measured, measure
 from benchmarks.loops_in_turn import Timing, Timings, compared, in_turn, of_all_ranks
 from benchmarks.observed_actor import Measured as MeasuredActor
 from benchmarks.observed_actor import result as actor_result
-from benchmarks.observed_trainer import Unmeasured
 from benchmarks.observed_trainer import result as trainer_result
-from benchmarks.random_models import qwen2_1b5_config
 from benchmarks.trainer_cases import Case
-from benchmarks.trainer_gpu import cases_of, figures, prepared_step
-from benchmarks.trainer_overhead import kept_cases
+from benchmarks.trainer_gpu import figures, prepared_step
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, long_tailed_lengths
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
-from services.trainer.learn.meter import model_flops
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 
@@ -97,14 +93,6 @@ def test_rows_of_a_gpu_case_are_as_many_and_as_full_as_it_says(name: str) -> Non
     assert case.longest <= case.config().max_position_embeddings
 
 
-def test_the_larger_model_has_one_and_a_half_billion_weights() -> None:
-    """1.31e9 in 28 layers (2.62e9 FLOPs a token: 3 · 1536 · 8960 + 1536 · 1536 · 2 + 1536 · 256 · 2 each) and 0.23e9 tied."""
-    cost = model_flops(qwen2_1b5_config(), 0)
-    assert cost.per_token == 2 * 28 * (3 * 1536 * 8960 + 2 * 1536 * 1536 + 2 * 1536 * 256)
-    assert cost.per_output_token == 2 * 1536 * 151_936
-    assert cost.per_token / 2 + cost.per_output_token / 2 == pytest.approx(1.54e9, rel=0.01)
-
-
 def test_figures_of_a_step() -> None:
     assert figures(Measured(0.5, 3 * 2**30), tokens=1000, flops=1e12, peak=4e12) == {
         "step_s": 0.5,
@@ -124,14 +112,6 @@ def test_a_loop_that_does_not_fit_is_a_result() -> None:
     assert measure(TooLarge, CPU, Plan((), warm_up=1, steps=1)) == Measured()
 
 
-def test_cases_are_chosen_by_a_part_of_their_name() -> None:
-    assert [case.name for case in cases_of(PLANS["short"], "1.5b")] == [
-        "Qwen2 1.5B, 8192 tokens",
-        "Qwen2 1.5B, 32768 tokens, recomputed",
-        "Qwen2 1.5B, 8192 tokens, compiled",
-    ]
-
-
 def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,13 +129,6 @@ def test_without_a_gpu_the_benchmark_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["trainer_gpu"])
     with pytest.raises(SystemExit, match="no CUDA device here: run this where there is one"):
         trainer_gpu.main()
-
-
-def test_an_overhead_result_keeps_the_cases_that_were_not_measured_this_time(tmp_path: Path) -> None:
-    path = tmp_path / "trainer_overhead.json"
-    assert kept_cases(path, ["tiny"]) == {}
-    path.write_text(json.dumps({"cases": {"tiny": {"ratio": 1}, "smollm2": {"ratio": 2}, "gone": {}}}))
-    assert kept_cases(path, ["tiny"]) == {"smollm2": {"ratio": 2}}
 
 
 def test_trainer_and_page_in_turn_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +154,3 @@ def test_ratios_are_of_pairs_and_costs_of_processor_time() -> None:
         {"observed": [MeasuredActor(90, 10.0), MeasuredActor(80, 8.0)], "plain": [MeasuredActor(100, 9.0)] * 2}
     )
     assert (actor["ratio"], actor["ratio_cpu_time"], actor["observed_tokens_per_s"]) == (0.85, 1.0125, 90)
-
-
-def test_what_is_not_measured_takes_every_call() -> None:
-    metrics = Unmeasured()
-    metrics.finished.labels("length").inc()  # type: ignore[attr-defined]
-    metrics.observe({})
