@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,13 +22,17 @@ from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
+from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.sender import CollectivePort, WeightSender
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 RUN = "light"
 WITHIN_S = 300.0
 """Far above what anything here takes: reached only by something that waits for ever."""
+NUM_CHUNKS = 8
 _LOOK_S = 0.001
+
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,70 +43,88 @@ class Settings:
     deadline_s: float
     stall_timeout_s: float
 
-    @property
-    def limits(self) -> StreamLimits:
-        return StreamLimits(member_ttl_s=self.member_ttl_s, in_memory=True)
-
 
 @dataclass(frozen=True)
 class Said:
-    """An order of the trainer, as everybody heard it. Monotonic seconds."""
+    """A control message, as everybody heard it. Monotonic seconds."""
 
     kind: str
+    payload: bytes
     at_s: float
 
 
 @dataclass
 class LightStage:
-    url: str
+    """`weights_of`: a version's. `within_s`: the longest that anything may take."""
+
+    server: NatsServer
     settings: Settings
     bus: Bus
     updater: WeightUpdater
     sender: WeightSender
     stack: AsyncExitStack
-    weights: dict[str, torch.Tensor]
+    running: asyncio.Task[None]
+    weights_of: Callable[[int], Weights]
+    within_s: float
+    members: list[LightMember] = field(default_factory=list)
+    """All that were ever started."""
     said: list[Said] = field(default_factory=list)
-    registered_s: dict[str, float] = field(default_factory=dict)
-    """When each actor was last seen to register for the first time."""
     joined_s: dict[str, float] = field(default_factory=dict)
     """When each actor's side group had brought it to the served version."""
     served_s: dict[int, float] = field(default_factory=dict)
     """When the trainer counted each version as served by everyone who was left."""
     records: list[UpdateRecord] = field(default_factory=list)
+    changes: list[MemberChange] = field(default_factory=list)
 
-    async def start(self, name: str, breaks: Break | None = None) -> LightMember:
-        spec = MemberSpec(
-            self.url, RUN, name, self.settings.limits, breaks, stall_timeout_s=self.settings.stall_timeout_s
+    async def start(self, name: str, breaks: Break | None = None, **spec: str) -> LightMember:
+        """`spec`: further fields of a `MemberSpec`."""
+        whole = MemberSpec(
+            self.server.url,
+            RUN,
+            name,
+            self.bus.limits,
+            breaks,
+            stall_timeout_s=self.settings.stall_timeout_s,
+            **spec,  # type: ignore[arg-type]
         )
-        return await self.stack.enter_async_context(light_member(spec))
+        member = await self.stack.enter_async_context(light_member(whole))
+        self.members.append(member)
+        return member
 
-    async def start_all(self, *names: str, breaks: dict[str, Break] | None = None) -> list[LightMember]:
-        """Returns when all have registered."""
-        started = await asyncio.gather(*(self.start(name, (breaks or {}).get(name)) for name in names))
+    async def start_all(
+        self, *names: str, breaks: dict[str, Break] | None = None, pods: bool = False
+    ) -> list[LightMember]:
+        """Returns when all have registered. `pods`: in pods of their names."""
+        started = await asyncio.gather(
+            *(self.start(name, (breaks or {}).get(name), pod_uid=f"uid-{name}" if pods else "") for name in names)
+        )
         await self.until(lambda: self.updater.num_present >= len(names))
         return list(started)
 
-    async def update(self, version: int) -> UpdateRecord:
-        """Returns when everyone who is left serves it."""
-        snapshot = self.sender.snapshot(PolicyVersion(1, version), self.weights)
-        async with asyncio.timeout(WITHIN_S):
+    async def offer(self, version: int) -> None:
+        async with asyncio.timeout(self.within_s):
+            snapshot = self.sender.snapshot(PolicyVersion(1, version), self.weights_of(version))
             await self.updater.offer(version, snapshot)
+
+    async def served(self) -> None:
+        """Returns when everyone who is left serves what was offered."""
+        async with asyncio.timeout(self.within_s):
             await self.updater.all_served()
+        assert not self.running.done()
+
+    async def update(self, version: int) -> UpdateRecord:
+        await self.offer(version)
+        await self.served()
         return self.records[-1]
 
-    def served(self, record: UpdateRecord) -> None:
-        """The updater calls it."""
-        self.served_s[record.version] = time.monotonic()
-        self.records.append(record)
-
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(self.within_s):
             while not condition():  # noqa: ASYNC110 - conditions are of many kinds
                 await asyncio.sleep(_LOOK_S)
 
     def forming_s(self) -> float:
         """Seconds from the trainer's last call to meet until it announced a version to the group."""
-        begin = max(said.at_s for said in self.said if said.kind == "epoch")
+        begin = self.last_s("epoch")
         return min(said.at_s for said in self.said if said.kind == "announce" and said.at_s > begin) - begin
 
     def last_s(self, kind: str) -> float:
@@ -110,52 +132,72 @@ class LightStage:
         return max(said.at_s for said in self.said if said.kind == kind)
 
 
+Stage = TypeVar("Stage", bound=LightStage)
+
+
+def same_weights(megabytes: float) -> Callable[[int], Weights]:
+    """Of every version, in as many tensors as chunks."""
+    elements = int(megabytes * 1e6 / 4 / NUM_CHUNKS) // 16 * 16
+    weights = {f"w{index}": torch.randn(elements) for index in range(NUM_CHUNKS)}
+    return lambda version: weights
+
+
 @asynccontextmanager
-async def light_stage(folder: Path, settings: Settings, megabytes: float = 1.0) -> AsyncIterator[LightStage]:
-    """`megabytes` of weights in 8 tensors and 8 chunks."""
+async def light_stage(
+    folder: Path,
+    settings: Settings,
+    weights_of: Callable[[int], Weights],
+    kind: type[Stage],
+    *,
+    heard: tuple[str, ...] = ("epoch", "announce", "commit", "abort"),
+    actor: str = "",
+    host: str = "127.0.0.1",
+    in_memory: bool = True,
+    request_timeout_s: float = 10.0,
+    within_s: float = WITHIN_S,
+) -> AsyncIterator[Stage]:
+    """`heard`: kinds of control messages that it keeps; orders to all, and to `actor`. `host`: of trainer and server."""
     async with AsyncExitStack() as stack:
-        server = stack.enter_context(NatsServer(folder))
-        bus = await stack.enter_async_context(connect(server.url, RUN, limits=settings.limits))
+        server = stack.enter_context(NatsServer(folder, extra={"host": host}))
+        limits = StreamLimits(member_ttl_s=settings.member_ttl_s, in_memory=in_memory)
+        connecting = connect(server.url, RUN, limits=limits, request_timeout_s=request_timeout_s)
+        bus = await stack.enter_async_context(connecting)
         await bus.create_streams()
-        elements = int(megabytes * 1e6 / 4 / 8) // 16 * 16
-        weights = {f"w{index}": torch.randn(elements) for index in range(8)}
-        sender = WeightSender(
-            describe(weights.items(), chunk_bytes=4 * elements), stall_timeout_s=settings.stall_timeout_s
-        )
-        port = CollectivePort(sender, GroupStore(), host="127.0.0.1")
+        weights = weights_of(0)
+        size = sum(tensor.nbytes for tensor in weights.values())
+        manifest = describe(weights.items(), chunk_bytes=size // NUM_CHUNKS)
+        sender = WeightSender(manifest, stall_timeout_s=settings.stall_timeout_s)
+
+        def served(record: UpdateRecord) -> None:
+            stage.served_s[record.version] = time.monotonic()
+            stage.records.append(record)
+
         updater = WeightUpdater(
             bus,
-            port,
+            CollectivePort(sender, GroupStore(host), host=host),
             incarnation=1,
             deadline_s=settings.deadline_s,
-            join_timeout_s=WITHIN_S,
-            on_served=lambda record: stage.served(record),
+            join_timeout_s=2 * within_s,
+            on_served=served,
             on_joined=lambda actor, record: stage.joined_s.update({actor: time.monotonic()}),
+            on_member=lambda change: stage.changes.append(change),
         )
-        stage = LightStage(server.url, settings, bus, updater, sender, stack, weights)
-        tasks = [asyncio.create_task(part) for part in (updater.run(), _orders(stage), _registrations(stage))]
+        running = asyncio.create_task(updater.run())
+        stage = kind(server, settings, bus, updater, sender, stack, running, weights_of, within_s)
+        listening = asyncio.create_task(_listen(stage, heard, actor))
         try:
             yield stage
         finally:
-            await _end(tasks)
+            await end(running, listening)
 
 
-async def _orders(stage: LightStage) -> None:
-    async with stage.bus.watch_control(("epoch", "announce", "commit", "abort")) as messages:
+async def _listen(stage: LightStage, heard: tuple[str, ...], actor: str) -> None:
+    async with stage.bus.watch_control(heard, actor) as messages:
         async for message in messages:
-            stage.said.append(Said(message.kind, time.monotonic()))
+            stage.said.append(Said(message.kind, message.payload, time.monotonic()))
 
 
-async def _registrations(stage: LightStage) -> None:
-    async with stage.bus.watch_members() as events:
-        async for event in events:
-            if event.payload is None:
-                stage.registered_s.pop(event.actor, None)
-            else:
-                stage.registered_s.setdefault(event.actor, time.monotonic())
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+async def end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
         with suppress(asyncio.CancelledError, ExceptionGroup):

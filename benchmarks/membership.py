@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.light_stage import LightStage, light_stage
+from benchmarks.light_stage import LightStage, end, light_stage, same_weights
 from benchmarks.recovery import PRODUCT
 from benchmarks.results import write_result
 from benchmarks.samples import milliseconds
@@ -50,7 +50,7 @@ MESSAGES_PER_MEMBER = 4
 async def measure_members(count: int, repeats: int, updates: int) -> dict[str, Any]:
     """One row: seconds, medians over `repeats` (joins, leaves) and `updates`; one member is killed at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        async with light_stage(Path(folder), PRODUCT) as stage:
+        async with light_stage(Path(folder), PRODUCT, same_weights(megabytes=1), LightStage) as stage:
             members = await stage.start_all(*(f"m{number:03d}" for number in range(count)))
             first = await stage.update(0)
             row: dict[str, Any] = {"members": count, "first_group_s": stage.forming_s()}
@@ -71,11 +71,13 @@ async def measure_members(count: int, repeats: int, updates: int) -> dict[str, A
 async def come_and_go(stage: LightStage, version: int, repeats: int) -> dict[str, float]:
     """A member joins, is in the next epoch, leaves in order, and is out of the one after: `repeats` times."""
     joins, grown, shrunk = [], [], []
+    registered_s: dict[str, float] = {}
+    registering = asyncio.create_task(_registrations(stage, registered_s))
     for number in range(repeats):
         name = f"joiner-{number}"
         joiner = await stage.start(name)
-        await stage.until(lambda name=name: name in stage.joined_s and name in stage.registered_s)  # type: ignore[misc]
-        joins.append(stage.joined_s[name] - stage.registered_s[name])
+        await stage.until(lambda name=name: name in stage.joined_s and name in registered_s)  # type: ignore[misc]
+        joins.append(stage.joined_s[name] - registered_s[name])
         await stage.update(version + 1)
         grown.append(stage.forming_s())
         present = stage.updater.num_present
@@ -83,8 +85,19 @@ async def come_and_go(stage: LightStage, version: int, repeats: int) -> dict[str
         await stage.until(lambda present=present: stage.updater.num_present < present)  # type: ignore[misc]
         await stage.update(version := version + 2)
         shrunk.append(stage.forming_s())
+    await end(registering)
     figures = {"join_s": joins, "regroup_after_join_s": grown, "regroup_after_leave_s": shrunk}
     return {name: statistics.median(values) for name, values in figures.items()}
+
+
+async def _registrations(stage: LightStage, registered_s: dict[str, float]) -> None:
+    """When each actor was last seen to register for the first time."""
+    async with stage.bus.watch_members() as events:
+        async for event in events:
+            if event.payload is None:
+                registered_s.pop(event.actor, None)
+            else:
+                registered_s.setdefault(event.actor, time.monotonic())
 
 
 async def kill_one(stage: LightStage, pid: int, version: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.light_members import PHASES, Break, LightMember, Phase
-from benchmarks.light_stage import LightStage, Settings, light_stage
+from benchmarks.light_stage import LightStage, Settings, light_stage, same_weights
 from benchmarks.results import kept_rows, write_result
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.services import available_cores
@@ -51,7 +51,7 @@ class Recovery:
 async def recover(phase: Phase, how: How, settings: Settings) -> Recovery:
     """One break, in the first epoch for `joining`, else at version `BROKEN_AT`."""
     with tempfile.TemporaryDirectory() as folder:
-        async with light_stage(Path(folder), settings) as stage:
+        async with light_stage(Path(folder), settings, same_weights(megabytes=1), LightStage) as stage:
             a, b, c = await stage.start_all("a", "b", "c", breaks={"b": Break(phase, how, BROKEN_AT)})
             version = 0 if phase == "joining" else BROKEN_AT
             if version:

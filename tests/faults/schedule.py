@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.light_members import PHASES, Break, How, LightMember
-from tests.faults.stage import DEADLINE_S, FaultStage
+from tests.faults.stage import SETTINGS, FaultStage
 
 HOWS: tuple[How, ...] = ("dies", "freezes", "hangs", "fails")
 MOST_MEMBERS = 5
@@ -31,18 +31,14 @@ class Step:
     breaks: Break | None = None
 
 
-def random_history(seed: int, num_steps: int = NUM_STEPS) -> list[Step]:
+def random_history(seed: int) -> Iterator[Step]:
     """At least every third step is an offer; the first step starts a member. Pure."""
     draw = random.Random(seed)
-    return list(_steps(draw, num_steps))
-
-
-def _steps(draw: random.Random, num_steps: int) -> Iterator[Step]:
     running: list[str] = []
     frozen: list[str] = []
     killed: list[str] = []
     started, version = 0, 0
-    for index in range(num_steps):
+    for index in range(NUM_STEPS):
         possible = ["offer"] * 3
         possible += ["start"] * (3 if len(running) < 2 else 2 if len(running) + len(frozen) < MOST_MEMBERS else 0)
         possible += ["kill", "freeze", "leave"] if len(running) > 1 else []
@@ -79,13 +75,13 @@ def _random_break(draw: random.Random, version: int) -> Break | None:
     return Break(draw.choice(PHASES), draw.choice(HOWS), version + draw.randrange(3))
 
 
-async def play(stage: FaultStage, history: list[Step]) -> None:
+async def play(stage: FaultStage, history: Iterable[Step]) -> None:
     """Performs it, then thaws all and brings them to one more version. A run that nobody is left to serve gets a member."""
     version = 0
     gone: list[LightMember] = []
     for step in history:
         if step.what == "offer":
-            await _offer(stage, version)
+            await _with_somebody_left(stage, stage.offer(version))
             version += 1
         elif step.what == "start":
             await stage.start(step.member, step.breaks)
@@ -95,8 +91,8 @@ async def play(stage: FaultStage, history: list[Step]) -> None:
     await stage.start("last")
     thawing = asyncio.create_task(_thaw_all(stage))
     try:
-        await _offer(stage, version)
-        await _served(stage)
+        await _with_somebody_left(stage, stage.offer(version))
+        await _with_somebody_left(stage, stage.served())
         await stage.all_on(version, [m for m in stage.members if m not in gone and not _may_be_lost(m)])
     finally:
         thawing.cancel()
@@ -105,8 +101,9 @@ async def play(stage: FaultStage, history: list[Step]) -> None:
 async def _thaw_all(stage: FaultStage) -> None:
     """Again and again: some freeze only on reaching the last version."""
     while True:
-        for member in filter(is_alive, stage.members):
-            member.send(signal.SIGCONT)
+        for member in stage.members:
+            if member.process.is_alive():
+                member.send(signal.SIGCONT)
         await asyncio.sleep(0.2)
 
 
@@ -114,30 +111,19 @@ def _signal(stage: FaultStage, step: Step) -> LightMember:
     """To the newest of that name."""
     member = next(member for member in reversed(stage.members) if member.name == step.member)
     numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT, "leave": signal.SIGTERM}
-    if is_alive(member):
+    if member.process.is_alive():
         with suppress(ProcessLookupError):
             member.send(numbers[step.what])
     return member
 
 
-async def _offer(stage: FaultStage, version: int) -> None:
-    await _with_somebody_left(stage, asyncio.create_task(stage.offer(version)))
-
-
-async def _served(stage: FaultStage) -> None:
-    await _with_somebody_left(stage, asyncio.create_task(stage.served()))
-
-
-async def _with_somebody_left(stage: FaultStage, work: asyncio.Task[None]) -> None:
-    """Awaits `work`, which may wait for ever when no member can serve: then another one comes, as a platform would see to."""
-    while not (await asyncio.wait({work}, timeout=DEADLINE_S))[0]:
+async def _with_somebody_left(stage: FaultStage, waiting: Coroutine[Any, Any, None]) -> None:
+    """Awaits what may wait for ever when no member can serve: then another one comes, as a platform would see to."""
+    work = asyncio.create_task(waiting)
+    while not (await asyncio.wait({work}, timeout=SETTINGS.deadline_s))[0]:
         if not any(member.is_running and not member.broke for member in stage.members):
             await stage.start(f"rescue-{len(stage.members)}")
     await work
-
-
-def is_alive(member: LightMember) -> bool:
-    return bool(member.process.is_alive())
 
 
 def _may_be_lost(member: LightMember) -> bool:

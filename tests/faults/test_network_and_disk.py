@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from benchmarks.light_members import Break, Phase
+from benchmarks.light_members import Break, LightMember, Phase
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
-from tests.faults.network import private_network, why_not_here
-from tests.faults.stage import LIMITS, fault_stage
+from tests.faults.network import Place, private_network, why_not_here
+from tests.faults.stage import FaultStage, fault_stage
 
 needs_network = pytest.mark.skipif(bool(why_not_here()), reason=f"a private network: {why_not_here()}")
 
 
-@needs_network
-async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path: Path) -> None:
+@asynccontextmanager
+async def three_apart(
+    folder: Path, breaks: Break | None = None
+) -> AsyncIterator[tuple[FaultStage, list[LightMember], Place]]:
+    """Members a, b and c that serve version 0, each in a network namespace, and the place of b, which `breaks`."""
     with private_network() as network:
-        async with fault_stage(tmp_path, host=network.host) as stage:
-            places = {name: network.add() for name in "abc"}
-            a, b, c = [await stage.start(name, place=place) for name, place in places.items()]
+        async with fault_stage(folder, host=network.host) as stage:
+            places = [network.add() for _ in "abc"]
+            members = [
+                await stage.start(name, breaks if name == "b" else None, address=at.address, namespace=at.namespace)
+                for name, at in zip("abc", places, strict=True)
+            ]
             await stage.until(lambda: stage.updater.num_present == 3)
             await stage.update(0)
-            places["b"].cut()
-            await stage.update(1)
-            assert sorted(stage.updater.members) == ["a", "c"]
-            places["b"].mend()
-            await stage.all_on(1, [a, b, c])
-            await stage.update(2)
-            await stage.all_on(2, [a, b, c])
+            yield stage, members, places[1]
+
+
+@needs_network
+async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    async with three_apart(tmp_path) as (stage, members, place):
+        place.cut()
+        await stage.update(1)
+        assert sorted(stage.updater.members) == ["a", "c"]
+        place.mend()
+        await stage.all_on(1, members)
+        await stage.update(2)
+        await stage.all_on(2, members)
 
 
 @needs_network
@@ -42,21 +53,15 @@ async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(tmp_path
 async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_others(
     tmp_path: Path, phase: Phase
 ) -> None:
-    with private_network() as network:
-        async with fault_stage(tmp_path, host=network.host) as stage:
-            places = {name: network.add() for name in "abc"}
-            breaks = {"b": Break(phase, "freezes", 1)}
-            a, b, c = [await stage.start(name, breaks.get(name), place) for name, place in places.items()]
-            await stage.until(lambda: stage.updater.num_present == 3)
-            await stage.update(0)
-            await stage.offer(1)
-            await b.until(lambda: b.broke)
-            places["b"].cut()
-            b.send(signal.SIGCONT)
-            await stage.served()
-            await stage.all_on(1, [a, c])
-            places["b"].mend()
-            await stage.all_on(1, [b])
+    async with three_apart(tmp_path, Break(phase, "freezes", 1)) as (stage, (a, b, c), place):
+        await stage.offer(1)
+        await b.until(lambda: b.broke)
+        place.cut()
+        b.send(signal.SIGCONT)
+        await stage.served()
+        await stage.all_on(1, [a, c])
+        place.mend()
+        await stage.all_on(1, [b])
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_updates_wait_while_the_disk_of_the_streams_is_full_and_then_go_on(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fault_stage(small_disk, limits=replace(LIMITS, in_memory=False)) as stage:
+    async with fault_stage(small_disk, in_memory=False) as stage:
         a, b = await stage.start_all("a", "b")
         await stage.update(0)
         ballast = small_disk / "ballast"
@@ -103,6 +108,6 @@ def fill(ballast: Path) -> None:
     """Until not a byte is left."""
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 10, 1):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 while file.write(bytes(size)) == size:
                     pass

@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,18 @@ import pytest
 import yaml
 
 from benchmarks.light_members import Break, LightMember
-from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.kube.client import ACTOR, PATCH_PODS, TRAINER
 from pipelinerl.messages.control import Commit, EpochStart
 from pipelinerl.service.settings import TrainerSettings
 from services.actor.membership import ANNOTATION
 from services.trainer.run import watch_actor_pods
-from tests.faults.stage import FaultStage, fault_stage
+from tests.faults.stage import SETTINGS, FaultStage, fault_stage
 from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
 from tests.support.actor_stage import RUN, actor_stage
 from tests.unit.builders import make_recipe
 
 Account = Callable[[str], Path]
-NEVER_EXPIRE = StreamLimits(member_ttl_s=3600, in_memory=True)
+NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600)
 
 
 def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSettings:
@@ -41,7 +41,7 @@ def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSett
 async def watched_stage(folder: Path, account: Account, api: ApiServer) -> AsyncIterator[FaultStage]:
     """A trainer that watches pods; nothing else tells it that an actor has left."""
     settings = trainer_settings(folder, account("trainer-token"))
-    async with fault_stage(folder, limits=NEVER_EXPIRE) as stage:
+    async with fault_stage(folder, settings=NEVER_EXPIRE) as stage:
         watching = asyncio.create_task(watch_actor_pods(settings, stage.updater))
         try:
             yield stage
@@ -114,9 +114,9 @@ async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_an
         api.terminate("b")
         await stage.served()
         await stage.all_on(1, [a])
-        epochs = {message.epoch for message in stage.said if isinstance(message, EpochStart)}
+        epochs = {message.epoch for message in stage.messages if isinstance(message, EpochStart)}
         assert epochs == {1}
-        await stage.until(lambda: Commit(incarnation=1, epoch=1, version=1) in stage.said)
+        await stage.until(lambda: Commit(incarnation=1, epoch=1, version=1) in stage.messages)
 
 
 async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(
@@ -137,7 +137,7 @@ async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_delete
 
 
 async def test_an_actor_that_is_told_to_end_has_left_in_order_without_any_api(tmp_path: Path) -> None:
-    async with fault_stage(tmp_path, limits=NEVER_EXPIRE) as stage:
+    async with fault_stage(tmp_path, settings=NEVER_EXPIRE) as stage:
         a, b = await stage.start_all("a", "b")
         await stage.update(0)
         b.send(signal.SIGTERM)
