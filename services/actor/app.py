@@ -9,14 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, suppress
 
+import grpc
+import numpy as np
+from opentelemetry.trace import SpanKind
+
 from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, Bus, connect
+from pipelinerl.errors import MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
+from pipelinerl.messages.sequences import (
+    FinishReason,
+    SamplingParams,
+    TokenIds,
+    finish_reason_to_proto,
+    sampling_from_proto,
+    spans_to_proto,
+    token_ids_from_bytes,
+)
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
@@ -28,21 +43,25 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
+from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.v1 import actor_pb2_grpc
-from services.actor.engine import InferenceEngine, StartEngine
+from pipelinerl.telemetry.spans import child, trace_in
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from services.actor.completions import UNFINISHED, defect_of
+from services.actor.engine import EngineError, GenerationRequest, InferenceEngine, StartEngine
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.membership import DeletionCost, Heartbeat
 from services.actor.metrics import STAGING_STATES, ActorMetrics
-from services.actor.server import ActorService
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
 
 log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
+MAX_PROMPTS = 100_000
+"""Of one request for held-out generation; a longer one is refused whole."""
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
 """For the engine to return what it has. It takes milliseconds, unless a weight update is just being committed."""
@@ -93,15 +112,21 @@ async def serve(
         await stack.enter_async_context(verifier)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop)
         credentials = server_credentials(settings.tls_dir)
-        served = serve_grpc(actor.add_to, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)
+        served = serve_grpc(
+            lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server),
+            [SERVICE],
+            settings.grpc_host,
+            settings.grpc_port,
+            credentials=credentials,
+        )
         server = await stack.enter_async_context(served)
         await server.set_serving(True)
         address = announce(settings, server.port, http_port)
         await actor.run(address.grpc, readiness)
 
 
-class Actor:
-    """The running parts and their wiring."""
+class Actor(actor_pb2_grpc.ActorServiceServicer):
+    """The running parts and their wiring, and the gRPC service: state, drain, held-out generation, the parity probe."""
 
     def __init__(
         self,
@@ -151,20 +176,6 @@ class Actor:
         metrics.held_groups.read(lambda: held.num_groups)
         metrics.staging.read_state(STAGING_STATES, lambda: updates.staging_state)
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
-
-    def add_to(self, server: object) -> None:
-        """Has the gRPC server answer from here."""
-        service = ActorService(
-            instance=self._settings.instance,
-            engine=self._engine,
-            gate=self._gate,
-            generation=self._generation,
-            updates=self._updates,
-            metrics=self._metrics,
-            started_at=self._started_s,
-            max_context=self._recipe.model.max_context,
-        )
-        actor_pb2_grpc.add_ActorServiceServicer_to_server(service, server)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
         instance = self._settings.instance
@@ -219,9 +230,122 @@ class Actor:
             self._context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
+    # What it answers over gRPC, beside the training sequences. Bad input is INVALID_ARGUMENT and names the field, token ids
+    # outside the vocabulary included: an engine would fail on them, or read another token.
+
+    async def GetState(
+        self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.ActorState:
+        served = self._gate.served
+        return actor_pb2.ActorState(
+            instance=self._settings.instance,
+            phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self._gate.phase.upper()}"),
+            policy_version=served.number if served else 0,
+            incarnation=served.incarnation if served else 0,
+            epoch=self._updates.epoch.epoch if self._updates.epoch else 0,
+            sequences_in_progress=self._generation.num_in_progress,
+            generated_tokens=self._metrics.tokens_total,
+            busy_s=self._metrics.busy.total_s,
+            uptime_s=time.monotonic() - self._started_s,
+            sequences_finished=self._metrics.finished_total,
+        )
+
+    async def Drain(
+        self, request: actor_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.DrainResponse:
+        self._gate.drain()
+        try:
+            async with asyncio.timeout(max(0.0, request.timeout_s)):
+                await self._generation.idle()
+        except TimeoutError:
+            pass
+        return actor_pb2.DrainResponse(sequences_left=self._generation.num_in_progress)
+
+    async def Generate(
+        self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[actor_pb2.GenerateResult]:
+        try:
+            sampling, prompts = read_prompts(request, self._engine.vocab_size)
+        except MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        trace, about = trace_in(dict(context.invocation_metadata() or ())), a.rpc("pipelinerl.v1.ActorService/Generate")
+        with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes={**about, a.PROMPTS: len(prompts)}):
+            tasks = [asyncio.create_task(self._complete(key, p, sampling, request.seed)) for key, p in prompts.items()]
+            try:
+                for finished in asyncio.as_completed(tasks):
+                    yield await finished
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def Score(
+        self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext
+    ) -> actor_pb2.ScoreResponse:
+        try:
+            tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
+        except MessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not 2 <= len(tokens) < self._recipe.model.max_context:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"token_ids: {len(tokens)} tokens, give 2 to {self._recipe.model.max_context - 1}",
+            )
+        async with self._updates.serving:
+            served = self._gate.served
+            if served is None:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
+                raise AssertionError("abort raises")
+            try:
+                logprobs = await self._engine.score(tokens)
+            except EngineError as error:
+                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return actor_pb2.ScoreResponse(
+            logprobs=logprobs.tobytes(), policy_version=served.number, incarnation=served.incarnation
+        )
+
+    async def _complete(
+        self, key: str, prompt: TokenIds, sampling: SamplingParams, seed: int
+    ) -> actor_pb2.GenerateResult:
+        request = GenerationRequest(f"eval-{key}-{os.urandom(4).hex()}", prompt, sampling, seed or None)
+        try:
+            generation = await self._engine.generate(request)
+        except EngineError as error:
+            return actor_pb2.GenerateResult(id=key, failure=str(error)[:500])
+        return actor_pb2.GenerateResult(
+            id=key,
+            completion_token_ids=generation.completion_token_ids.tobytes(),
+            behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
+            spans=spans_to_proto(generation.spans),
+            finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
+            completion_text=self._engine.decode(generation.completion_token_ids),
+            failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
+        )
+
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
     """Returns when they have ended. Their errors are the task group's."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[SamplingParams, dict[str, TokenIds]]:
+    """Sampling and prompts by id. Raises `MessageError`. Pure."""
+    kind = "GenerateRequest"
+    if len(request.prompts) > MAX_PROMPTS:
+        raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
+    prompts = {
+        prompt.id: read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids")
+        for prompt in request.prompts
+    }
+    return sampling_from_proto(request.sampling), prompts
+
+
+def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
+    """int32[tokens]. Raises `MessageError` with the position and value of the first one outside the vocabulary. Pure."""
+    tokens = token_ids_from_bytes(data, kind, field)
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        first = outside[0]
+        raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
+    return tokens

@@ -1,32 +1,39 @@
-"""The actor's parts together over an in-memory bus: the order of its stop, and how its errors end it."""
+"""The actor's parts together over an in-memory bus: the order of its stop, how its errors end it, what it answers over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, decode_group, encode_group
+from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, VersionSpan, decode_group, encode_group
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
-from services.actor.engine import EngineError, GenerationRequest
+from services.actor.engine import EngineError, Generation, GenerationRequest
 from services.actor.metrics import ActorMetrics
-from tests.support.generation import ScriptedEngine, ScriptedVerifier
+from services.trainer.data.evaluation import ActorClient
+from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe
 
-SAMPLING, CONTEXT = SamplingParams(), LogContext(RUN, "actor", "a")
+SAMPLING, CONTEXT = SamplingParams(max_tokens=4), LogContext(RUN, "actor", "a")
+SPANS = (VersionSpan(3, 0, 1, 1),)
 
 
 @dataclass
@@ -54,15 +61,17 @@ def settings() -> ActorSettings:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Running]:
+async def running(engine: ScriptedEngine | None = None, version: int | None = 0) -> AsyncIterator[Running]:
+    """An actor that serves this version; None: none yet."""
     async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
         await bus.create_streams()
-        engine, verifier, stop, readiness = ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
+        engine, verifier, stop, readiness = engine or ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
         engine.open.set()
         registry = CollectorRegistry()
         actor = app.Actor(settings(), make_recipe(), engine, bus, verifier, ActorMetrics(registry), CONTEXT, stop)  # type: ignore[arg-type]
         task = asyncio.create_task(actor.run("a:1", readiness))
-        actor._gate.serve(PolicyVersion(1, 0))
+        if version is not None:
+            actor._gate.serve(PolicyVersion(1, version))
         try:
             yield Running(actor, bus, engine, verifier, readiness, stop, task, registry)
         finally:
@@ -164,7 +173,7 @@ async def scripted_engine(*_: object, **more: object) -> AsyncIterator[ScriptedE
 @asynccontextmanager
 async def waiting_for_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, **changes: object
-) -> AsyncIterator[asyncio.Event]:
+) -> AsyncIterator[tuple[asyncio.Event, asyncio.Task[None]]]:
     """An actor that has tried in vain to reach NATS, 0.2 s at a time; it has to end in the block, where its stop can be set."""
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
     monkeypatch.setattr(app, "connect", lambda *a, **k: connect(*a, **k | {"connect_timeout_s": 0.2}))
@@ -173,7 +182,7 @@ async def waiting_for_nats(
     async with asyncio.timeout(30):
         while "cannot connect, trying again: cannot connect to NATS" not in caplog.text:
             await asyncio.sleep(0.01)
-        yield stop
+        yield stop, actor
         await actor
 
 
@@ -184,17 +193,104 @@ async def test_an_actor_that_is_up_before_nats_waits_for_it(
     with NatsServer(tmp_path / "nats") as nats:
         url = nats.url
     nats.port = int(url.rpartition(":")[2])
-    async with (
-        waiting_for_nats(monkeypatch, caplog, nats_url=url, address_file=address_file) as stop,
-        nats,
-    ):
-        while not address_file.exists():
-            await asyncio.sleep(0.01)
-        stop.set()
+    async with waiting_for_nats(monkeypatch, caplog, nats_url=url, address_file=address_file) as (stop, actor):
+        with nats:
+            while not address_file.exists():
+                await asyncio.sleep(0.01)
+            stop.set()
+            await actor
 
 
 async def test_a_stop_is_heard_while_an_actor_waits_for_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with waiting_for_nats(monkeypatch, caplog, nats_url="nats://127.0.0.1:1") as stop:
+    async with waiting_for_nats(monkeypatch, caplog, nats_url="nats://127.0.0.1:1") as (stop, _):
         stop.set()
+
+
+# What it answers over gRPC, asked by the trainer's own client.
+
+
+class Engine(ScriptedEngine):
+    """Answers every prompt with its last token, once; refuses prompts that begin with 9."""
+
+    vocab_size = 10
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        if request.prompt_token_ids[0] == 9:
+            raise EngineError("refused")
+        return replace(generated(0), completion_token_ids=request.prompt_token_ids[-1:], spans=SPANS)
+
+    async def score(self, token_ids: Any) -> Any:
+        return np.full(len(token_ids) - 1, -0.25, np.float32)
+
+
+@asynccontextmanager
+async def answering(
+    version: int | None = 3, engine: ScriptedEngine | None = None
+) -> AsyncIterator[tuple[Running, str]]:
+    async with running(engine or Engine(vocab_size=10), version) as one:
+        register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(one.actor, server)  # noqa: E731
+        async with serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as server:
+            yield one, f"127.0.0.1:{server.port}"
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
+    async with answering() as (_, address), ActorClient("a", address) as client:
+        prompts = {"good": tokens(1, 2, 7), "bad": tokens(9, 1)}
+        answers = {c.problem_id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=10)}
+    assert (answers["good"].text, answers["good"].spans, answers["good"].failure) == ("7", SPANS, "")
+    assert answers["bad"].failure == "refused"
+
+
+@pytest.mark.parametrize("bad", [-1, 10])
+async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    async with answering() as (_, address), ActorClient("a", address) as client:
+        said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 is {bad}, allowed are 0 to 9"
+        with pytest.raises(ServiceError, match=said):
+            async for _ in client.generate({"p": tokens(1, bad)}, SAMPLING, seed=1, timeout_s=10):
+                pass
+        with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 is {bad}"):
+            await client.score(tokens(1, 2, bad), timeout_s=10)
+
+
+def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> None:
+    request = actor_pb2.GenerateRequest(prompts=[actor_pb2.GeneratePrompt(id="p")] * (app.MAX_PROMPTS + 1))
+    with pytest.raises(MessageError, match=r"prompts: 100001 given, 100000 allowed"):
+        app.read_prompts(request, 10)
+    with pytest.raises(MessageError, match=r"K\.f: 3 bytes"):
+        app.read_tokens(b"abc", 10, "K", "f")
+
+
+async def test_score_names_its_version_and_needs_one() -> None:
+    async with answering(5) as (_, address), ActorClient("a", address) as client:
+        logprobs, version = await client.score(tokens(1, 2, 3), timeout_s=10)
+        assert (logprobs.tolist(), version) == ([-0.25, -0.25], PolicyVersion(1, 5))
+        for wrong in (tokens(1), tokens(*[1] * 64)):
+            with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*give 2 to 63"):
+                await client.score(wrong, timeout_s=10)
+    async with answering(None) as (_, address), ActorClient("a", address) as client:
+        with pytest.raises(ServiceError, match="FAILED_PRECONDITION"):
+            await client.score(tokens(1, 2), timeout_s=10)
+
+
+async def test_drain_says_what_is_left_when_its_time_is_over() -> None:
+    async with (
+        answering(3, ScriptedEngine()) as (one, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = actor_pb2_grpc.ActorServiceStub(channel)
+        one.engine.open.clear()
+        await issue(one.bus, 0)
+        await one.until(lambda: one.engine.running == 2)
+        assert (await stub.Drain(actor_pb2.DrainRequest(timeout_s=0.05))).sequences_left == 2
+        assert not one.actor._gate.is_open
+        one.engine.open.set()
+        assert (await stub.Drain(actor_pb2.DrainRequest(timeout_s=5))).sequences_left == 0
+        state = await stub.GetState(actor_pb2.GetStateRequest())
+        assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
+        assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)
