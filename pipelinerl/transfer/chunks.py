@@ -9,8 +9,8 @@ import hashlib
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -242,54 +242,37 @@ class ReusedMemory:
 _Item = TypeVar("_Item")
 
 
-class Prefetcher(Generic[_Item]):
-    """An iterator over `items`, advanced on a thread; close it, or use it as a context, whatever happens.
+def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
+    """The same items, made on a thread that begins with the first one asked for; close it, whatever happens.
 
     At most `buffers` (≥ 2) items exist at a time: the one handed out last and those made or being made beyond it. An error
-    of `items` is raised where the item would have come. There is no timeout: making one item must itself be bounded.
+    of `items` is raised where the item would have come. There is no timeout: making one item must itself be bounded, and
+    closing waits for it.
     """
+    assert buffers >= 2, "the one in hand and one that is being made"
+    free, ready, closed = threading.Semaphore(buffers), queue.SimpleQueue[Any](), threading.Event()
 
-    def __init__(self, items: Iterable[_Item], buffers: int, name: str) -> None:
-        assert buffers >= 2, "the one in hand and one that is being made"
-        self._items = iter(items)
-        self._free = threading.Semaphore(buffers)
-        self._ready: queue.SimpleQueue[_Item | BaseException] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._in_hand = False
-        self._thread = threading.Thread(target=self._make, name=name, daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[_Item]:
-        return self
-
-    def __next__(self) -> _Item:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ready.put(item)  # for whoever asks again
-            raise item
-        if self._in_hand:
-            self._free.release()  # only now: the caller may have kept the item before until it got this one
-        self._in_hand = True
-        return item
-
-    def __enter__(self) -> Prefetcher[_Item]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Returns when the thread has ended: after the item it is making. Idempotent."""
-        self._closed.set()
-        self._free.release()
-        self._thread.join()
-
-    def _make(self) -> None:
+    def make() -> None:
         try:
-            while True:
-                self._free.acquire()
-                if self._closed.is_set():
-                    raise StopIteration
-                self._ready.put(next(self._items))
+            iterator = iter(items)
+            while free.acquire() and not closed.is_set():
+                ready.put(next(iterator))
         except BaseException as error:  # noqa: BLE001 - a thread's boundary: the error goes to whoever iterates
-            self._ready.put(error)
+            ready.put(error)
+
+    thread = threading.Thread(target=make, name=name, daemon=True)
+    thread.start()
+    in_hand = False
+    try:
+        while not isinstance(item := ready.get(), StopIteration):
+            if isinstance(item, BaseException):
+                raise item
+            if in_hand:
+                free.release()  # only now: the caller may have kept the item before until it got this one
+            in_hand = True
+            yield item
+            del item
+    finally:
+        closed.set()
+        free.release()
+        thread.join()

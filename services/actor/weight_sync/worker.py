@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
 import msgspec
@@ -28,11 +28,11 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import (
     HEADER_SIZE,
-    Prefetcher,
     ReusedMemory,
     Unpacker,
     announced_checksum,
     checksum,
+    prefetch,
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
@@ -57,7 +57,8 @@ class StagingMemory:
 class Receiver:
     """Receives one version's chunks and hands out its tensors as they complete; a chunk is used only after its checksum held.
 
-    Iterate `tensors()` to the end, `close` in any case, then ask what is `staged`. The group may be closed only after `close`.
+    Iterate `tensors()` to the end, close it in any case, then ask what is `staged`. Until then the group is in use, after that
+    it is not: closing takes at most the stall timeout.
     `buffers`: chunks held at a time, the one being loaded included. With one, receiving and loading take turns; with more, a
     thread receives the next chunks while the caller checks and loads earlier ones. Memory here is that many chunks and at most
     one tensor that spans chunks. `memory`: to receive into; None: new memory.
@@ -80,31 +81,26 @@ class Receiver:
         self._deadline, self._stall_timeout_s = self._began + timeout_s, stall_timeout_s
         self._aborted, self._buffers = aborted, buffers
         self._memory = memory if group.placement.stream is None else None
-        self._ahead: Prefetcher[tuple[Tensor, int]] | None = None
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
-        chunks: Iterator[tuple[Tensor, int]] = (self._take(chunk) for chunk in self._manifest.chunks)
+        chunks: Generator[tuple[Tensor, int], None, None] = (self._take(chunk) for chunk in self._manifest.chunks)
         if self._buffers > 1:
-            chunks = self._ahead = Prefetcher(chunks, self._buffers, f"receive-{self._version}")
-        for chunk in self._manifest.chunks:
-            started = time.monotonic()
-            self._time_left()
-            raw, expected = next(chunks)
-            self._check(chunk, raw, expected)
-            self._waited_s += time.monotonic() - started
-            complete = unpacker.add(raw)
-            del raw
-            while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
-                yield complete.pop(0)
-
-    def close(self) -> None:
-        """Returns when nothing uses the group any more: at most the stall timeout. Idempotent."""
-        if self._ahead is not None:
-            self._ahead.close()
+            chunks = prefetch(chunks, self._buffers, f"receive-{self._version}")
+        with contextlib.closing(chunks):
+            for chunk in self._manifest.chunks:
+                started = time.monotonic()
+                self._time_left()
+                raw, expected = next(chunks)
+                self._check(chunk, raw, expected)
+                self._waited_s += time.monotonic() - started
+                complete = unpacker.add(raw)
+                del raw
+                while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
+                    yield complete.pop(0)
 
     def staged(self) -> StagedWeights:
         """Of the whole version, once the caller has used all `tensors()`: what it did not wait for bytes is `prepare_s`."""
@@ -282,9 +278,9 @@ class TransferWorker:
             memory=self._memory,
         )
         try:
-            with contextlib.closing(receiver), self._loading, self._placement.scope():
+            with self._loading, self._placement.scope(), contextlib.closing(receiver.tensors()) as tensors:
                 self._staged = None
-                self._loader.load(receiver.tensors())
+                self._loader.load(tensors)
                 self._placement.synchronize()
                 self._staged = order.version
         except BaseException:

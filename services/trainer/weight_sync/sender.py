@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -30,13 +31,13 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
 from pipelinerl.transfer.chunks import (
-    Prefetcher,
     checksum,
     chunk_header,
     chunk_of,
     describe,
     dtype_name,
     pack,
+    prefetch,
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_thread
@@ -150,7 +151,7 @@ class WeightSender:
         started, placement = time.monotonic(), group.placement
         checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
         try:
-            with placement.scope(), Prefetcher(checksums, 2, f"checksum-{snapshot.version}") as ready:
+            with placement.scope(), closing(prefetch(checksums, 2, f"checksum-{snapshot.version}")) as ready:
                 for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
                     header = chunk_header(snapshot.version, chunk, value)
                     for tensor in (header, chunk_of(snapshot.stream, chunk)):
