@@ -128,16 +128,15 @@ def describe(
 def pack(
     manifest: Manifest,
     parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    device: torch.device | str = "cpu",
     into: Tensor | None = None,
 ) -> Tensor:
-    """Copy the parameters into one stream: uint8[total_bytes] on `device`, converted to the wire dtypes, padding zeroed.
+    """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 
     Given as pairs, they are taken one after the other, so that no two need to be there at once; names that the manifest does
-    not have are passed over. `into`: such a stream that may be overwritten. Raises ManifestDiffers if a parameter is missing
-    or has another shape or dtype than the manifest says.
+    not have are passed over. `into`: such a stream that may be overwritten; None: new host memory. Raises ManifestDiffers if
+    a parameter is missing or has another shape or dtype than the manifest says.
     """
-    stream = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device) if into is None else into
+    stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
     for name, tensor in parameters.items() if isinstance(parameters, Mapping) else parameters:
         index = places.pop(name, None)

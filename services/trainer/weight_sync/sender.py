@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
@@ -31,6 +29,7 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
 from pipelinerl.transfer.chunks import (
+    ReusedMemory,
     checksum,
     chunk_header,
     chunk_of,
@@ -63,8 +62,8 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
 
 
-MOST_SPARE = 1
-"""Buffers of snapshots that are gone, kept for the next: new memory costs more than the copy into it."""
+MOST_SNAPSHOTS = 3
+"""Whose memory is used again: of the version served, the one under way and the one that waits."""
 
 
 class Snapshot:
@@ -110,7 +109,7 @@ class WeightSender:
     ) -> None:
         self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
         self.group_placement = group_placement or placement
-        self._spare: deque[Tensor] = deque(maxlen=MOST_SPARE)
+        self._memory = ReusedMemory(MOST_SNAPSHOTS)
 
     @torch.no_grad()
     def snapshot(
@@ -121,19 +120,17 @@ class WeightSender:
         On a device: by whatever is queued on the caller's stream from then on. Raises ManifestDiffers when they are not what
         the manifest describes.
         """
-        into = self._spare.pop() if self._spare else None
         with self.placement.beside():
-            stream = pack(self.manifest, parameters, self.placement.device, self._memory() if into is None else into)
-        snapshot = Snapshot(self.manifest, version, stream, self.placement)
-        if self.placement.stream is None:  # a device's allocator keeps its memory itself, and knows when it is free
-            weakref.finalize(snapshot, self._spare.append, stream)
-        return snapshot
+            stream = pack(self.manifest, parameters, self._empty_stream())
+        return Snapshot(self.manifest, version, stream, self.placement)
 
-    def _memory(self) -> Tensor | None:
-        """Host memory that a device copies from and to without a detour, where snapshots of it are kept there."""
-        if self.placement.device.type == self.group_placement.device.type:
-            return None
-        return torch.empty(self.manifest.total_bytes, dtype=torch.uint8, pin_memory=True)
+    def _empty_stream(self) -> Tensor:
+        """Host memory of devices' weights is such that a device copies from and to it without a detour."""
+        num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
+        if device.type == of_groups.type == "cpu":
+            return self._memory.take(num_bytes)
+        # Not reused here: torch's allocators keep this memory themselves.
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type != of_groups.type)
 
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
