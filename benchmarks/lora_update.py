@@ -91,6 +91,7 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
     from pipelinerl.transfer.group import WeightGroup
     from pipelinerl.transfer.manifest import GroupSpec
     from services.actor.weight_sync.client import WeightUpdateClient
+    from services.trainer.distributed.world import ADAPTER, WEIGHTS
 
     sender, client = trainer.sender(way), WeightUpdateClient(llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S)
     await client.prepare(sender.manifest)
@@ -104,7 +105,7 @@ async def block(trainer: Trainer, llm: Any, way: Way, versions: Any, groups: Any
     for _ in range(UPDATES + 1):
         version = PolicyVersion(1, next(versions))
         began_s = time.monotonic()
-        sent = trainer.learner.adapter() if way == "adapter" else trainer.learner.weights()
+        sent = trainer.learner.gather(ADAPTER if way == "adapter" else WEIGHTS)
         snapshot = await asyncio.to_thread(sender.snapshot, version, sent)
         offered_s = time.monotonic()
         broadcast = sender.broadcast(snapshot, group, TIMEOUT_S)

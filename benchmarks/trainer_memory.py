@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,11 +36,10 @@ from benchmarks.random_models import half_qwen2_config
 from benchmarks.results import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.learn.batch import MicroBatch
+from services.trainer.learn.batch import MicroBatch, token_row
 from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, chunked_scores, head_scores
-from services.trainer.learn.loss import LossInputs, compute_loss
+from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
-from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
@@ -74,15 +74,18 @@ HEADS = {"naive": naive_scores, "chunks": chunk_scores, "ours": our_scores}
 def backward(scores: TokenScores) -> None:
     """The default loss of made-up advantages, and its gradient."""
     advantages = torch.linspace(-1, 1, len(scores.logprobs), device=scores.logprobs.device)
-    inputs = LossInputs(
-        logprobs=scores.logprobs,
+    nowhere = torch.zeros_like(advantages, dtype=torch.int64)
+    batch = MicroBatch(
+        row=token_row(np.zeros(1, np.int64), np.ones(1, np.int64)),
+        predictors=nowhere,
+        targets=nowhere,
         behaviour_logprobs=scores.logprobs.detach(),
         advantages=advantages,
         weights=torch.full_like(advantages, 1e-3),
-        sequence_index=torch.zeros_like(advantages, dtype=torch.int64),
+        sequence_index=nowhere,
         num_sequences=1,
     )
-    compute_loss(inputs, AlgorithmConfig()).loss.backward()
+    compute_loss(batch, scores, AlgorithmConfig()).loss.backward()
 
 
 def measure_head(way: str, dtype: torch.dtype, tokens: int, device: torch.device) -> Measured:
@@ -106,15 +109,7 @@ def measure_layers(way: str, dtype: torch.dtype, tokens: int, device: torch.devi
     groups = make_groups([SEQUENCE_TOKENS] * (tokens // SEQUENCE_TOKENS), config.vocab_size)
     (host_batch,) = prepare_step(groups, VERSION, "batch", tokens).batches
     batch = host_batch.on(device)
-    return measured(
-        lambda: backward(TokenScores(*_scores(policy, batch))),
-        device,
-    )
-
-
-def _scores(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    scores = policy.scores(batch.row, batch.predictors, batch.targets)
-    return scores.logprobs, scores.entropy
+    return measured(lambda: backward(policy.scores(batch.row, batch.predictors, batch.targets)), device)
 
 
 def gradients_mib(part: str, dtype: torch.dtype, tokens: int) -> float:

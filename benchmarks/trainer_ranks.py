@@ -95,7 +95,7 @@ def bare_loop(model: PreTrainedModel, case: Case, prepared: PreparedStep, world:
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh)
-    batches = [batch.on(CPU) for batch in prepared.shares[world.layout.data_index].batches]
+    batches = [batch.on(CPU) for batch in prepared.shares[world.layout.rank // world.layout.sequence_ranks]]
     return BareLoop(model, VARLEN, batches, case.trainer())
 
 

@@ -73,3 +73,8 @@ class ManifestMismatch(TransferError):
 
 class ServiceError(PipelineRLError):
     """A service of the run cannot be started, reached, or has died."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message that is not empty, or what kind of error it is."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

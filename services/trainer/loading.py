@@ -57,7 +57,7 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
     recompute, lora = recipe.trainer.gradient_checkpointing, recipe.trainer.lora
     if world.is_first:  # the model in host memory, checked
         policy = load_policy(source, recipe.model, gradient_checkpointing=recompute, lora=lora)
-        facts = {"attention": policy.attention, "own_logits": policy.scorer.own_logits, "resume": str(resume or "")}
+        facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
         world.links.tell_all(Message("model", facts))
     else:  # its shape, and what rank 0 resumes
         found = world.links.hear().fields
@@ -70,9 +70,9 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
 def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: Path | None) -> Learner:
     """Of a policy that is not sharded yet."""
     if recipe.algorithm.advantage == "value":
-        add_value_head(whole.scorer)
+        add_value_head(whole)
         if whole.device.type != "meta":  # the one that is saved beside the model, else a new one
-            load_value_head(whole.scorer, Path(source))
+            load_value_head(whole, Path(source))
     if recipe.trainer.compile:
         compile_layers(whole.model, world.device)
     dtype = DTYPES[recipe.model.dtype]

@@ -29,12 +29,12 @@ from pipelinerl.transfer.manifest import aligned
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import PendingState, stage
-from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message
+from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, WEIGHTS, Message
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import mfu
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS
-from services.trainer.learn.model import DTYPES
-from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
+from services.trainer.learn.model import DTYPES, hub_arguments
+from services.trainer.learn.step import Learner, PreparedStep, StepOutcome, train_order
 from services.trainer.loading import load_learner
 from services.trainer.weight_sync.sender import CollectivePort, Snapshot, WeightSender, adapter_factors, whole_weights
 
@@ -68,7 +68,7 @@ class RankZero:
         per_row = self._layout.sequence_ranks
         if self._links is not None:
             rows = [rank // per_row for rank in range(1, self._layout.size)]
-            self._links.tell([prepared.shares[row].to_message() for row in rows])
+            self._links.tell([train_order(prepared.version, prepared.shares[row]) for row in rows])
         results = [self.learner.compute(prepared.shares[0])]
         if self._links is not None:  # the first rank of each row reports for it
             reports = self._links.reports(range(per_row, self._layout.size, per_row))
@@ -80,20 +80,10 @@ class RankZero:
         self._tell(SCORE, token_ids=np.asarray(token_ids))
         return self.learner.score(token_ids)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What actors load, by name. Must be iterated to its end, or all ranks wait."""
-        self._tell(WEIGHTS)
-        yield from self.learner.weights()
-
-    def value_head(self) -> dict[str, Tensor]:
-        """Its parameters by name; empty without one."""
-        self._tell(VALUE_HEAD)
-        return dict(self.learner.value_head())
-
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Factors of the adapters, by name. Must be iterated to its end, too."""
-        self._tell(ADAPTER)
-        yield from self.learner.adapter()
+    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """`Learner.gather` on all ranks. Must be iterated to its end, or they wait."""
+        self._tell(kind)
+        yield from self.learner.gather(kind)
 
     def stage(self) -> PendingState:
         """Copies the state of all ranks into host memory, to be written on another thread beside what comes next.
@@ -152,13 +142,13 @@ class PolicyTrainer(RankZero):
         if not outcome.applied:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
-        peak_flops = self.learner.meter.peak_flops
+        peak_flops = self.learner.peak_flops
         work = throughput(outcome, prepared.flops, seconds, num_devices=self.num_ranks, peak_flops=peak_flops)
         return {**outcome.metrics, **work, SAMPLED_WEIGHTS: outcome.sampled_weights}
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """A copy of what actors get of the weights as they are, which are `version`."""
-        return self._sender.snapshot(version, self.adapter() if sends_adapter(self._recipe) else self.weights())
+        return self._sender.snapshot(version, self.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copies state and export of the weights as they are, which are `version`, on all ranks.
@@ -194,14 +184,14 @@ def load_policy_trainer(
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
     learner = load_learner(recipe, source, ranks, resume=start.tensors if start else None)
-    layout, scorer = learner.world.layout, learner.policy.scorer
+    layout, policy = learner.world.layout, learner.policy
     facts = {
         "ranks": layout.size,
         "shard_ranks": layout.shard_ranks,
         "context_parallel": layout.sequence_ranks,
-        "parameters": sum(parameter.numel() for parameter in scorer.parameters()),
-        "trained": sum(parameter.numel() for parameter in scorer.parameters() if parameter.requires_grad),
-        "value_head": scorer.value_head is not None,
+        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+        "trained": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        "value_head": policy.value_head is not None,
         "attention": learner.policy.attention,
     }
     log.info("policy ready", extra=facts)
@@ -241,11 +231,8 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """That of folder (or hub id) `source`, at the recipe's revision. Raises `FieldError` when there is none."""
     from transformers import AutoTokenizer
 
-    hub: dict[str, Any] = {"trust_remote_code": recipe.model.trust_remote_code}
-    if recipe.model.revision and not Path(source).is_dir():
-        hub["revision"] = recipe.model.revision
     try:
-        return AutoTokenizer.from_pretrained(source, **hub)
+        return AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
 

@@ -34,7 +34,7 @@ from services.trainer.distributed.world import (
     Message,
     leave_ranks,
 )
-from services.trainer.learn.step import TRAIN, Learner, StepShare
+from services.trainer.learn.step import TRAIN, Learner, share_of
 from services.trainer.loading import load_learner
 from services.trainer.reporting.metrics import rank_orders
 
@@ -61,7 +61,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
 def carry_out(order: Message, learner: Learner) -> None:
     """One order, together with the other ranks."""
     if order.kind == TRAIN:
-        result = learner.compute(StepShare.from_message(order))
+        result = learner.compute(share_of(order))
         world = learner.world
         if world.layout.sequence_index == 0 and world.links is not None:
             fields = {"memory_peak_bytes": result.memory_peak_bytes}
@@ -69,8 +69,7 @@ def carry_out(order: Message, learner: Learner) -> None:
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
-        gathered = {WEIGHTS: learner.weights, ADAPTER: learner.adapter, VALUE_HEAD: learner.value_head}
-        for _ in gathered[order.kind]():
+        for _ in learner.gather(order.kind):
             pass
     else:
         assert order.kind == HEARTBEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

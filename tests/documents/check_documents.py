@@ -130,8 +130,7 @@ def figures_of_a_step() -> dict[str, Any]:
     """What the learner and the loop hand to the report, of two tokens of lag 0 and 1."""
     import numpy as np
 
-    from services.trainer.learn.batch import host_microbatch
-    from services.trainer.learn.loss import BatchTotals
+    from services.trainer.learn.batch import BatchTotals, host_microbatch
     from services.trainer.learn.metrics import token_figures
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import throughput

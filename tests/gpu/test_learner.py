@@ -12,8 +12,7 @@ import torch
 from pipelinerl.service.settings import RankSettings
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
-from services.trainer.learn.batch import host_microbatch
-from services.trainer.learn.loss import BatchTotals
+from services.trainer.learn.batch import BatchTotals, host_microbatch
 from services.trainer.loading import load_learner, rank_device, sharded_learner
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks

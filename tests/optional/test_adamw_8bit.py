@@ -17,10 +17,16 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from services.trainer.checkpoint.state_files import restore, stage
+from services.trainer.checkpoint.state_files import (
+    learner_state,
+    plain_part,
+    restore,
+    stage,
+    trained_parameters,
+    write_state,
+)
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw
-from services.trainer.learn.state import learner_state, plain_part, trained_parameters
+from services.trainer.learn.optimizer import PolicyOptimizer, build_adamw, check_compiled_step
 from services.trainer.learn.step import Learner
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
 
@@ -55,7 +61,7 @@ class Regression:
         for _ in range(steps):
             loss = self.loss()
             loss.backward()
-            assert not self.optimizer.step(loss.item()).skipped
+            assert not self.optimizer.step(loss.item())["skipped"]
         return self.loss().item()
 
 
@@ -90,7 +96,7 @@ def test_a_restored_learner_has_its_moments_in_eight_bit_again(tmp_path: Path) -
     first, second = learner(0), learner(1)
     for version in range(3):
         first.train_step([group], version)
-    stage(first).write(tmp_path / "state")
+    write_state(stage(first), tmp_path / "state", None)
     restore(second, tmp_path / "state")
     before, after = learner_state(first), learner_state(second)
     for name, value in before.items():
@@ -145,21 +151,22 @@ def test_matrices_decay_and_vectors_do_not(optimizer: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 def test_a_machine_that_cannot_compile_the_step_is_told_what_to_do() -> None:
-    from services.trainer.learn.adamw_8bit import check_compiled_step
+    from torchao.optim import AdamW8bit
 
     broken = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
     with (
         broken,
         pytest.raises(FieldError, match=r"trainer\.optimizer = 'adamw_8bit': .*no-such-compiler.*or use adamw"),
     ):
-        check_compiled_step(torch.device("cpu"))
+        check_compiled_step(AdamW8bit, torch.device("cpu"))
 
 
 def test_importing_torchao_leaves_a_services_log_empty() -> None:
     script = """
 from pipelinerl.service.logs import LogContext, configure_logging
 configure_logging(LogContext("r", "trainer", "trainer-0"))
-import services.trainer.learn.adamw_8bit
+import torchao.optim
+import services.trainer.learn.optimizer
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""

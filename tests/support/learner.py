@@ -17,9 +17,10 @@ from transformers import (
 
 from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
-from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
+from services.trainer.learn.batch import BatchTotals, MicroBatch, TrainingGroup, token_row, token_weights
+from services.trainer.learn.logprobs import TokenScores
+from services.trainer.learn.loss import compute_loss
+from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
 
@@ -89,6 +90,23 @@ def group_of(sequences: list[Sequence], seed: int = 0) -> TrainingGroup:
     return TrainingGroup(tuple(sequences), np.random.default_rng(seed).normal(size=len(sequences)))
 
 
+def micro_batch(
+    behaviour_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, lengths: list[int]
+) -> MicroBatch:
+    """What a loss reads of completions of `lengths` tokens."""
+    nowhere = torch.zeros(len(advantages), dtype=torch.long)
+    return MicroBatch(
+        row=token_row(np.zeros(1, np.int64), np.ones(1, np.int64)),
+        predictors=nowhere,
+        targets=nowhere,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=advantages,
+        weights=weights,
+        sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
+        num_sequences=len(lengths),
+    )
+
+
 def plain_logprobs(model: PreTrainedModel, sequence: Sequence, temperature: float = 1.0) -> torch.Tensor:
     """log π of the completion tokens, one sequence alone, without this project's code."""
     ids = torch.from_numpy(np.concatenate((sequence.prompt_token_ids, sequence.completion_token_ids))).long()[None]
@@ -105,16 +123,11 @@ def plain_gradients(
     model.zero_grad()
     for sequence, advantage in zip(group.sequences, group.advantages, strict=True):
         tokens = sequence.num_completion_tokens
-        weight = {"token": 1 / totals.num_completion_tokens, "sequence": 1 / (tokens * totals.num_sequences)}
-        inputs = LossInputs(
-            plain_logprobs(model, sequence, temperature),
-            torch.from_numpy(sequence.behaviour_logprobs),
-            torch.full((tokens,), float(advantage)),
-            torch.full((tokens,), weight.get(config.normalization, 1 / totals.num_sequences)),
-            torch.zeros(tokens, dtype=torch.long),
-            1,
-        )
-        compute_loss(inputs, config).loss.backward()
+        weights = token_weights(np.array([tokens]), config.normalization, totals)
+        mu, advantages = torch.from_numpy(sequence.behaviour_logprobs), torch.full((tokens,), float(advantage))
+        logprobs = plain_logprobs(model, sequence, temperature)
+        batch = micro_batch(mu, advantages, torch.from_numpy(weights), [tokens])
+        compute_loss(batch, TokenScores(logprobs, torch.zeros(tokens)), config).loss.backward()
     return gradients_of(model)
 
 
@@ -127,8 +140,8 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 class GradientsKept(PolicyOptimizer):
     """Steps nothing, so that a test can read what a step would have used."""
 
-    def step(self, loss: float) -> OptimizerReport:
-        return OptimizerReport(0.0, 0.0, "")
+    def step(self, loss: float) -> dict[str, Any]:
+        return {"learning_rate": 0.0, "grad_norm": 0.0, "skipped": ""}
 
 
 def packed_gradients(

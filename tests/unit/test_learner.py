@@ -29,14 +29,14 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
 from pipelinerl.rl.advantages import group_advantages
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.export import VALUE_HEAD, save_value_head
+from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
+from services.trainer.checkpoint.state_files import trained_parameters
+from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
-from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
-from services.trainer.learn.loss import BatchTotals, LossInputs, compute_loss
+from services.trainer.learn.batch import BatchTotals, TrainingGroup, host_microbatch, token_row
+from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
-from services.trainer.learn.policy import checked_policy
-from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner
 from tests.support.learner import (
@@ -109,15 +109,7 @@ def test_padding_never_changes_a_loss(attention: str, multiple: int) -> None:
     def loss(pad_multiple: int) -> tuple[float, int]:
         batch = host_microbatch(sequences, advantages, 0, "batch", totals, pad_multiple).on("cpu")
         scores = policy.scores(batch.row, batch.predictors, batch.targets)
-        inputs = LossInputs(
-            scores.logprobs,
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.weights,
-            batch.sequence_index,
-            batch.num_sequences,
-        )
-        return compute_loss(inputs, AlgorithmConfig()).loss.item(), batch.row.input_ids.shape[1]
+        return compute_loss(batch, scores, AlgorithmConfig()).loss.item(), batch.row.input_ids.shape[1]
 
     bare, padded = loss(1), loss(multiple)
     assert bare[1] == 61
@@ -209,8 +201,8 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_how_many_logits_exist_at_a_time_changes_no_gradient(family: str) -> None:
     """Of 23 words, blocks of one word each for the 40 completion tokens."""
     group, config = group_of(sequences_of(LENGTHS)), AlgorithmConfig(entropy_coefficient=0.1)
-    whole = wrap_model(model_of(family))
-    blocks = checked_policy(wrap_model(model_of(family)).model, VARLEN, max_logits=60)
+    whole, blocks = wrap_model(model_of(family)), wrap_model(model_of(family))
+    blocks.max_logits = 60
     assert_same(packed_gradients(whole, group, config), packed_gradients(blocks, group, config))
 
 
@@ -498,13 +490,13 @@ def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) 
         model={"source": "path", "name": str(tmp_path), "max_context": 64}, algorithm={"advantage": "value"}
     )
     first = load_learner(recipe, str(tmp_path), RankSettings())
-    assert first.policy.scorer.value_head is not None
+    assert first.policy.value_head is not None
     with torch.no_grad():
-        first.policy.scorer.value_head.weight.fill_(0.5)
-    save_value_head(dict(first.value_head()), tmp_path / VALUE_HEAD)
+        first.policy.value_head.weight.fill_(0.5)
+    save_value_head(dict(first.gather(VALUE_HEAD)), tmp_path / VALUE_HEAD_FILE)
     again = load_learner(recipe, str(tmp_path), RankSettings())
-    assert dict(again.value_head())["weight"].tolist() == [[0.5] * 32]
-    save_value_head({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD)
+    assert dict(again.gather(VALUE_HEAD))["weight"].tolist() == [[0.5] * 32]
+    save_value_head({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD_FILE)
     with pytest.raises(FieldError, match="is not this model's"):
         load_learner(recipe, str(tmp_path), RankSettings())
 

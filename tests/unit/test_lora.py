@@ -23,6 +23,7 @@ from pipelinerl.recipe.fields import (
 )
 from pipelinerl.transfer.chunks import add_low_rank
 from services.trainer.checkpoint.export import PolicyExport
+from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn.lora import (
     adapter_weights,
     adapters_off,
@@ -32,9 +33,8 @@ from services.trainer.learn.lora import (
     served_weights,
 )
 from services.trainer.learn.meter import frozen_flops, model_flops
-from services.trainer.learn.model import blank_policy, frozen_copy, initial_policy, load_policy, wrap_model
-from services.trainer.learn.policy import Policy, UnadaptedPolicy
-from services.trainer.learn.state import trained_parameters
+from services.trainer.learn.model import blank_policy, frozen_copy, load_policy, wrap_model
+from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import RankZero
 from tests.support.learner import (
@@ -174,11 +174,10 @@ def test_new_adapters_change_nothing() -> None:
 def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     policy = adapted(family)
     copy = frozen_copy(policy)  # made before training, as one would without adapters
-    assert isinstance(initial_policy(policy), UnadaptedPolicy)
     with_copy = Learner(policy, AlgorithmConfig(kl_coefficient=0.1), TrainerConfig(lora=RANK_4), reference=copy)
     without = train(policy, kl_coefficient=0.1)
     group = group_of(sequences_of(LENGTHS, seed=7), seed=7)
-    batch = without.prepare([group], 3).shares[0].batches[0].on(policy.device)
+    batch = without.prepare([group], 3).shares[0][0].on(policy.device)
     reference = without._reference_logprobs(batch)
     assert reference is not None
     torch.testing.assert_close(reference, with_copy._reference_logprobs(batch), rtol=0, atol=0)
@@ -261,7 +260,7 @@ def test_a_blank_policy_has_the_same_parameters(tmp_path: Path) -> None:
     model("llama-tied").save_pretrained(tmp_path)
     config = ModelConfig(source="path", name=str(tmp_path), max_context=64, dtype="bfloat16")
     policy = load_policy(str(tmp_path), config, lora=RANK_4)
-    blank = blank_policy(str(tmp_path), config, policy.attention, policy.scorer.own_logits, lora=RANK_4)
+    blank = blank_policy(str(tmp_path), config, policy.attention, policy.own_logits, lora=RANK_4)
 
     def form(policy: Policy) -> list[Any]:
         named = policy.model.named_parameters()
@@ -322,8 +321,8 @@ def test_a_learner_counts_frozen_products_so() -> None:
     whole, adapters = wrap_model(model("llama-tied")), adapted("llama-tied")
     group = [group_of(sequences_of(LENGTHS))]
     trained = sum(weight.numel() for weight in adapters.model.parameters() if weight.requires_grad)
-    expected = frozen_flops(learner(whole).meter.cost_model, trained)
-    assert learner(adapters).meter.cost_model == expected
+    expected = frozen_flops(learner(whole).cost_model, trained)
+    assert learner(adapters).cost_model == expected
     assert learner(adapters).prepare(group, 0).flops < learner(whole).prepare(group, 0).flops
 
 
@@ -331,7 +330,7 @@ def test_plain_gradients_of_adapters() -> None:
     """One sequence alone through the model, without this project's code, moves the same weights the same way."""
     policy, plain = train(adapted("llama-tied")).policy, train(adapted("llama-tied")).policy
     sequence = sequences_of(LENGTHS)[3]
-    batch = learner(policy).prepare([group_of([sequence])], 0).shares[0].batches[0].on(policy.device)
+    batch = learner(policy).prepare([group_of([sequence])], 0).shares[0][0].on(policy.device)
     policy.scores(batch.row, batch.predictors, batch.targets).logprobs.sum().backward()
     plain_logprobs(plain.model, sequence).sum().backward()
     for ours, theirs in zip(policy.model.parameters(), plain.model.parameters(), strict=True):

@@ -16,6 +16,7 @@ from pipelinerl.recipe.fields import LoraConfig, ModelConfig, Recipe
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.weight_sync.loaders import MergingLoader
+from services.trainer.distributed.world import ADAPTER, WEIGHTS
 from services.trainer.learn.lora import layer_adapters
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
@@ -55,7 +56,7 @@ def received(manifest: Manifest, stream: Tensor) -> Iterable[tuple[str, Tensor]]
 def test_the_actors_sum_is_the_trainers(family: str, dtype: str, tmp_path: Path) -> None:
     learning, recipe = learner(tmp_path, family, dtype)
     sender = weight_sender(learning, recipe, "gloo")
-    snapshot = sender.snapshot(PolicyVersion(1, 1), learning.adapter())
+    snapshot = sender.snapshot(PolicyVersion(1, 1), learning.gather(ADAPTER))
     trained = sum(weight.numel() for weight in learning.policy.model.parameters() if weight.requires_grad)
     assert trained == sum(math.prod(spec.shape) for spec in sender.manifest.parameters)
 
@@ -66,7 +67,7 @@ def test_the_actors_sum_is_the_trainers(family: str, dtype: str, tmp_path: Path)
     loader.swap()
     assert loader.mode == within.mode
     assert within.live.keys() == base.keys()
-    whole, adapted = dict(learning.weights()), {item.name for item in sender.manifest.low_rank}
+    whole, adapted = dict(learning.gather(WEIGHTS)), {item.name for item in sender.manifest.low_rank}
     assert adapted == {f"{name}.weight" for name in layer_adapters(learning.policy.model)}
     for name, weight in within.live.items():
         assert torch.equal(weight, whole[name] if name in adapted else base[name]), name
@@ -78,7 +79,7 @@ def test_what_is_dropped_is_not_swapped(tmp_path: Path) -> None:
     sender = weight_sender(learning, recipe, "gloo")
     within = KeepingLoader()
     loader = MergingLoader(within, load_file(tmp_path / "model.safetensors").items(), sender.manifest, CPU)
-    loader.load(learning.adapter())
+    loader.load(learning.gather(ADAPTER))
     loader.drop()
     loader.swap()
     assert within.live == {}

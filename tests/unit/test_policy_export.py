@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.export import VALUE_HEAD, PolicyExport, StagedExport
+from services.trainer.checkpoint.export import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.distributed.world import join_ranks, leave_ranks
+from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import PolicyTrainer
@@ -42,14 +42,14 @@ def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
 def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
     """What actors would have loaded when it began. When it is written, all weights are something else."""
     trainer.step(trainer.prepare([GROUP], 6))
-    then = {name: weight.clone() for name, weight in trainer.weights()}
-    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.value_head().items()}
+    then = {name: weight.clone() for name, weight in trainer.gather(WEIGHTS)}
+    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.gather(VALUE_HEAD)}
     with pytest.raises(AssertionError, match="weights of 7, the rest of version 6"):
         trainer.begin_checkpoint(6)
     write = trainer.begin_checkpoint(7)
     trainer.step(trainer.prepare([GROUP], 7))
     with torch.no_grad():
-        for weight in trainer.learner.policy.scorer.parameters():
+        for weight in trainer.learner.policy.parameters():
             weight.fill_(torch.nan)
     folder.mkdir()
     write(folder)
@@ -69,9 +69,9 @@ def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
     assert named.keys() == then.keys() - heads
     for name, weight in named.items():
         assert torch.equal(weight, then[name].to(dtype)), name
-    assert (folder / VALUE_HEAD).is_file() == bool(heads)
+    assert (folder / VALUE_HEAD_FILE).is_file() == bool(heads)
     for name in heads:
-        assert torch.equal(load_file(folder / VALUE_HEAD)[name.removeprefix("value_head.")], then[name])
+        assert torch.equal(load_file(folder / VALUE_HEAD_FILE)[name.removeprefix("value_head.")], then[name])
     assert (folder / "adapter" / "adapter_config.json").is_file() == (recipe.trainer.lora is not None)
     assert json.loads((folder / "pipelinerl.json").read_text()) == {"recipe": "unit", "policy_version": 7, "seed": 0}
 
@@ -91,10 +91,12 @@ def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: 
     check(folder, then, recipe)
     again = load_learner(recipe, source, RankSettings(), folder / "resume" / "state")
     assert again.optimizer.steps_taken == 1
-    for name, weight in again.weights():
+    for name, weight in again.gather(WEIGHTS):
         assert torch.equal(weight, then[name]), name
     restore(learner, folder / "resume" / "state")  # and its weights are numbers again
-    assert all(torch.equal(weight, then[name]) for name, weight in learner.weights()) == (recipe.trainer.lora is None)
+    assert all(torch.equal(weight, then[name]) for name, weight in learner.gather(WEIGHTS)) == (
+        recipe.trainer.lora is None
+    )
 
 
 def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -144,7 +146,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int
     before = os.umask(umask)
     try:
         export = PolicyExport(model_of("llama-tied"), tokenizer, torch.float32)
-        export.write(StagedExport(weights, {}, None), tmp_path, {})
+        export.write({WEIGHTS: weights, VALUE_HEAD: {}, ADAPTER: {}}, tmp_path, {})
     finally:
         os.umask(before)
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}

@@ -19,11 +19,18 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
-from services.trainer.distributed.world import Message, RankLayout, join_ranks, leave_ranks
+from services.trainer.distributed.world import (
+    ADAPTER,
+    VALUE_HEAD,
+    WEIGHTS,
+    Message,
+    RankLayout,
+    join_ranks,
+    leave_ranks,
+)
 from services.trainer.learn import sharding
 from services.trainer.learn.context_parallel import key_repeats
 from services.trainer.learn.lora import whole
-from services.trainer.learn.optimizer import OptimizerReport
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero, weight_sender
@@ -54,7 +61,7 @@ class Result:
 
 def state_bytes(learner: Learner) -> int:
     moments = [state[name] for state in learner.optimizer._adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors = [*learner.policy.scorer.parameters(), *moments]
+    tensors = [*learner.policy.parameters(), *moments]
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
@@ -71,14 +78,14 @@ def train(learner: Learner, job: Job) -> Result | None:
         if job.broken and version == 0:
             group.advantages[3] = np.nan
         prepared = lead.prepare([group], version)
-        microbatches.append(len(prepared.shares[0].batches))
+        microbatches.append(len(prepared.shares[0]))
         outcome = lead.train_step(prepared)
         outcomes.append(outcome.metrics | {"sampled": outcome.sampled_weights})
         lead.heartbeat()
     scores = lead.score(np.arange(11) % 23)
-    adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.adapter()}
-    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.weights()}
-    weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in lead.value_head().items()}
+    adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.gather(ADAPTER)}
+    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.gather(WEIGHTS)}
+    weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in lead.gather(VALUE_HEAD)}
     lead.end()
     return Result(outcomes, gradients, weights, adapter, scores, microbatches, state_bytes(learner))
 
@@ -88,7 +95,7 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
     kept: list[dict[str, np.ndarray]] = []
     step = learner.optimizer.step
 
-    def keeping(loss: float) -> OptimizerReport:
+    def keeping(loss: float) -> dict[str, Any]:
         named = learner.policy.model.named_parameters()
         kept.append(
             {name: whole(weight.grad).cpu().numpy().copy() for name, weight in named if weight.grad is not None}
@@ -277,7 +284,6 @@ def test_a_world_that_its_recipe_does_not_divide_is_refused() -> None:
 
 def test_neighbours_share_rows_and_copies() -> None:
     layouts = [RankLayout(rank, 8, sequence_ranks=2, shard_ranks=4) for rank in range(8)]
-    assert [layout.data_index for layout in layouts] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [layout.sequence_index for layout in layouts] == [0, 1] * 4
     assert {layout.data_ranks for layout in layouts} == {4}
 
@@ -338,7 +344,7 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
         return None
     lead, sender = RankZero(learner), weight_sender(learner, recipe, "gloo")
     lead.score(np.arange(9))
-    snapshot = sender.snapshot(PolicyVersion(1, 0), lead.weights())
+    snapshot = sender.snapshot(PolicyVersion(1, 0), lead.gather(WEIGHTS))
     lead.end()
     unpacker, sent = Unpacker(sender.manifest), {}
     for chunk in sender.manifest.chunks:
@@ -377,9 +383,9 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
     assert learner.reference is not None
     learner.score(np.arange(9))
-    learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0].batches[0].on("cpu"))
-    scorers = (learner.policy.scorer, learner.reference.scorer)
-    only_shards = all(isinstance(weight, DTensor) for scorer in scorers for weight in scorer.parameters())
+    learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0][0].on("cpu"))
+    policies = (learner.policy, learner.reference)
+    only_shards = all(isinstance(weight, DTensor) for policy in policies for weight in policy.parameters())
     leave_ranks()
     return there, only_shards
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
+from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.lora import whole
-from services.trainer.learn.state import trained_parameters
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero

@@ -14,11 +14,10 @@ import torch
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, TrainerConfig
-from services.trainer.checkpoint.state_files import restore, stage
+from services.trainer.checkpoint.state_files import learner_state, local_part, restore, stage, write_state
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.state import learner_state, local_part
 from services.trainer.learn.step import Learner
 from services.trainer.loading import sharded_learner
 from services.trainer.policy_trainer import RankZero
@@ -48,7 +47,7 @@ def written(path: Path, trained: Learner | None = None) -> Path:
     """A state of one step in `path`."""
     one = trained or learner()
     one.train_step([GROUP], 0)
-    stage(one).write(path)
+    write_state(stage(one), path, None)
     return path
 
 
@@ -69,7 +68,7 @@ def test_the_state_is_that_of_its_staging_whatever_is_trained_while_it_is_writte
 
 def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> None:
     one, other = learner(), learner(seed=1)
-    stage(one).write(tmp_path / "state")
+    write_state(stage(one), tmp_path / "state", None)
     restore(other, tmp_path / "state")
     fresh = learner()  # whose moments nobody has asked for
     for stepped in (one, other):
@@ -79,13 +78,13 @@ def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> N
 
 
 def test_what_is_stored_has_its_name_and_is_float32(tmp_path: Path) -> None:
-    staged = stage(learner(dtype=torch.bfloat16, num_hidden_layers=1)).tensors
+    staged = stage(learner(dtype=torch.bfloat16, num_hidden_layers=1))
     layer = "model.model.layers.0.mlp.up_proj.weight"
     assert {f"{kind}/{layer}" for kind in ("weight", "exp_avg", "exp_avg_sq", "step")} <= staged.keys()
     assert {"steps_taken", "rng/cpu/0"} <= staged.keys()
     assert {tensor.dtype for name, tensor in staged.items() if "/model." in name} == {torch.float32}
     assert "weight/model.lm_head.weight" not in staged, "tied weights are stored once"
-    adapters = stage(learner(lora=LoraConfig(rank=2))).tensors
+    adapters = stage(learner(lora=LoraConfig(rank=2)))
     assert all(".lora_" in name for name in adapters if name.startswith("weight/"))
 
 
@@ -94,7 +93,7 @@ def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
     addresses = []
     for version in range(2):
         pending = lead.stage()
-        addresses.append({name: local_part(tensor).data_ptr() for name, tensor in pending.staged.tensors.items()})
+        addresses.append({name: local_part(tensor).data_ptr() for name, tensor in pending.staged.items()})
         pending.write(tmp_path / str(version))
         lead.learner.train_step([GROUP], version)
     assert addresses[0] == addresses[1]

@@ -15,7 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import HostMark, PhaseTimer, StepMeter, mark_for, process_memory_peak, training_flops
+from services.trainer.learn.meter import (
+    HostMark,
+    PhaseTimer,
+    cost_model_of,
+    mark_for,
+    process_memory_peak,
+    take_memory_peak,
+    training_flops,
+)
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.policy_trainer import throughput
@@ -169,20 +177,18 @@ def test_a_step_of_the_learner_tells_its_phases() -> None:
 
 def test_flops_of_a_step_by_hand() -> None:
     # Layer: q and o 2 · 8 · 8, k and v 2 · 8 · 4, three of 8 · 16: 576 weights; head 8 · 32; attention 4 · 8 a pair.
-    meter = StepMeter(tiny_model())
     sequences = [sequence for group in groups() for sequence in group.sequences]
     counts = [(sequence.num_tokens, sequence.num_completion_tokens) for sequence in sequences]
     assert counts == [(5, 2), (5, 2)]
-    step = training_flops(meter.cost_model, *zip(*counts, strict=True))
+    step = training_flops(cost_model_of(tiny_model()), *zip(*counts, strict=True))
     assert step == 3 * 2 * (5 * 2 * 576 + 2 * 2 * 256 + 15 * 32)
-    assert meter.peak_flops is None
+    assert Learner(wrap_model(tiny_model()), AlgorithmConfig(), TrainerConfig()).peak_flops is None
 
 
 def test_memory_of_the_process_rises_with_what_it_holds() -> None:
-    meter = StepMeter(tiny_model())
-    before, resident = meter.take_memory_peak(), _status_kib("VmRSS") * 1024
+    before, resident = take_memory_peak(torch.device("cpu")), _status_kib("VmRSS") * 1024
     held = np.ones(before - resident + 2**26, dtype=np.uint8)
-    assert meter.take_memory_peak() >= before + 2**25
+    assert take_memory_peak(torch.device("cpu")) >= before + 2**25
     assert held[-1] == 1
 
 

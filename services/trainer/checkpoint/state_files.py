@@ -1,5 +1,15 @@
 """A learner's state on disk and back: staged in host memory while training waits, written while it goes on.
 
+It is named tensors, the same whatever number of ranks it is spread over and whatever dtype it computes in:
+
+    weight/<parameter>      float32: the master where there is one; of adapters alone where only these are trained
+    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's moments; those in 8 bit, dequantised
+    steps_taken             int64: of the schedule
+    rng/<device>/<rank>     uint8: torch's random state, `cpu` and where there is one `cuda`
+
+Parameters are named as `Policy` names them, value head included. Sharded ones are DTensors of all ranks. Frozen weights and the
+reference are not part: they are those of the model that the run began from.
+
 The files are torch.distributed.checkpoint's: each rank writes what it has, and any number of ranks reads it. Its `.metadata`
 is a pickle, so restore only what a run of yours has written. It is the last file: a folder without it is no state, whatever
 else a crash has left there. Written by `dcp.save` on a thread of ours and not by `dcp.async_save`, which wants to know the
@@ -16,13 +26,12 @@ import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -30,7 +39,6 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from services.trainer.checkpoint.files import sync_folder
 from services.trainer.distributed.world import Links, Message
-from services.trainer.learn.state import RNG, adopt, is_quantized, learner_state, local_part, plain_part
 from services.trainer.learn.step import Learner
 
 log = logging.getLogger(__name__)
@@ -38,30 +46,84 @@ log = logging.getLogger(__name__)
 FIELD = "checkpoint"
 
 
-@dataclass(frozen=True, eq=False)
-class StagedState:
-    """This rank's share of one moment's state, in host memory."""
+WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
 
-    tensors: Mapping[str, Tensor]
-    """As `learner_state` names them."""
-    group: Any
-    """In which the ranks agree on what each of them writes; None for one rank."""
 
-    def write(self, folder: Path) -> None:
-        """All ranks together, each on any one thread. Returns when everything of all ranks is durable in `folder`.
+def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
+    """What the optimizer steps, by the name of the model's parameter: float32, sharded where weights are."""
+    names = {id(parameter): name for name, parameter in learner.policy.named_parameters()}
+    return {names[id(live)]: stepped for live, stepped in learner.optimizer.trained()}
 
-        Raises `ServiceError`, on all ranks, when one of them cannot write.
-        """
-        _alone_is_meant()
-        writer = _Writer(folder, sync_files=True)
-        try:
-            dcp.save(dict(self.tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-        except CheckpointException as error:
-            by_rank = sorted(error.failures.items())
-            causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in by_rank)
-            raise ServiceError(f"the trainer's state is not written to {folder}: {causes}") from error
-        for changed in (folder, folder.parent):
-            sync_folder(changed)
+
+def learner_state(learner: Learner) -> dict[str, Tensor]:
+    """The state by name: the learner's own tensors, which change with the next step; moments in 8 bit as it keeps them.
+
+    Whoever fills all of them with another state of the same names and shapes, puts float32 tensors in the place of those in
+    8 bit, and calls `adopt`, has restored it.
+    """
+    learner.optimizer.begin_moments()
+    state: dict[str, Tensor] = {}
+    for name, stepped in trained_parameters(learner).items():
+        state[f"{WEIGHT}/{name}"] = stepped.detach()
+        for moment, value in learner.optimizer.moments(stepped).items():
+            state[f"{moment}/{name}"] = value
+    state[STEPS_TAKEN] = torch.tensor(learner.optimizer.steps_taken)
+    state[_random(learner, "cpu")] = torch.get_rng_state()
+    if learner.policy.device.type == "cuda":
+        state[_random(learner, "cuda")] = torch.cuda.get_rng_state(learner.policy.device)
+    return state
+
+
+@torch.no_grad()
+def adopt(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """Takes over from `state`, which is `learner_state`'s with other values, what is not in the learner's own tensors."""
+    for name, stepped in trained_parameters(learner).items():
+        for moment, value in learner.optimizer.moments(stepped).items():
+            if is_quantized(value):
+                local_part(value).copy_(local_part(state[f"{moment}/{name}"]))
+    learner.optimizer.publish_masters()
+    learner.optimizer.steps_taken = int(state[STEPS_TAKEN])
+    torch.set_rng_state(state[_random(learner, "cpu")])
+    if learner.policy.device.type == "cuda":
+        torch.cuda.set_rng_state(state[_random(learner, "cuda")], learner.policy.device)
+
+
+def _random(learner: Learner, device_type: str) -> str:
+    return f"{RNG}/{device_type}/{learner.world.layout.rank}"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself. Shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether it is of a class of torchao's, which is not imported here."""
+    return type(local_part(tensor)) is not Tensor
+
+
+def plain_part(tensor: Tensor) -> Tensor:
+    """`local_part`; of one in 8 bit, a float32 copy."""
+    local = local_part(tensor)
+    return local.dequantize() if is_quantized(tensor) else local
+
+
+def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
+    """Writes what all ranks have staged: all together, each on any one thread. Returns when everything is durable in `folder`.
+
+    `group`: in which the ranks agree on what each of them writes; None for one rank. Raises `ServiceError`, on all ranks, when
+    one of them cannot write.
+    """
+    _alone_is_meant()
+    writer = _Writer(folder, sync_files=True)
+    try:
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        by_rank = sorted(error.failures.items())
+        causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in by_rank)
+        raise ServiceError(f"the trainer's state is not written to {folder}: {causes}") from error
+    for changed in (folder, folder.parent):
+        sync_folder(changed)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -78,20 +140,18 @@ class _Writer(dcp.FileSystemWriter):
 
 
 @torch.no_grad()
-def stage(learner: Learner, reused: StagedState | None = None) -> StagedState:
-    """Copies this rank's share of the state, for which it waits for the device.
+def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copies this rank's share of `learner_state` into host memory, for which it waits for the device.
 
     `reused`: an earlier one that is written, whose memory is taken.
     """
-    world = learner.world
-    there = reused.tensors if reused is not None else {}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
-        tensors[name] = there[name] if name in there else _host_memory(tensor, world.host_mesh)
+        tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
         local_part(tensors[name]).copy_(plain_part(tensor), non_blocking=True)
     if learner.policy.device.type == "cuda":
         torch.cuda.current_stream(learner.policy.device).synchronize()
-    return StagedState(tensors, world.saving.group if world.saving is not None else None)
+    return tensors
 
 
 def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
@@ -164,7 +224,7 @@ FOLDER, DISCARD = "folder", "discard"
 class PendingState:
     """Rank 0: a state that is staged on all ranks and waits for `write` or `abandon`, one of which must be called, once."""
 
-    def __init__(self, staged: StagedState, others: Links | None) -> None:
+    def __init__(self, staged: Mapping[str, Tensor], others: Links | None) -> None:
         self.staged = staged
         self.resolved: Future[None] = Future()
         """Done when the memory is free for the next one."""
@@ -175,7 +235,7 @@ class PendingState:
         assert self._begin(), "a staged state is written once"
         try:
             self._tell(Message(FOLDER, {"folder": str(folder)}))
-            self.staged.write(folder)
+            write_state(self.staged, folder, self._others.group if self._others is not None else None)
         finally:
             self.resolved.set_result(None)
 
@@ -200,7 +260,7 @@ class WorkerSaver:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._staged: StagedState | None = None
+        self._staged: dict[str, Tensor] | None = None
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
 
@@ -215,12 +275,12 @@ class WorkerSaver:
         """Waits for a write under way."""
         self._thread.shutdown()
 
-    def _write(self, staged: StagedState) -> None:
+    def _write(self, staged: Mapping[str, Tensor]) -> None:
         saving = self._learner.world.saving
         assert saving is not None, "a rank that is alone has no worker"
         try:
             told = saving.hear()
             if told.kind == FOLDER:
-                staged.write(Path(told.fields["folder"]))
+                write_state(staged, Path(told.fields["folder"]), saving.group)
         except (PipelineRLError, OSError) as error:
             log.error("this rank's part of a checkpoint is not written: %s", error)

@@ -53,11 +53,6 @@ class RankLayout:
         return self.size // self.sequence_ranks
 
     @property
-    def data_index(self) -> int:
-        """Which of those rows this rank has (a part of)."""
-        return self.rank // self.sequence_ranks
-
-    @property
     def sequence_index(self) -> int:
         """Which part of its row."""
         return self.rank % self.sequence_ranks

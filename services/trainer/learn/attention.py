@@ -24,7 +24,7 @@ from torch import Tensor
 from pipelinerl.errors import FieldError
 
 if TYPE_CHECKING:
-    from services.trainer.learn.context_parallel import HeadExchange
+    from services.trainer.learn.context_parallel import RowPart
 
 
 VARLEN = "pipelinerl_varlen"
@@ -74,8 +74,8 @@ class PackedLayout:
     cu_seqlens: Tensor
     """int32[sequences + 1]: cumulative lengths, from 0 to T."""
     longest: int
-    exchange: HeadExchange | None = None
-    """Where ranks share the row: each brings a part of the tokens, and attends all of them with a part of the heads."""
+    part: RowPart | None = None
+    """Where ranks share the row: each brings its part of the tokens, and attends all of them with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[RowBlock, ...]:
@@ -229,10 +229,10 @@ def varlen_attention(
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
     assert packed is not None, "the model was called without its packed layout"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packed.exchange is None:
+    if packed.part is None:
         return _attend(q, k, v, packed, scaling, sliding_window)[None], None
-    q, k, v = packed.exchange.shared_out(q, k, v)
-    return packed.exchange.to_tokens(_attend(q, k, v, packed, scaling, sliding_window))[None], None
+    q, k, v = packed.part.to_heads(q, k, v)
+    return packed.part.to_tokens(_attend(q, k, v, packed, scaling, sliding_window))[None], None
 
 
 def _attend(

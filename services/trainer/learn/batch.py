@@ -9,6 +9,7 @@ loss; a micro-batch without sequences is padding alone. Not here: which sequence
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,33 @@ from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
 from services.trainer.learn.attention import PackedLayout, on_device, packed_layout
-from services.trainer.learn.loss import BatchTotals, Normalization, token_weights
+
+Normalization = Literal["token", "sequence", "batch"]
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Of all sequences of one optimizer step, over all micro-batches."""
+
+    num_sequences: int
+    num_completion_tokens: int
+
+
+def token_weights(
+    completion_lengths: NDArray[np.int64], normalization: Normalization, totals: BatchTotals
+) -> NDArray[np.float32]:
+    """float32[sum of completion_lengths]: factor of each token's term.
+
+    `token`: 1 / tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (its length · sequences) (GRPO, arXiv 2402.03300).
+    `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as Dr. GRPO, arXiv 2503.20783).
+    """
+    if normalization == "token":
+        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_completion_tokens)
+    elif normalization == "sequence":
+        per_sequence = 1.0 / (completion_lengths * totals.num_sequences)
+    else:
+        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_sequences)
+    return np.repeat(per_sequence, completion_lengths).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +83,7 @@ class HostMicroBatch:
     advantages: NDArray[np.float32]
     """[C]: its sequence's advantage."""
     weights: NDArray[np.float32]
-    """[C]: its factor in the loss (`loss.token_weights`)."""
+    """[C]: its factor in the loss (`token_weights`)."""
     sequence_index: NDArray[np.int64]
     """[C]: its sequence, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
@@ -75,7 +102,10 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What the loss needs of a `HostMicroBatch`, in the same shapes, on the model's device."""
+    """What model and loss need of a `HostMicroBatch`, in the same shapes, on the model's device.
+
+    All completion tokens of a sequence are in one micro-batch. C may be 0.
+    """
 
     row: TokenRow
     predictors: Tensor
@@ -127,7 +157,7 @@ def host_microbatch(
 ) -> HostMicroBatch:
     """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, in `row_order`."""
     if not sequences:
-        return _nothing(pad_multiple)
+        return _padding_alone(pad_multiple)
     order = row_order(sequences)
     members = [sequences[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members])
@@ -154,7 +184,7 @@ def host_microbatch(
     )
 
 
-def _nothing(pad_multiple: int) -> HostMicroBatch:
+def _padding_alone(pad_multiple: int) -> HostMicroBatch:
     """For a rank that has no sequences left while others have: a row of padding, no completion token."""
     no_index, no_value = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
     token_ids, lengths = _padded(no_index, no_index, pad_multiple)

@@ -34,31 +34,6 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
 
 
-@dataclass(frozen=True, eq=False)
-class HeadExchange:
-    """Between parts of tokens with all heads, and all tokens with a part of the heads."""
-
-    ranks: int
-    group: Any
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        """[tokens / P, heads, dim] → [tokens, heads / P, dim]."""
-        tokens, heads, dim = x.shape
-        parts = x.view(tokens, self.ranks, heads // self.ranks, dim).transpose(0, 1).contiguous()
-        return _AllToAll.apply(parts, self.group).flatten(0, 1)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """[tokens, heads / P, dim] → [tokens / P, heads, dim]."""
-        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
-        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
-
-    def shared_out(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`to_heads` of each [tokens / P, heads, dim]; key-value heads that are too few for the ranks are repeated."""
-        repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
-        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
-        return self.to_heads(query), self.to_heads(key), self.to_heads(value)
-
-
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
     """How often each key-value head must be repeated for the heads to divide among `ranks`. Raises `FieldError`."""
     if query_heads % ranks:
@@ -93,11 +68,16 @@ class RowPart:
     ranks: int
     group: Any
 
+    def tokens(self, row: TokenRow) -> slice:
+        """This rank's of `row`, whose length the ranks divide."""
+        length = row.input_ids.shape[1] // self.ranks
+        assert length * self.ranks == row.input_ids.shape[1], "the row is padded to a multiple of its ranks"
+        return slice(self.index * length, (self.index + 1) * length)
+
     def of(self, row: TokenRow) -> TokenRow:
-        """This rank's tokens of `row`, whose length the ranks divide, with the layout of all."""
-        own = self._tokens(row)
-        layout = replace(row.layout, exchange=HeadExchange(self.ranks, self.group))
-        return TokenRow(row.input_ids[:, own], row.position_ids[:, own], layout)
+        """This rank's tokens of `row`, with the layout of all."""
+        own = self.tokens(row)
+        return TokenRow(row.input_ids[:, own], row.position_ids[:, own], replace(row.layout, part=self))
 
     def counts(self, row: TokenRow, predictors: Tensor) -> list[int]:
         """How many of `predictors` int64[C], ascending, lie in each part. Waits for the device."""
@@ -105,14 +85,18 @@ class RowPart:
         ends = [*torch.searchsorted(predictors, edges).tolist(), len(predictors)]
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def first_token(self, row: TokenRow) -> int:
-        return self._tokens(row).start
-
     def collect(self, values: Tensor, counts: list[int]) -> Tensor:
         """values [k, own] of each rank → [k, sum of counts]."""
         return _Collected.apply(values, counts, self.index, self.group)
 
-    def _tokens(self, row: TokenRow) -> slice:
-        length = row.input_ids.shape[1] // self.ranks
-        assert length * self.ranks == row.input_ids.shape[1], "the row is padded to a multiple of its ranks"
-        return slice(self.index * length, (self.index + 1) * length)
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Each [tokens / P, heads, dim] → [tokens, heads / P, dim]; too few key-value heads for the ranks are repeated."""
+        repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))
+        return tuple(_AllToAll.apply(part, self.group).flatten(0, 1) for part in parts)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[tokens, heads / P, dim] → [tokens / P, heads, dim]."""
+        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)

@@ -223,10 +223,14 @@ class _Gradients:
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Of C completion tokens, float32[C] each, nats, at the sampling temperature."""
+    """Of C completion tokens, float32[C] each, at the sampling temperature."""
 
     logprobs: Tensor
+    """nats"""
     entropy: Tensor
+    """nats"""
+    values: Tensor | None = None
+    """v_φ before the token, the learned baseline; None without a value head."""
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:

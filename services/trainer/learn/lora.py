@@ -134,14 +134,14 @@ def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    return {name: _layer_adapter(layer) for name, layer in layers.items()}
-
-
-def _layer_adapter(layer: Any) -> LayerAdapter:
-    base = layer.get_base_layer()
-    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-    return LayerAdapter(layer, base.weight, a, b, float(layer.scaling[NAME]), isinstance(base, Conv1D))
+    adapters = {}
+    for name, wrapped in model.named_modules():
+        if isinstance(wrapped, LoraLayer):
+            layer: Any = wrapped
+            base, a, b = layer.get_base_layer(), layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            scaling = float(layer.scaling[NAME])
+            adapters[name] = LayerAdapter(layer, base.weight, a, b, scaling, isinstance(base, Conv1D))
+    return adapters
 
 
 def peft_config(model: nn.Module) -> peft.LoraConfig:
@@ -185,13 +185,6 @@ def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             a, b = whole(adapter.a), whole(adapter.b)
             weight = add_low_rank(weight, a, b, adapter.scaling, adapter.transposed)
         yield name, weight
-
-
-@torch.no_grad()
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each parameter of a module without adapters, likewise."""
-    for name, parameter in module.named_parameters():
-        yield name, whole(parameter)
 
 
 @torch.no_grad()

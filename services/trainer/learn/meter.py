@@ -186,32 +186,22 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 PROCESS_STATUS = Path("/proc/self/status")
 
 
-class StepMeter:
-    """Of one model on one device."""
-
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
-        """`compute_dtype`: of the matrix products, where it is not that of the weights."""
-        self._device: torch.device = model.device
-        self.cost_model = _cost_model(model)
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-        self.peak_flops = peak_flops(name, str(compute_dtype or model.dtype).removeprefix("torch."))
-        """Of the device, FLOP/s; None where it is not known, as of a CPU."""
-
-    def take_memory_peak(self) -> int:
-        """Bytes. On a GPU, the most that tensors held since this was last asked; on a CPU, the process's since its start."""
-        if self._device.type != "cuda":
-            return process_memory_peak()
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
-
-
-def _cost_model(model: PreTrainedModel) -> CostModel:
+def cost_model_of(model: PreTrainedModel) -> CostModel:
+    """For one forward pass; where only adapters are trained, a third of a training step."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     if not has_adapters(model):
         return model_flops(model.config, trained + frozen)
     return frozen_flops(model_flops(model.config, frozen), trained)
+
+
+def take_memory_peak(device: torch.device) -> int:
+    """Bytes. On a GPU, the most that tensors held since this was last asked; on a CPU, the process's since its start."""
+    if device.type != "cuda":
+        return process_memory_peak()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def process_memory_peak() -> int:

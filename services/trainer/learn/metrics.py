@@ -1,9 +1,9 @@
 """What one optimizer step says about its data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences.
 
 Micro-batches leave their per-token results on the device; one transfer at the end of the step brings them over, those of
-all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. The values of a step come micro-batch after
-micro-batch, those of all ranks behind each other (`StepCollector.values`); a sequence's completion tokens are one piece of
-them. Not here: rewards, throughput, names in Prometheus.
+all ranks come together on rank 0, and NumPy does the rest, from unclamped weights. The values of a step (`ShareResult.values`)
+come micro-batch after micro-batch, those of all ranks behind each other; a sequence's completion tokens are one piece of them.
+Not here: rewards, throughput, names in Prometheus.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.rl.lag import LAG_BUCKETS, EssSums, ess_by_lag, lag_bucket
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
-from services.trainer.learn.loss import LossOutput
 
 SAMPLED_WEIGHTS = "sampled_weights"
 """Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
@@ -58,31 +55,6 @@ def sampled_weights(places: Mapping[str, slice], log_weights: NDArray[np.float32
 
 LARGEST_LOG_WEIGHT = 80.0
 """Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""
-
-
-class StepCollector:
-    """Collects the micro-batches of one rank's share of an optimizer step: `add` each, then read."""
-
-    def __init__(self) -> None:
-        self._per_token: list[Tensor] = []
-        self._scalars: list[Tensor] = []
-
-    def add(self, output: LossOutput, entropy: Tensor, values: Tensor | None = None) -> None:
-        """`entropy` float32[C], nats, of the micro-batch's completion tokens; `values` float32[C], the learned baseline."""
-        rows = [output.log_weights, output.clipped.float(), output.masked.float(), entropy.detach()]
-        if values is not None:
-            rows.append(values.detach())
-        self._per_token.append(torch.stack(rows))
-        self._scalars.append(torch.stack((output.loss.detach(), output.reference_kl, output.value_loss)))
-
-    def totals(self) -> Tensor:
-        """float64[3] on the device: loss, KL to the reference, value loss; sums over micro-batches."""
-        return torch.stack(self._scalars).double().sum(0)
-
-    def values(self) -> NDArray[np.float32]:
-        """[4, C]: log weight, clipped, masked, entropy of each completion token; [5, C] with its learned baseline last. Waits
-        for the device."""
-        return torch.cat(self._per_token, dim=1).float().cpu().numpy()
 
 
 def token_figures(

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, first_line
 from pipelinerl.recipe.fields import LoraConfig, ModelConfig
 from services.trainer.learn.attention import VARLEN, register, varlen_attention
-from services.trainer.learn.lora import add_adapters, has_adapters
-from services.trainer.learn.policy import Policy, TokenScorer, UnadaptedPolicy, checked_policy
+from services.trainer.learn.lora import add_adapters
+from services.trainer.learn.policy import Policy, checked_policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,9 +40,11 @@ def load_policy(
     available, or adapters cannot be put in.
     """
     _check_folder(source, config)
-    hub = _hub_arguments(source, config)
+    hub = hub_arguments(source, config)
     hf_config = _load_config(source, hub)
-    _check_context(hf_config, config)
+    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest < config.max_context:
+        raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
     _disable_dropout(hf_config)
     model: Any = _load_weights(source, hf_config, config, hub)
     if lora is not None:
@@ -65,7 +67,7 @@ def blank_policy(
     Raises `FieldError` when the model's configuration does not load.
     """
     register()
-    hf_config = _load_config(source, _hub_arguments(source, config))
+    hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -75,9 +77,7 @@ def blank_policy(
             add_adapters(model, lora, source)
     _prepare(model, gradient_checkpointing)
     model.set_attn_implementation(attention)
-    scorer = TokenScorer(model, attention)
-    scorer.own_logits = own_logits
-    return Policy(scorer, torch.device("meta"))
+    return Policy(model, attention, own_logits=own_logits)
 
 
 def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False) -> Policy:
@@ -90,8 +90,10 @@ def wrap_model(model: PreTrainedModel, attention: str = "auto", *, gradient_chec
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
         return _with_attention(model, attention)
+    # Chunked attention exists only in transformers' own masks.
+    chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
-        return _with_attention(model, _preferred(model.config))
+        return _with_attention(model, "sdpa" if chunked else VARLEN)
     except FieldError:
         return _with_attention(model, "eager")
 
@@ -106,17 +108,9 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.train()
 
 
-def initial_policy(policy: Policy) -> Policy:
-    """What a policy that has not been trained yet is now, and stays: without its adapters, or else a copy."""
-    return UnadaptedPolicy(policy) if has_adapters(policy.model) else frozen_copy(policy)
-
-
 def frozen_copy(policy: Policy) -> Policy:
     """A policy with weights of its own that no optimizer changes."""
-    scorer = copy.deepcopy(policy.scorer)
-    scorer.requires_grad_(False)
-    scorer.eval()
-    return Policy(scorer, policy.device)
+    return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -160,25 +154,20 @@ def _try_compiler(device: torch.device) -> None:
         needed = (
             "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
         )
-        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        fix = f"torch.compile needs {needed}: install that, or set false ({line})"
+        fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
-
-
-def _preferred(hf_config: PretrainedConfig) -> str:
-    """Chunked attention exists only in transformers' own masks."""
-    return VARLEN if getattr(hf_config.get_text_config(), "attention_chunk_size", None) is None else "sdpa"
 
 
 def _with_attention(model: PreTrainedModel, attention: str) -> Policy:
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
-        raise FieldError("model.attention", attention, f"not available here: {_first_line(error)}") from error
+        raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
     return checked_policy(model, attention)
 
 
-def _hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
+def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
+    """How transformers is to find `source`, a folder or hub id."""
     hub: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
 
@@ -197,13 +186,7 @@ def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError) as error:
-        raise FieldError("model.name", source, f"its configuration does not load: {_first_line(error)}") from error
-
-
-def _check_context(hf_config: PretrainedConfig, config: ModelConfig) -> None:
-    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and longest < config.max_context:
-        raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
+        raise FieldError("model.name", source, f"its configuration does not load: {first_line(error)}") from error
 
 
 def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
@@ -227,13 +210,9 @@ def _load_weights(
             **hub,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise FieldError("model.name", source, f"no causal language model loads: {_first_line(error)}") from error
+        raise FieldError("model.name", source, f"no causal language model loads: {first_line(error)}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise FieldError("model.name", source, f"weights are missing or of another shape: {', '.join(lacking[:3])}")
     return model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

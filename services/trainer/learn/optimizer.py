@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, first_line
 from pipelinerl.recipe.fields import TrainerConfig
 from services.trainer.learn.lora import whole
 
@@ -62,23 +61,50 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
     """Over parameter groups of float32 parameters; each may have a `weight_decay` of its own.
 
-    `adamw` keeps both moments in float32, fused where the device can; `adamw_8bit` in 8 bit (`adamw_8bit.py`).
-    Raises `FieldError` where the 8-bit one does not work.
+    `adamw` keeps both moments in float32, fused where the device can. `adamw_8bit` is torchao's, block-wise quantised (Dettmers
+    et al., arXiv 2110.02861): moments take 2.03 bytes a parameter instead of 8. Tensors of less than `MIN_QUANTIZED` elements,
+    or not of whole blocks of 256, keep float32 moments; with sharded parameters that is the shard of each rank. Raises
+    `FieldError` where it does not import, or its step does not compile.
     """
     common: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
         "eps": config.epsilon,
     }
+    devices = {parameter.device for group in groups for parameter in group["params"]}
     if config.optimizer == "adamw":
-        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
-        return AdamW(groups, fused=fused, **common)
+        return AdamW(groups, fused=all(device.type in ("cpu", "cuda") for device in devices), **common)
     try:
-        from services.trainer.learn.adamw_8bit import build_adamw_8bit
+        from torchao.optim import AdamW8bit  # takes seconds
     except ImportError as error:
         fix = f"needs torchao, which does not import here ({error}): run make adamw8bit, or use adamw"
         raise FieldError("trainer.optimizer", config.optimizer, fix) from error
-    return build_adamw_8bit(groups, **common)
+    optimizer: Optimizer = AdamW8bit(groups, **common)
+    if all(device.type == "cpu" for device in devices):
+        # As it is written the step needs no C++ compiler, and is several times slower than compiled.
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)  # type: ignore[method-assign]
+    else:
+        for device in devices:
+            check_compiled_step(AdamW8bit, device)
+    return optimizer
+
+
+MIN_QUANTIZED = 4096
+"""Elements of the smallest tensor whose moments are in 8 bit."""
+
+
+def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
+    """Compiles and takes a step of one small tensor (seconds). Raises `FieldError` when this machine cannot."""
+    probe = nn.Parameter(torch.zeros(MIN_QUANTIZED, device=device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        adamw_8bit([probe]).step()
+    except RuntimeError as error:
+        fix = (
+            f"its step is compiled by torch, which fails on {device.type} here: {first_line(error)}; "
+            "install a C and C++ compiler (gcc, g++; CC and CXX name others), or use adamw"
+        )
+        raise FieldError("trainer.optimizer", "adamw_8bit", fix) from error
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
@@ -88,17 +114,6 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-@dataclass(frozen=True)
-class OptimizerReport:
-    """One step, taken or not."""
-
-    learning_rate: float
-    grad_norm: float
-    """Global L2 norm before clipping; NaN or infinite when the step was skipped for it."""
-    skipped: str
-    """Why no weight changed; "" when the step was taken."""
 
 
 class PolicyOptimizer:
@@ -113,23 +128,29 @@ class PolicyOptimizer:
         """Optimizer steps taken; skipped ones do not count and do not move the schedule."""
         self._live = [parameter for parameter in parameters if parameter.requires_grad]
         self._stepped = [_master_of(parameter) for parameter in self._live]
-        self._adamw = build_adamw(_decay_groups(self._stepped, config.weight_decay), config)
+        matrices = [parameter for parameter in self._stepped if parameter.ndim >= 2]
+        others = [parameter for parameter in self._stepped if parameter.ndim < 2]  # norms and biases do not decay
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adamw = build_adamw([group for group in groups if group["params"]], config)
 
-    def step(self, loss: float) -> OptimizerReport:
-        """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is reported."""
+    def step(self, loss: float) -> dict[str, Any]:
+        """Clips, steps and clears the gradients. A non-finite `loss` or gradient changes nothing but is told.
+
+        Returns, as metrics.jsonl has them: `learning_rate`; `grad_norm`, the global L2 norm before clipping; `skipped`: why no
+        weight changed, "" when the step was taken.
+        """
         rate = learning_rate(self.steps_taken, self.config)
         norm = float(whole(nn.utils.clip_grad_norm_(self._stepped, self.config.max_grad_norm)))
-        skipped = _not_finite(loss, norm)
+        skipped = "" if math.isfinite(norm) else "gradient not finite"
+        if not math.isfinite(loss):
+            skipped = "loss not finite"
         if not skipped:
-            self._take(rate)
+            set_learning_rate(self._adamw, rate)
+            self._adamw.step()
+            self.publish_masters()
+            self.steps_taken += 1
         self._adamw.zero_grad(set_to_none=True)
-        return OptimizerReport(rate, norm, skipped)
-
-    def _take(self, rate: float) -> None:
-        set_learning_rate(self._adamw, rate)
-        self._adamw.step()
-        self.publish_masters()
-        self.steps_taken += 1
+        return {"learning_rate": rate, "grad_norm": norm, "skipped": skipped}
 
     @torch.no_grad()
     def publish_masters(self) -> None:
@@ -179,17 +200,3 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
 
     parameter.register_post_accumulate_grad_hook(take_gradient)
     return master
-
-
-def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not."""
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _not_finite(loss: float, norm: float) -> str:
-    if not math.isfinite(loss):
-        return "loss not finite"
-    return "" if math.isfinite(norm) else "gradient not finite"

@@ -10,7 +10,6 @@ share a row score a part of it each and have the scores of all. Not here: what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,97 +19,28 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import PackedLayout, forward_arguments
+from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.context_parallel import RowPart
-from services.trainer.learn.logprobs import MAX_LOGITS, head_scores, token_scores
-from services.trainer.learn.lora import adapters_off
+from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, head_scores, token_scores
 
 
-class TokenScorer(nn.Module):
-    """`own_logits`: the model makes its logits itself. `value_head`: a linear layer to one number, or None."""
+class Policy(nn.Module):
+    """A model on its device, ready to score packed rows. Its forward is for itself alone: call `scores`.
 
-    def __init__(self, model: PreTrainedModel, attention: str, max_logits: int = MAX_LOGITS) -> None:
+    `own_logits`: the model makes its logits itself. `value_head`: a linear layer to one number, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
-        self.own_logits = False
+        self.own_logits = own_logits
         self.value_head: nn.Linear | None = None
-        self._max_logits = max_logits
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        layout: PackedLayout,
-        predictors: Tensor,
-        targets: Tensor,
-        temperature: float,
-        entropy_grad: bool,
-    ) -> tuple[Tensor, ...]:
-        """float32[C] each, nats: log-probabilities and entropies of `targets` int64[C], each predicted by the position
-        `predictors` int64[C] of the row input_ids int64[1, T]; and the values at those positions where there is a head."""
-        arguments: dict[str, Any] = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "use_cache": False,
-            **forward_arguments(self.attention, layout),
-        }
-        if self.own_logits:
-            logits = self.model(**arguments, logits_to_keep=predictors).logits[0]
-            scores = token_scores(logits, targets, temperature, entropy_grad)
-            return scores.logprobs, scores.entropy
-        hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
-        head = self.model.get_output_embeddings()
-        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self._max_logits)
-        if self.value_head is None:
-            return scores.logprobs, scores.entropy
-        values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores.logprobs, scores.entropy, values.float().sum(1)  # of one column: no view, which FSDP warns of
-
-
-def add_value_head(scorer: TokenScorer) -> None:
-    """A value of 0 everywhere, until it is trained. Raises `FieldError` for a model that hides what it makes logits of."""
-    if scorer.own_logits:
-        fix = (
-            f"needs a model with a plain output head, and {type(scorer.model).__name__} has none; use another baseline"
-        )
-        raise FieldError("algorithm.advantage", "value", fix)
-    width = scorer.model.config.get_text_config().hidden_size
-    with torch.device(scorer.model.device):
-        scorer.value_head = nn.Linear(width, 1, dtype=torch.float32)
-    nn.init.zeros_(scorer.value_head.weight)
-    nn.init.zeros_(scorer.value_head.bias)
-
-
-PROBE_LENGTHS = (7, 5)
-"""Tokens of the two sequences on which a model is checked."""
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyScores:
-    """Of C completion tokens, float32[C] each, at the sampling temperature. `values`: None without a value head."""
-
-    logprobs: Tensor
-    """nats"""
-    entropy: Tensor
-    """nats"""
-    values: Tensor | None = None
-
-
-class Policy:
-    """A model on its device, ready to score packed rows."""
-
-    def __init__(self, scorer: TokenScorer, device: torch.device, part: RowPart | None = None) -> None:
-        self.scorer, self.device, self._part = scorer, device, part
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.scorer.model
-
-    @property
-    def attention(self) -> str:
-        return self.scorer.attention
+        self.max_logits = MAX_LOGITS
+        self.device: torch.device = model.device
+        self.part: RowPart | None = None
+        """This rank's of each row; None when it has whole rows."""
 
     @property
     def vocab_size(self) -> int:
@@ -119,31 +49,45 @@ class Policy:
     @property
     def row_multiple(self) -> int:
         """Rows must be padded to a multiple of so many tokens."""
-        return 1 if self._part is None else self._part.ranks
+        return 1 if self.part is None else self.part.ranks
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> PolicyScores:
+    ) -> TokenScores:
         """Scores of `targets` int64[C], each predicted by the row's position `predictors` int64[C], ascending.
 
         Called by all ranks together; those that share a row with the same row.
         """
-        if self._part is None:
-            return PolicyScores(*self._score(row, predictors, targets, temperature, entropy_grad))
-        counts = self._part.counts(row, predictors)
-        first = sum(counts[: self._part.index])
-        own = slice(first, first + counts[self._part.index])
-        own_predictors = predictors[own] - self._part.first_token(row)
-        scores = self._score(self._part.of(row), own_predictors, targets[own], temperature, entropy_grad)
-        return PolicyScores(*self._part.collect(torch.stack(scores), counts))
+        if self.part is None:
+            return TokenScores(*self(row, predictors, targets, temperature, entropy_grad))
+        counts = self.part.counts(row, predictors)
+        first = sum(counts[: self.part.index])
+        own = slice(first, first + counts[self.part.index])
+        own_predictors = predictors[own] - self.part.tokens(row).start
+        scores = self(self.part.of(row), own_predictors, targets[own], temperature, entropy_grad)
+        return TokenScores(*self.part.collect(torch.stack(scores), counts))
 
-    def _score(
+    def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> tuple[Tensor, ...]:
-        scores: tuple[Tensor, ...] = self.scorer(
-            row.input_ids, row.position_ids, row.layout, predictors, targets, temperature, entropy_grad
-        )
-        return scores
+        """Fields of `TokenScores`, of this rank's part of the row."""
+        arguments: dict[str, Any] = {
+            "input_ids": row.input_ids,
+            "position_ids": row.position_ids,
+            "use_cache": False,
+            **forward_arguments(self.attention, row.layout),
+        }
+        if self.own_logits:
+            logits = self.model(**arguments, logits_to_keep=predictors).logits[0]
+            scores = token_scores(logits, targets, temperature, entropy_grad)
+            return scores.logprobs, scores.entropy
+        hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
+        head = self.model.get_output_embeddings()
+        scores = head_scores(hidden, head, targets, temperature, entropy_grad, self.max_logits)
+        if self.value_head is None:
+            return scores.logprobs, scores.entropy
+        values = self.value_head(hidden.to(self.value_head.weight.dtype))
+        return scores.logprobs, scores.entropy, values.float().sum(1)  # of one column: no view, which FSDP warns of
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
@@ -154,55 +98,46 @@ class Policy:
         # Compiled layers would be compiled once more for a pass without gradients, which a few sequences do not repay.
         with torch.compiler.set_stance("force_eager"):
             logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
-        for module in self.scorer.modules():
+        for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # some keep gathered weights for a backward pass, and none follows
         return logprobs
 
 
-class UnadaptedPolicy(Policy):
-    """The policy that another one was before its adapters: the same weights, in no memory of their own."""
-
-    def __init__(self, adapted: Policy) -> None:
-        super().__init__(adapted.scorer, adapted.device, adapted._part)
-
-    def scores(
-        self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> PolicyScores:
-        """Without a gradient."""
-        with adapters_off(self.model), torch.no_grad():
-            return super().scores(row, predictors, targets, temperature, entropy_grad)
+def add_value_head(policy: Policy) -> None:
+    """A value of 0 everywhere, until it is trained. Raises `FieldError` for a model that hides what it makes logits of."""
+    model = policy.model
+    if policy.own_logits:
+        fix = f"needs a model with a plain output head, and {type(model).__name__} has none; use another baseline"
+        raise FieldError("algorithm.advantage", "value", fix)
+    with torch.device(model.device):
+        policy.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+    nn.init.zeros_(policy.value_head.weight)
+    nn.init.zeros_(policy.value_head.bias)
 
 
-def checked_policy(model: PreTrainedModel, attention: str, max_logits: int = MAX_LOGITS) -> Policy:
+PROBE_LENGTHS = (7, 5)
+"""Tokens of the two sequences on which a model is checked."""
+
+
+def checked_policy(model: PreTrainedModel, attention: str) -> Policy:
     """A policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
-    scorer = TokenScorer(model, attention, max_logits)
-    scorer.own_logits = _caps_logits(model)
-    policy = Policy(scorer, model.device)
-    if _packing_error(policy) > _tolerance(model.dtype):
-        scorer.own_logits = True
-        _refuse_leaks(policy, _packing_error(policy))
+    # Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured.
+    caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    policy = Policy(model, attention, own_logits=caps_logits)
+    tolerance = (
+        1e-3 if model.dtype == torch.float32 else 0.25
+    )  # nats, of two ways of computing the same log-probability
+    if _packing_error(policy) > tolerance:
+        policy.own_logits = True
+        if (error := _packing_error(policy)) > tolerance:
+            raise FieldError(
+                "model.attention",
+                attention,
+                f"{type(model).__name__} scores packed sequences {error:.2g} nats off what it gives each alone; "
+                "try sdpa or eager, or another architecture",
+            )
     return policy
-
-
-def _caps_logits(model: PreTrainedModel) -> bool:
-    """Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured."""
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Nats by which two ways of computing the same log-probability may differ."""
-    return 1e-3 if dtype == torch.float32 else 0.25
-
-
-def _refuse_leaks(policy: Policy, error: float) -> None:
-    if error > _tolerance(policy.model.dtype):
-        raise FieldError(
-            "model.attention",
-            policy.attention,
-            f"{type(policy.model).__name__} scores packed sequences {error:.2g} nats off what it gives each alone; "
-            "try sdpa or eager, or another architecture",
-        )
 
 
 @torch.no_grad()

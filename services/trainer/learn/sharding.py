@@ -32,24 +32,28 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
     memory and more traffic. Raises `FieldError` when the model's heads do not divide among the ranks of a row.
     """
     assert world.mesh is not None, "one rank alone has nothing to shard"
-    scorer = policy.scorer
-    scorer.model.config.use_cache = False
-    scorer.model.tie_weights()
-    layers = decoder_layers(scorer.model)
+    model = policy.model
+    model.config.use_cache = False
+    model.tie_weights()
+    layers = decoder_layers(model)
     if not layers:
-        fix = f"{type(scorer.model).__name__} has no list of layers to shard; use 1"
+        fix = f"{type(model).__name__} has no list of layers to shard; use 1"
         raise FieldError("trainer.nproc", world.layout.size, fix)
-    frozen = not any(parameter.requires_grad for parameter in scorer.parameters())
+    frozen = not any(parameter.requires_grad for parameter in policy.parameters())
     inside = {module for layer in layers for module in layer.modules()}
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         _bring(layer.modules(), world)
         fully_shard(layer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=reshard or frozen)
-    _bring((module for module in scorer.modules() if module not in inside), world)
+    _bring((module for module in policy.modules() if module not in inside), world)
     # The root keeps its weights until the backward pass, if there is one: the output head is used again there.
-    root = fully_shard(scorer, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=frozen)
-    _sum_gradients(root)
-    return Policy(scorer, world.device, row_part(scorer.model, scorer.attention, world))
+    fully_shard(policy, mesh=world.mesh, mp_policy=mixed, reshard_after_forward=frozen)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    policy.device, policy.part = world.device, row_part(model, policy.attention, world)
+    return policy
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
@@ -93,10 +97,3 @@ def _from_first(tensor: Tensor, world: World) -> Tensor:
         here = torch.empty_like(tensor, dtype=dtype, device=world.device)
     world.broadcast(here)
     return nn.Parameter(here, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else here
-
-
-def _sum_gradients(root: FSDPModule) -> None:
-    for module in root.modules():  # type: ignore[attr-defined]
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

@@ -9,7 +9,7 @@ and tells the other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -20,48 +20,55 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
-from services.trainer.distributed.world import Message, World, alone
-from services.trainer.learn.batch import HostMicroBatch, MicroBatch, TrainingGroup, host_microbatch
-from services.trainer.learn.lora import adapter_weights, served_weights, whole_parameters
-from services.trainer.learn.loss import BatchTotals, LossInputs, Normalization, compute_loss
-from services.trainer.learn.meter import PhaseTimer, StepMeter, mark_for, training_flops
-from services.trainer.learn.metrics import StepCollector, sampled_places, sampled_weights, token_figures
-from services.trainer.learn.model import initial_policy
-from services.trainer.learn.optimizer import OptimizerReport, PolicyOptimizer
+from services.trainer.distributed.world import ADAPTER, WEIGHTS, Message, World, alone
+from services.trainer.learn.batch import (
+    BatchTotals,
+    HostMicroBatch,
+    MicroBatch,
+    Normalization,
+    TrainingGroup,
+    host_microbatch,
+)
+from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
+from services.trainer.learn.loss import compute_loss
+from services.trainer.learn.meter import (
+    PhaseTimer,
+    cost_model_of,
+    mark_for,
+    peak_flops,
+    take_memory_peak,
+    training_flops,
+)
+from services.trainer.learn.metrics import sampled_places, sampled_weights, token_figures
+from services.trainer.learn.model import frozen_copy
+from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
 
 TRAIN = "train"
-_COUNTS = ("num_sequences", "num_tokens")
+
+Share = tuple[HostMicroBatch, ...]
+"""Micro-batches of one row of ranks; all shares of a step have equally many."""
 
 
-@dataclass(frozen=True, eq=False)
-class StepShare:
-    """Micro-batches of one row of ranks; all shares of a step have equally many."""
-
-    version: int
-    """Policy version that the gradient is taken at."""
-    batches: tuple[HostMicroBatch, ...]
-
-    def to_message(self) -> Message:
-        arrays, counts = {}, []
-        for index, batch in enumerate(self.batches):
-            counts.append({name: getattr(batch, name) for name in _COUNTS})
-            for name in _array_names():
-                arrays[f"{index}/{name}"] = getattr(batch, name)
-        return Message(TRAIN, {"version": self.version, "counts": counts}, arrays)
-
-    @classmethod
-    def from_message(cls, message: Message) -> StepShare:
-        """Inverse of `to_message`."""
-        batches = []
-        for index, counts in enumerate(message.fields["counts"]):
-            arrays: dict[str, Any] = {name: message.arrays[f"{index}/{name}"] for name in _array_names()}
-            batches.append(HostMicroBatch(**arrays, **counts))
-        return cls(message.fields["version"], tuple(batches))
+def train_order(version: int, share: Share) -> Message:
+    """Rank 0's order to take a step at policy `version` on `share`."""
+    arrays: dict[str, NDArray[Any]] = {}
+    counts = []
+    for index, batch in enumerate(share):
+        content = vars(batch)
+        arrays |= {f"{index}/{name}": value for name, value in content.items() if isinstance(value, np.ndarray)}
+        counts.append({name: value for name, value in content.items() if not isinstance(value, np.ndarray)})
+    return Message(TRAIN, {"version": version, "counts": counts}, arrays)
 
 
-def _array_names() -> list[str]:
-    return [field.name for field in fields(HostMicroBatch) if field.name not in _COUNTS]
+def share_of(order: Message) -> Share:
+    """What `train_order` was given."""
+    batches = []
+    for index, counts in enumerate(order.fields["counts"]):
+        names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
+        arrays: dict[str, Any] = {name: order.arrays[f"{index}/{name}"] for name in names}
+        batches.append(HostMicroBatch(**arrays, **counts))
+    return tuple(batches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +76,7 @@ class PreparedStep:
     """A step, ready to be computed."""
 
     version: int
-    shares: tuple[StepShare, ...]
+    shares: tuple[Share, ...]
     """One for each row that is computed at the same time."""
     sequence_ids: tuple[str, ...]
     advantage_abs_mean: float
@@ -86,7 +93,7 @@ class PreparedStep:
     @property
     def batches(self) -> list[HostMicroBatch]:
         """Of all shares, one share after the other."""
-        return [batch for share in self.shares for batch in share.batches]
+        return [batch for share in self.shares for batch in share]
 
 
 def prepare_step(
@@ -118,12 +125,10 @@ def prepare_step(
     with timer.measure("plan"):
         plan = plan_step(lengths, budget, data_ranks, cost_model, outputs)
     with timer.measure("build"):
-        shares = [
-            StepShare(version, tuple(packed(members) for members in plan.of_rank(rank))) for rank in range(data_ranks)
-        ]
+        shares = tuple(tuple(packed(members) for members in plan.of_rank(rank)) for rank in range(data_ranks))
     return PreparedStep(
         version=version,
-        shares=tuple(shares),
+        shares=shares,
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
         advantage_abs_mean=float(np.abs(advantages).mean()),
         imbalance=plan.imbalance,
@@ -137,11 +142,13 @@ def prepare_step(
 class ShareResult:
     """What computing a share gave. `report` and `totals` are those of the whole step, alike on every rank."""
 
-    report: OptimizerReport
+    report: dict[str, Any]
+    """Of the optimizer (`PolicyOptimizer.step`)."""
     totals: NDArray[np.float64]
-    """See `StepCollector.totals`."""
+    """[3]: loss, KL to the reference, value loss; sums over micro-batches."""
     values: NDArray[np.float32]
-    """See `StepCollector.values`; of this rank's share."""
+    """[4, C] of this rank's share: log weight, clipped, masked, entropy of each completion token; [5, C] with its learned
+    baseline last."""
     memory_peak_bytes: int
     """Of this rank."""
     phases_s: Mapping[str, float]
@@ -196,11 +203,16 @@ class Learner:
         self.temperature = temperature
         self.pad_multiple = pad_multiple * policy.row_multiple
         self.world = world or alone(policy.device)
-        if algorithm.advantage == "value" and policy.scorer.value_head is None:
-            add_value_head(policy.scorer)
-        self.reference = (reference or initial_policy(policy)) if algorithm.kl_coefficient > 0 else None
-        self.optimizer = PolicyOptimizer(policy.scorer.parameters(), trainer)
-        self.meter = StepMeter(policy.model, compute_dtype)
+        if algorithm.advantage == "value" and policy.value_head is None:
+            add_value_head(policy)
+        if reference is None and algorithm.kl_coefficient > 0:  # what adapters adapt stays as it is
+            reference = policy if has_adapters(policy.model) else frozen_copy(policy)
+        self.reference = reference if algorithm.kl_coefficient > 0 else None
+        self.optimizer = PolicyOptimizer(policy.parameters(), trainer)
+        self.cost_model = cost_model_of(policy.model)
+        device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
+        self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
+        """Of the device, FLOP/s; None where it is not known, as of a CPU."""
         self._phases = PhaseTimer(mark_for(policy.device))
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
@@ -215,7 +227,7 @@ class Learner:
             self.trainer.tokens_per_microbatch,
             data_ranks=self.world.layout.data_ranks,
             pad_multiple=self.pad_multiple,
-            cost_model=self.meter.cost_model,
+            cost_model=self.cost_model,
         )
 
     def train_step(self, groups: list[TrainingGroup], version: int) -> StepOutcome:
@@ -223,78 +235,72 @@ class Learner:
         prepared = self.prepare(groups, version)
         return self.outcome(prepared, [self.compute(prepared.shares[0])])
 
-    def compute(self, share: StepShare) -> ShareResult:
+    def compute(self, share: Share) -> ShareResult:
         """One optimizer step; `share` is this rank's, or that of its row."""
-        collector = StepCollector()
-        for share_batch in share.batches:
+        values, terms = [], []
+        for host_batch in share:
             with self._phases.measure("to_device"):
-                batch = share_batch.on(self.policy.device)
+                batch = host_batch.on(self.policy.device)
             with self._phases.measure("forward_backward"):
-                self._accumulate(batch, collector)
+                of_tokens, of_batch = self._backward(batch)
+            values.append(of_tokens)
+            terms.append(of_batch)
         with self._phases.measure("totals"):
-            totals = self.world.sum(collector.totals())
+            totals = self.world.sum(torch.stack(terms).double().sum(0))
             loss = float(totals[0])
         with self._phases.measure("optimizer"):
             report = self.optimizer.step(loss)
-        values = collector.values()  # for which the device has come to the end of the step
-        return ShareResult(report, totals.cpu().numpy(), values, self.meter.take_memory_peak(), self._phases.take())
+        there = torch.cat(values, dim=1).cpu().numpy()  # for which the device has come to the end of the step
+        memory = take_memory_peak(self.policy.device)
+        return ShareResult(report, totals.cpu().numpy(), there, memory, self._phases.take())
 
     def outcome(self, prepared: PreparedStep, results: list[ShareResult]) -> StepOutcome:
         """What the step did, from `results` of each share of `prepared`, in their order."""
         values = np.concatenate([result.values for result in results], axis=1)
         report, budget = results[0].report, self.trainer.tokens_per_microbatch
-        tokens = token_figures(values, results[0].totals, prepared.batches, budget, applied=not report.skipped)
+        tokens = token_figures(values, results[0].totals, prepared.batches, budget, applied=not report["skipped"])
         if self.reference is None:
             tokens["reference_kl"] = None
         of_batch = {"advantage_abs_mean": prepared.advantage_abs_mean, "imbalance": prepared.imbalance}
         return StepOutcome(
-            metrics={**tokens, **asdict(report), **of_batch},
+            metrics={**tokens, **report, **of_batch},
             phases_s={**prepared.phases_s, **results[0].phases_s},
             memory_peak_bytes=max(result.memory_peak_bytes for result in results),
             sampled_weights=sampled_weights(prepared.sampled, values[0]),
         )
 
-    def _accumulate(self, batch: MicroBatch, collector: StepCollector) -> None:
-        """Adds one micro-batch's gradient."""
+    def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Adds one micro-batch's gradient; its part of `ShareResult.values` and `totals`, on the device."""
         scores = self.policy.scores(
             batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
         )
-        output = compute_loss(
-            LossInputs(
-                logprobs=scores.logprobs,
-                behaviour_logprobs=batch.behaviour_logprobs,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                sequence_index=batch.sequence_index,
-                num_sequences=batch.num_sequences,
-                entropy=scores.entropy,
-                reference_logprobs=self._reference_logprobs(batch),
-                values=scores.values,
-            ),
-            self.algorithm,
-        )
+        output = compute_loss(batch, scores, self.algorithm, self._reference_logprobs(batch))
         output.loss.backward()
-        collector.add(output, scores.entropy, scores.values)
+        values = [output.log_weights, output.clipped.float(), output.masked.float(), scores.entropy.detach()]
+        if scores.values is not None:
+            values.append(scores.values.detach())
+        return torch.stack(values).float(), torch.stack((output.loss.detach(), output.reference_kl, output.value_loss))
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         if self.reference is None:
             return None
-        return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
+        with adapters_off(self.reference.model):
+            return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
 
     def score(self, token_ids: TokenIds) -> Logprobs:
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1."""
         return self.policy.sequence_logprobs(token_ids)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What actors serve: every parameter by its checkpoint name, whole, one after the other. All ranks go through it."""
-        return served_weights(self.policy.model)
+    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters by their checkpoint names, one after the other. All ranks go through it.
 
-    def value_head(self) -> Iterator[tuple[str, Tensor]]:
-        """The same of the value head; nothing where there is none."""
-        head = self.policy.scorer.value_head
-        return iter(()) if head is None else whole_parameters(head)
-
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Of adapters, A and B of each layer, likewise; nothing where all weights are trained."""
-        return adapter_weights(self.policy.model)
+        `WEIGHTS`: what actors serve, with adapters merged in. `VALUE_HEAD`: nothing where there is none. `ADAPTER`: A and B of
+        each adapted layer; nothing where all weights are trained.
+        """
+        if kind == WEIGHTS:
+            return served_weights(self.policy.model)
+        if kind == ADAPTER:
+            return adapter_weights(self.policy.model)
+        head = self.policy.value_head
+        return iter(()) if head is None else ((name, whole(weight)) for name, weight in head.named_parameters())
