@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -253,8 +252,14 @@ _PHASE_EVERY_S = 2.0
 """Plain lines of phases before the first step come at most this often."""
 
 
-class Display(ABC):
-    """Where progress is shown. Used as a context manager."""
+class Display:
+    """Where progress is shown, in a with block: one line for a step, at most one every `every_s`; before the first step, what
+    the run is at."""
+
+    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._shown_step, self._shown_at_s = 0, float("-inf")
+        self._shown_phase, self._phase_at_s = "", float("-inf")
 
     def __enter__(self) -> Self:
         return self
@@ -262,27 +267,12 @@ class Display(ABC):
     def __exit__(self, *_: object) -> None:
         return None
 
-    @abstractmethod
     def note(self, text: str) -> None:
         """A line that stays."""
-
-    @abstractmethod
-    def show(self, state: RunState, elapsed_s: float) -> None:
-        """The state as it is now."""
-
-
-class PlainDisplay(Display):
-    """One line for a step, at most one every `every_s`; before the first step, what the run is at."""
-
-    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._shown_step, self._shown_at_s = 0, float("-inf")
-        self._shown_phase, self._phase_at_s = "", float("-inf")
-
-    def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
+        """The state as it is now."""
         phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
         if state.step == 0 and state.phase != self._shown_phase and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s
@@ -339,4 +329,4 @@ def open_display(stream: TextIO | None = None) -> Display:
 
     stream = stream or sys.stdout
     console = Console(file=stream)
-    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

@@ -25,14 +25,14 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, session_pids
-from pipelinerl.local.progress import PlainDisplay, RunState, rows
+from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import ServiceAddress, read_address, write_address
 from pipelinerl.service.retry import Backoff
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
 
-class Recorder(PlainDisplay):
+class Recorder(Display):
     """Keeps what was shown."""
 
     def __init__(self, stream: io.StringIO) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import Restarts, session_pids
-from pipelinerl.local.progress import PlainDisplay
+from pipelinerl.local.progress import Display
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data
@@ -46,7 +46,7 @@ class Run:
         everything = {**os.environ, "PIPELINERL_CACHE": str(folder.parent / "cache"), **environment}
         restarts = Restarts(limit=2, backoff=Backoff(0.05))
         self.local = LocalRun(
-            recipe, self.dir, PlainDisplay(self.printed, every_s=0), COMMANDS, everything, restarts,
+            recipe, self.dir, Display(self.printed, every_s=0), COMMANDS, everything, restarts,
             refresh_s=0.05, stop_within_s=stop_within_s,
         )  # fmt: skip
 
