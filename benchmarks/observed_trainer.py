@@ -130,7 +130,7 @@ class Observed:
             "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
             "tracker": SimpleNamespace(tokens={"trained": 1}, ledger=Ledger()),
         }  # fmt: skip
-        recorder.watch(**parts)
+        recorder.watch(SimpleNamespace(**parts))  # type: ignore[arg-type]
         recorder.training_begins()
 
 

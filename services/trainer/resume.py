@@ -143,8 +143,8 @@ class Resume:
         while True:
             try:
                 prompts, sequences = await self.bus.prompts_info(), await self.bus.sequences_info()
-                self.recorder.metrics.queues.saw("prompts", prompts)
-                self.recorder.metrics.queues.saw("sequences", sequences)
+                self.recorder.metrics.streams.saw("prompts", prompts)
+                self.recorder.metrics.streams.saw("sequences", sequences)
                 await self._purge(sequences, loop)
                 await self._look_for_lost_groups(prompts)
             except BusError as error:

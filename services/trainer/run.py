@@ -97,7 +97,7 @@ class TrainingRun:
         self.loop = OptimizerLoop(
             recipe, policy, self.intake, self.feeder, tracker, self.updater, self.evaluator, recorder, self.resume
         )
-        recorder.watch(self.loop, self.updater, self.feeder, self.intake, tracker)
+        recorder.watch(self)
 
     def add_to_server(self, server: aio.Server) -> None:
         source = model_source(self._recipe, self._settings)

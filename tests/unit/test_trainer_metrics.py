@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.rl.ledger import Outcome
-from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.reporting.metrics import ProgressMetrics, QueueMetrics, TrainerMetrics, bounded
+from services.trainer.reporting.metrics import TrainerMetrics, bounded
 from services.trainer.reporting.recorder import group_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.updater import UpdateRecord
@@ -27,11 +27,20 @@ class Exported:
     """The trainer's metrics on a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.metrics = TrainerMetrics(self.registry)
+        self.registry, self.now_s = CollectorRegistry(), 1000.0
+        self.metrics = TrainerMetrics(self.registry, lambda: self.now_s)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
+
+    def watch(self, tracker: SequenceTracker | None = None) -> None:
+        updater = SimpleNamespace(served_version=-1, member_states={"serving": 4}, epoch=2, bad_messages=1)
+        intake = SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0)
+        loop, feeder = SimpleNamespace(version=3), SimpleNamespace(allowance=5)
+        run = SimpleNamespace(
+            loop=loop, updater=updater, feeder=feeder, intake=intake, tracker=tracker or SequenceTracker()
+        )
+        self.metrics.watch(run, lambda: trainer_pb2.TRAINER_PHASE_TRAINING)  # type: ignore[arg-type]
 
     def step(self, **figures: object) -> None:
         """A step's record with these figures."""
@@ -87,7 +96,7 @@ def test_what_a_step_does_not_have_is_no_series_and_what_is_measured_now_and_the
 
 def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
     exported, books = Exported(), SequenceTracker()
-    exported.metrics.outcomes.watch(books, lambda: 12, lambda: 1)
+    exported.watch(tracker=books)
     groups = [make_group(number) for number in range(4)]
     for group in groups:
         books.issue(group)
@@ -115,58 +124,42 @@ def test_reasons_beyond_the_most_frequent_are_one() -> None:
     assert bounded({"a": 1}, most=2) == {"a": 1}
 
 
-class Reader:
-    position, num_ready = 7, 3
-
-
-def test_streams_by_hand() -> None:
-    registry = CollectorRegistry()
-    queues = QueueMetrics(MetricSet("p", registry), clock_s=lambda: 1000.0)
-    queues.watch(Reader(), lambda: 5)  # type: ignore[arg-type]
-    of = registry.get_sample_value
-    assert (of("p_unread_sequences"), of("p_stream_messages", {"stream": "prompts"})) == (None, None)
-    queues.saw("prompts", StreamInfo(0, 0, 4, 3))
-    queues.saw("sequences", StreamInfo(6, 600, 5, 10, first_at_s=990.0))
-    assert [of(f"p_stream_{what}", {"stream": "sequences"}) for what in ("messages", "bytes", "oldest_seconds")] == [
-        6,
-        600,
-        10,
-    ]
-    assert [of(f"p_stream_{what}", {"stream": "prompts"}) for what in ("messages", "oldest_seconds")] == [0, 0]
-    assert (of("p_unread_sequences"), of("p_ready_groups"), of("p_feeder_allowance_groups")) == (3, 3, 5)
-
-
-def test_one_phase_is_the_current_one() -> None:
-    registry, phase = CollectorRegistry(), [trainer_pb2.TRAINER_PHASE_TRAINING]
-    progress, of = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: 50.0), registry.get_sample_value
-    assert of("p_phase", {"phase": "loading"}) == 1
-    progress.watch(lambda: phase[0], lambda: 3, lambda: -1)
-    progress.begin(8, None)
-    assert [of("p_phase", {"phase": name}) for name in ("loading", "training", "finished")] == [0, 1, 0]
-    assert (of("p_policy_version"), of("p_served_version"), of("p_planned_steps")) == (3, None, 8)
+def test_streams_and_parts_of_the_run_by_hand() -> None:
+    exported = Exported()
+    assert exported("phase", phase="loading") == 1
+    exported.watch()
+    assert (exported("unread_sequences"), exported("stream_messages", stream="prompts")) == (None, None)
+    exported.metrics.streams.saw("prompts", StreamInfo(0, 0, 4, 3))
+    exported.metrics.streams.saw("sequences", StreamInfo(6, 600, 5, 10, first_at_s=990.0))
+    seen = [exported(f"stream_{what}", stream="sequences") for what in ("messages", "bytes", "oldest_seconds")]
+    assert seen == [6, 600, 10]
+    assert [exported(f"stream_{what}", stream="prompts") for what in ("messages", "oldest_seconds")] == [0, 0]
+    assert (exported("unread_sequences"), exported("ready_groups"), exported("feeder_allowance_groups")) == (3, 3, 5)
+    assert [exported("phase", phase=name) for name in ("loading", "training", "finished")] == [0, 1, 0]
+    assert (exported("policy_version"), exported("served_version"), exported("epoch")) == (3, None, 2)
+    assert exported("members", state="serving") == 4
 
 
 def test_a_checkpoints_age_counts_from_when_there_is_work_to_lose() -> None:
-    registry, now_s = CollectorRegistry(), [50.0]
-    progress = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: now_s[0])
-    of = registry.get_sample_value
-    progress.begin(8, None)
-    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (None, None)
-    now_s[0] = 9000.0  # hours of waiting for actors
-    progress.training_begins()
-    now_s[0] = 9100.0
-    progress.training_begins()
-    assert of("p_checkpoint_timestamp_seconds") == 9000
-    progress.checkpoint_written(WrittenCheckpoint(Path("step-4"), 4, 0, 1.0))
-    assert (of("p_checkpoint_version"), of("p_checkpoint_timestamp_seconds")) == (4, 9100)
+    exported = Exported()
+    checkpoints = exported.metrics.checkpoints
+    checkpoints.begin(8, None)
+    shown = ("planned_steps", "checkpoint_version", "checkpoint_timestamp_seconds")
+    assert [exported(name) for name in shown] == [8, None, None]
+    exported.now_s = 9000.0  # hours of waiting for actors
+    checkpoints.training_begins()
+    exported.now_s = 9100.0
+    checkpoints.training_begins()
+    assert exported("checkpoint_timestamp_seconds") == 9000
+    checkpoints.written(WrittenCheckpoint(Path("step-4"), 4, 0, 1.0))
+    assert [exported(name) for name in shown] == [8, 4, 9100]
 
 
 def test_a_trainer_that_goes_on_has_the_age_of_the_checkpoint_before_it() -> None:
-    registry = CollectorRegistry()
-    progress = ProgressMetrics(MetricSet("p", registry), clock_s=lambda: 9000.0)
-    progress.begin(8, 4, since_s=50.0)
-    progress.training_begins()
-    assert registry.get_sample_value("p_checkpoint_timestamp_seconds") == 50
+    exported = Exported()
+    exported.metrics.checkpoints.begin(8, 4, since_s=50.0)
+    exported.metrics.checkpoints.training_begins()
+    assert exported("checkpoint_timestamp_seconds") == 50
 
 
 def test_updates_and_members_are_counted() -> None:

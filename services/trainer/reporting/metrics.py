@@ -1,7 +1,7 @@
-"""What the trainer exports to Prometheus, one class per topic. Sums and rates are the server's business.
+"""What the trainer exports to Prometheus. Sums and rates are the server's business.
 
-Figures of an optimizer step come with its record; states are read when they are scraped, on the HTTP thread. What is read at a
-scrape has no series before its topic's `watch`.
+Figures of an optimizer step come with its record, others are told as they happen; states are read when they are scraped, on the
+HTTP thread.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
@@ -20,17 +21,18 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
-from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, MetricSet
+from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, Labels, MetricSet
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord
+
+if TYPE_CHECKING:
+    from services.trainer.run import TrainingRun
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
@@ -186,13 +188,9 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class MembershipMetrics:
-    """Who takes part, and how weights reach them."""
+    """Members that come and go, and how weights reach them."""
 
     def __init__(self, metrics: MetricSet) -> None:
-        self._members = metrics.reading(
-            "members", "Registered actors by what they are doing.", {"state": MEMBER_STATES}, unit="actors"
-        )
-        self._epoch = metrics.reading("epoch", "Number of the weight-transfer group's membership.", unit="epoch")
         self.regroups = metrics.counter(
             "regroups_total", "Times that the group of all members was formed anew.", unit="groups of members"
         )
@@ -222,10 +220,6 @@ class MembershipMetrics:
         )
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
-    def watch(self, updater: WeightUpdater) -> None:
-        self._members.read_each(lambda: updater.member_states)
-        self._epoch.read(lambda: updater.epoch)
-
     def served(self, update: UpdateRecord) -> None:
         self.updates.labels("served").inc()
         self._transfer.observe(update.transfer_s)
@@ -235,47 +229,7 @@ class MembershipMetrics:
 
 STATES = tuple(field.name for field in fields(LedgerCounts))
 OUTCOMES = tuple(outcome.value for outcome in Outcome)
-STALE_REASONS = tuple(reason.value for reason in StaleReason)
-_NONE_STALE = dict.fromkeys(STALE_REASONS, 0)
-
-
-class OutcomeMetrics:
-    """What became of the sequences and their tokens."""
-
-    def __init__(self, metrics: MetricSet) -> None:
-        self._sequences = metrics.reading(
-            "ledger_sequences", "The ledger: issued, and what became of them; over all of the run.", {"state": STATES}
-        )
-        self._discrepancy = metrics.reading(
-            "ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect."
-        )
-        reasons = "see docs/errors.md; (other) for what is not among the most frequent"
-        self._failed = metrics.reading("failed_sequences", "Failed sequences by reason.", {"reason": reasons})
-        self._stale = metrics.reading(
-            "dropped_stale_sequences", "Sequences too old when their turn came, by reason.", {"reason": STALE_REASONS}
-        )
-        self._tokens = metrics.reading(
-            "tokens_total",
-            "Completion tokens by what became of their sequence, since this start.",
-            {"outcome": OUTCOMES},
-        )
-        self._arrived = metrics.reading(
-            "tokens_arrived_total", "Completion tokens that reached the trainer, since this start.", unit="tokens"
-        )
-        self._bad = metrics.reading(
-            "bad_messages",
-            "Messages set aside: sequences since the run began, others since this start.",
-            unit="messages",
-        )
-
-    def watch(self, books: SequenceTracker, tokens_arrived: Callable[[], int], bad_messages: Callable[[], int]) -> None:
-        self._sequences.read_each(lambda: books.ledger.counts.as_dict())
-        self._discrepancy.read(lambda: books.ledger.counts.discrepancy)
-        self._failed.read_each(lambda: bounded(books.ledger.reasons(Outcome.FAILED)))
-        self._stale.read_each(lambda: {**_NONE_STALE, **books.ledger.reasons(Outcome.DROPPED_STALE)})
-        self._tokens.read_each(lambda: dict(books.tokens))
-        self._arrived.read(tokens_arrived)
-        self._bad.read(bad_messages)
+_NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
@@ -295,103 +249,68 @@ def phase_name(phase: int) -> str:
 
 
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
-LOADING = phase_name(trainer_pb2.TRAINER_PHASE_LOADING)
 
 
-class ProgressMetrics:
-    """How far the run is. In phase `loading` until `watch`."""
+class CheckpointMetrics:
+    """How much work could be lost."""
 
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
-        self._clock_s = clock_s
-        self._version = metrics.reading("policy_version", "Optimizer steps taken.")
-        self._served = metrics.reading(
-            "served_version", "Newest version that every member serves; none before the first."
-        )
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
+        self._clock_s, self._has_begun = clock_s, False
         self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._phase = metrics.reading(
-            "phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0"
-        )
-        self._phase.read_state(PHASES, lambda: LOADING)
-        self._checkpoint = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
-        self._checkpoint_at = metrics.reading(
+        self._version = metrics.reading("checkpoint_version", "Of the newest checkpoint; none before the first.")
+        self._at = metrics.reading(
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was written, by this trainer or one before it; before the first, when training began.",
         )
-        self._has_begun = False
-        self._checkpoint_seconds = metrics.histogram(
+        self._seconds = metrics.histogram(
             "checkpoint_seconds", "Writing one checkpoint, beside training.", CHECKPOINT_SECONDS
         )
-
-    def watch(self, phase: Callable[[], int], version: Callable[[], int], served: Callable[[], int]) -> None:
-        """`served` is below 0 before a version is served."""
-        self._phase.read_state(PHASES, lambda: phase_name(phase()))
-        self._version.read(version)
-        self._served.read(lambda: number if (number := served()) >= 0 else None)
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: the version of the one that this trainer goes on from; `since_s`: when that was written, or when a
         run that has none yet first started. None: this trainer is the first, and its work begins with `training_begins`."""
         self._planned.set(planned_steps)
-        self._checkpoint.set(checkpoint)
-        if since_s is not None:
-            self._checkpoint_at.set(since_s)
-            self._has_begun = True
+        self._version.set(checkpoint)
+        self._at.set(since_s)
+        self._has_begun = since_s is not None
 
     def training_begins(self) -> None:
         """From here on there is work to lose."""
         if not self._has_begun:
-            self._checkpoint_at.set(self._clock_s())
+            self._at.set(self._clock_s())
             self._has_begun = True
 
-    def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._checkpoint.set(written.version)
+    def written(self, written: WrittenCheckpoint) -> None:
         self._has_begun = True
-        self._checkpoint_at.set(self._clock_s())
-        self._checkpoint_seconds.observe(written.seconds)
+        self._version.set(written.version)
+        self._at.set(self._clock_s())
+        self._seconds.observe(written.seconds)
 
 
 STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
 
-class QueueMetrics:
-    """Who waits for whom. Streams are as of the last look at them; the rest is read at each scrape."""
+class StreamMetrics:
+    """Streams as of the last look at them."""
 
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._seen: dict[str, StreamInfo] = {}
+        self.seen: dict[str, StreamInfo] = {}
         self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
         self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
         self._oldest = metrics.reading(
             "stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.", BY_STREAM
         )
-        self._unread = metrics.reading("unread_sequences", "Messages in SEQUENCES that the trainer has not read.")
-        self._ready = metrics.reading("ready_groups", "Complete groups that wait to be trained on.")
-        self._allowance = metrics.reading(
-            "feeder_allowance_groups", "Groups that the staleness bound lets the feeder issue now."
-        )
-
-    def watch(self, intake: Intake, allowance: Callable[[], int]) -> None:
-        def unread() -> int | None:  # what was read since the last look at the stream counts as nothing
-            log = self._seen.get("sequences")
-            return None if log is None else max(0, log.last_position - intake.position)
-
-        self._ready.read(lambda: intake.num_ready)
-        self._allowance.read(allowance)
-        self._unread.read(unread)
 
     def saw(self, stream: str, info: StreamInfo) -> None:
         """One of `STREAMS`, as it is now."""
-        self._seen = seen = {**self._seen, stream: info}
+        self.seen = seen = {**self.seen, stream: info}
         now_s = self._clock_s()
         self._messages.set_each({name: one.messages for name, one in seen.items()})
         self._bytes.set_each({name: one.bytes for name, one in seen.items()})
-        self._oldest.set_each({name: age_s(one, now_s) for name, one in seen.items()})
-
-
-def age_s(info: StreamInfo, now_s: float) -> float:
-    """Of the oldest message, seconds; 0 of an empty stream, and where clocks disagree. Pure."""
-    return max(0.0, now_s - info.first_at_s) if info.messages and info.first_at_s is not None else 0.0
+        ages_s = {name: now_s - one.first_at_s for name, one in seen.items() if one.messages and one.first_at_s}
+        self._oldest.set_each({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -429,14 +348,103 @@ class TokenLagHistogram(Collector):
 class TrainerMetrics:
     """All topics, on one registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
-        self.progress = ProgressMetrics(metrics)
+        self._run: TrainingRun | None = None
+        self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
+        self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.steps = StepMetrics(metrics)
-        self.outcomes = OutcomeMetrics(metrics)
-        self.queues = QueueMetrics(metrics)
+        self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
+        self._read_states(metrics)
+
+    def watch(self, run: TrainingRun, phase: Callable[[], int]) -> None:
+        self._run, self._phase = run, phase
+
+    def _read_states(self, metrics: MetricSet) -> None:
+        """What is read at each scrape, on the HTTP thread. In phase `loading` and without other series until `watch`."""
+
+        def read(name: str, text: str, value: Callable[[TrainingRun], float | None], unit: str = "") -> None:
+            metrics.reading(name, text, unit=unit).read(lambda: value(self._run) if self._run else None)
+
+        def read_each(
+            name: str, text: str, labels: Labels, values: Callable[[TrainingRun], Mapping[str, float]], unit: str = ""
+        ) -> None:
+            reading = metrics.reading(name, text, labels, unit=unit)
+            reading.read_each(lambda: values(self._run) if self._run else {})
+
+        phase = metrics.reading(
+            "phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0"
+        )
+        phase.read_state(PHASES, lambda: phase_name(self._phase()))
+        read("policy_version", "Optimizer steps taken.", lambda run: run.loop.version)
+        read(
+            "served_version",
+            "Newest version that every member serves; none before the first.",
+            lambda run: run.updater.served_version if run.updater.served_version >= 0 else None,
+        )
+        read_each(
+            "members",
+            "Registered actors by what they are doing.",
+            {"state": MEMBER_STATES},
+            lambda run: run.updater.member_states,
+            "actors",
+        )
+        read("epoch", "Number of the weight-transfer group's membership.", lambda run: run.updater.epoch, "epoch")
+        read_each(
+            "ledger_sequences",
+            "The ledger: issued, and what became of them; over all of the run.",
+            {"state": STATES},
+            lambda run: run.tracker.ledger.counts.as_dict(),
+        )
+        read(
+            "ledger_discrepancy_sequences",
+            "Issued sequences less those of all other states: 0, or a defect.",
+            lambda run: run.tracker.ledger.counts.discrepancy,
+        )
+        read_each(
+            "failed_sequences",
+            "Failed sequences by reason.",
+            {"reason": "see docs/errors.md; (other) for what is not among the most frequent"},
+            lambda run: bounded(run.tracker.ledger.reasons(Outcome.FAILED)),
+        )
+        read_each(
+            "dropped_stale_sequences",
+            "Sequences too old when their turn came, by reason.",
+            {"reason": tuple(_NONE_STALE)},
+            lambda run: {**_NONE_STALE, **run.tracker.ledger.reasons(Outcome.DROPPED_STALE)},
+        )
+        read_each(
+            "tokens_total",
+            "Completion tokens by what became of their sequence, since this start.",
+            {"outcome": OUTCOMES},
+            lambda run: dict(run.tracker.tokens),
+        )
+        read(
+            "tokens_arrived_total",
+            "Completion tokens that reached the trainer, since this start.",
+            lambda run: run.intake.tokens_arrived_here,
+            "tokens",
+        )
+        read(
+            "bad_messages",
+            "Messages set aside: sequences since the run began, others since this start.",
+            lambda run: run.intake.bad_messages + run.updater.bad_messages,
+            "messages",
+        )
+        read("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
+        read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
+        read(
+            "feeder_allowance_groups",
+            "Groups that the staleness bound lets the feeder issue now.",
+            lambda run: run.feeder.allowance,
+        )
+
+    def _unread(self, run: TrainingRun) -> int | None:
+        """What was read since the last look at the stream counts as nothing."""
+        log = self.streams.seen.get("sequences")
+        return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

@@ -27,12 +27,8 @@ from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
-from services.trainer.data.feeder import Feeder
-from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
-from services.trainer.loop import OptimizerLoop
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting.board import PageBoard, about, member_rows
 from services.trainer.reporting.events import RunEvents
@@ -41,10 +37,12 @@ from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, 
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.updater import UpdateRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from services.trainer.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -92,20 +90,13 @@ class Recorder:
             )
         )
 
-    def watch(
-        self, loop: OptimizerLoop, updater: WeightUpdater, feeder: Feeder, intake: Intake, tracker: SequenceTracker
-    ) -> None:
+    def watch(self, run: TrainingRun) -> None:
         """What the page, a scrape and callers over gRPC read when they ask."""
-        self._loop, self._updater, self._tracker = loop, updater, tracker
+        self._training = run
         metrics, start = self.metrics, self._start
-        metrics.progress.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
-        metrics.progress.watch(lambda: self.phase, lambda: loop.version, lambda: updater.served_version)
+        metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
         metrics.steps.lag_bound.set(self._recipe.algorithm.max_lag)
-        metrics.queues.watch(intake, lambda: feeder.allowance)
-        metrics.membership.watch(updater)
-        metrics.outcomes.watch(
-            tracker, lambda: intake.tokens_arrived_here, lambda: intake.bad_messages + updater.bad_messages
-        )
+        metrics.watch(run, lambda: self.phase)
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; for a checkpoint."""
@@ -124,7 +115,7 @@ class Recorder:
 
     def training_begins(self) -> None:
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
-        self.metrics.progress.training_begins()
+        self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """One optimizer step on `batch`: completes its record, tells every sink and returns it.
@@ -168,7 +159,7 @@ class Recorder:
             self.totals.logprob_mismatch.append(parity.mismatch)
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self.metrics.progress.checkpoint_written(written)
+        self.metrics.checkpoints.written(written)
         self._events.checkpoint_written(written)
 
     def in_order(self, version: int, *, finished: bool) -> None:
@@ -226,23 +217,23 @@ class Recorder:
 
     @property
     def phase(self) -> trainer_pb2.TrainerPhase:
-        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._loop.waiting_for:
+        if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and self._training.loop.waiting_for:
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
 
     def status(self) -> trainer_pb2.TrainerStatus:
         """As the trainer's gRPC service answers."""
         phase = self.phase
-        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._loop.waiting_for
+        waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else self._training.loop.waiting_for
         return trainer_pb2.TrainerStatus(
             run=self._run,
             phase=phase,
-            policy_version=self._loop.version,
+            policy_version=self._training.loop.version,
             incarnation=self._start.lineage.incarnation,
             total_steps=self._recipe.trainer.steps,
-            sequences=trainer_pb2.SequenceCounts(**self._tracker.ledger.counts.as_dict()),
-            members=len(self._updater.members),
-            epoch=self._updater.epoch,
+            sequences=trainer_pb2.SequenceCounts(**self._training.tracker.ledger.counts.as_dict()),
+            members=len(self._training.updater.members),
+            epoch=self._training.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
         )
 
@@ -253,7 +244,7 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     def _page_state(self) -> dict[str, Any]:
-        status, ledger, served = self.status(), self._tracker.ledger, self._updater.served_version
+        status, ledger, served = self.status(), self._training.tracker.ledger, self._training.updater.served_version
         return {
             "phase": phase_name(status.phase),
             "message": status.message,
@@ -262,7 +253,7 @@ class Recorder:
             "served_version": served if served >= 0 else None,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(self._updater.states, served, self._loads),
+            "members": member_rows(self._training.updater.states, served, self._loads),
             "sequences": ledger.counts.as_dict(),
             "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
         }
