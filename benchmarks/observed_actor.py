@@ -120,7 +120,7 @@ async def open_side(stack: AsyncExitStack, case: Case, model: str, *, observed: 
         for reading in (metrics.version, metrics.ready, metrics.held_groups):
             reading.read(lambda: 1)
         app = health_app(Readiness(), registry)
-        port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, own_thread=True))
+        port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0))
     on_step = metrics.engine_step if observed else None
     engine = await stack.enter_async_context(start_engine(case.recipe, model, on_step=on_step))
     await engine.llm.update_weight_version(str(VERSION))

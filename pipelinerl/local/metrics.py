@@ -72,7 +72,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
     def targets() -> list[Target]:
         return targets_of(run_dir, {NAME, *living_names(run_dir)})
 
-    async with serve_http(app, HOST, port, own_thread=True) as bound:
+    async with serve_http(app, HOST, port) as bound:
         write_address(run_dir.address(NAME), ServiceAddress("", host_port(HOST, bound), os.getpid()))
         try:
             yield

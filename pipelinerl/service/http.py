@@ -1,7 +1,7 @@
 """HTTP for every service: /healthz, /readyz and /metrics, served by uvicorn inside a process that has other things to do.
 
-The server runs in the caller's event loop, or on a thread with a loop of its own that still answers while the caller's is
-blocked; it installs no signal handlers and writes no access log. A service adds its own routes to the returned application.
+The server runs on a thread with a loop of its own, which still answers while the caller's is blocked. It installs no signal
+handlers and writes no access log. A service adds its own routes to the returned application.
 
 On a loopback interface a request is answered only where its Host header names this service. A browser lets a site read what
 comes from the site's own name, and that name may be made to lead to this machine (DNS rebinding); a name that such a site
@@ -85,8 +85,6 @@ def health_app(
 ) -> FastAPI:
     """`/healthz`: 503 when the watched loop has not run for `blocked_after_s`, else 200. `/readyz`: 503 with the reason
     until ready. `/metrics`: the registry, in the text format that every scraper takes.
-
-    `loop_watch`, of `watch_loop`, makes sense only where the application is served from a thread of its own.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -110,9 +108,7 @@ def health_app(
 
 
 @asynccontextmanager
-async def serve_http(
-    app: Any, host: str, port: int, *, own_thread: bool = False, names: Collection[str] = ()
-) -> AsyncIterator[int]:
+async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] = ()) -> AsyncIterator[int]:
     """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
     `names`: further hosts by which a request may call a loopback interface. Applications may end a connection by
@@ -123,7 +119,7 @@ async def serve_http(
     listener = _bind(host, port)
     bound_port = listener.getsockname()[1]
     with contextlib.closing(listener):
-        async with _EmbeddedServer(app).running(listener, own_thread):
+        async with _EmbeddedServer(app).running(listener):
             yield bound_port
 
 
@@ -184,16 +180,13 @@ class _EmbeddedServer(uvicorn.Server):
         self._callers_loop.call_soon_threadsafe(self._up.set_result, self.started)
 
     @asynccontextmanager
-    async def running(self, listener: socket.socket, own_thread: bool) -> AsyncIterator[None]:
-        if own_thread:
-            thread = threading.Thread(target=lambda: asyncio.run(self.serve([listener])), name="http", daemon=True)
-            thread.start()
-        else:
-            task = asyncio.create_task(self.serve([listener]), name="http")
+    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+        thread = threading.Thread(target=lambda: asyncio.run(self.serve([listener])), name="http", daemon=True)
+        thread.start()
         try:
             if not await self._up:
                 raise ServiceError("the HTTP application did not start; its traceback is in the log")
             yield
         finally:
             self.should_exit = True
-            await (asyncio.to_thread(thread.join) if own_thread else task)
+            await asyncio.to_thread(thread.join)

@@ -2,17 +2,24 @@
 
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder
 resumes from a number. Held-out problems never occur in training. How a problem becomes tokens is the trainer's business.
+
+A file of prompts and answers, JSONL or Parquet, is read and checked whole at start: a bad line is an error with its number, not
+a surprise hours later. Its last `num_heldout` problems are the held-out split; training goes through the others in a shuffled
+order, epoch after epoch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipelinerl.errors import FieldError, MissingPackage, UserError
 from pipelinerl.recipe.fields import TaskConfig
 
 
@@ -48,8 +55,6 @@ class TaskSource(Protocol):
 def make_source(config: TaskConfig, seed: int) -> TaskSource:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
     if config.source == "jsonl":
-        from pipelinerl.tasks.files import FileSource
-
         return FileSource(
             Path(config.path),
             task=config.name,
@@ -67,3 +72,88 @@ def make_source(config: TaskConfig, seed: int) -> TaskSource:
         num_heldout=config.heldout_problems,
         compact=config.prompt_style == "compact",
     )
+
+
+class FileSource:
+    """Raises `UserError` with the file and line of what is wrong."""
+
+    def __init__(
+        self, path: Path, *, task: str, prompt_field: str, answer_field: str, seed: int, num_heldout: int
+    ) -> None:
+        distinct: dict[str, Problem] = {}
+        for problem in _problems(path, task, prompt_field, answer_field):
+            distinct.setdefault(problem.question, problem)
+        problems = list(distinct.values())
+        if len(problems) <= num_heldout:
+            raise FieldError(
+                "task.heldout_problems",
+                num_heldout,
+                f"{path} has {len(problems)} distinct problems; some must be left for training",
+            )
+        self._train, self._heldout = problems[:-num_heldout], problems[-num_heldout:]
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._seed = seed
+
+    def problem(self, split: Split, index: int) -> Problem:
+        if split is Split.HELDOUT:
+            return self._heldout[index]
+        epoch, position = divmod(index, len(self._train))
+        return self._train[self._order(epoch)[position]]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._train)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _problems(path: Path, task: str, prompt_field: str, answer_field: str) -> Iterator[Problem]:
+    for where, row in _rows(path):
+        for name in (prompt_field, answer_field):
+            if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
+                raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
+        question = str(row[prompt_field])
+        if not question.strip():
+            raise UserError(f"{where}: field {prompt_field!r} is empty")
+        yield Problem(task, question, {"answer": str(row[answer_field])})
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not path.is_file():
+        raise FieldError("task.path", str(path), "there is no such file")
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    if path.suffix not in readers:
+        raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
+    yield from readers[path.suffix](path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                row = json.loads(line.rstrip())
+                if not isinstance(row, dict):
+                    raise UserError(
+                        f"{where}: {type(row).__name__} where an object with the problem's fields is needed"
+                    )
+                yield where, row
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a UTF-8 text file: {error.reason}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingPackage("reading Parquet needs pyarrow: pip install pyarrow, or convert it to JSONL") from error
+    try:
+        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}, row {number}", row
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a Parquet file: {error}") from error

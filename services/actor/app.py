@@ -82,9 +82,7 @@ async def serve(
         stack.enter_context(suppress(StartStopped))
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
-        http_port = await stack.enter_async_context(
-            serve_http(app, settings.http_host, settings.http_port, own_thread=True)
-        )
+        http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
         started = start(
             recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )

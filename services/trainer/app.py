@@ -52,7 +52,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(
-            serve_http(guarded(app, settings), host, settings.http_port, own_thread=True, names=names)
+            serve_http(guarded(app, settings), host, settings.http_port, names=names)
         )
         if board is not None:
             stack.callback(board.close)

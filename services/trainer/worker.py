@@ -102,6 +102,6 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         if ranks.local_rank == 0:  # it speaks for its node
             watch = await stack.enter_async_context(watch_loop())
             app = health_app(readiness, registry, loop_watch=watch)
-            serving = serve_http(app, settings.http_host, settings.http_port, own_thread=True)
+            serving = serve_http(app, settings.http_host, settings.http_port)
             log.info("node %d answers on port %d", settings.node, await stack.enter_async_context(serving))
         await asyncio.to_thread(work)

@@ -19,7 +19,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.lifecycle import Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.service.tls import server_credentials
@@ -132,7 +132,10 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
     async with (
-        serve_http(health_app(readiness, registry), settings.http_host, settings.http_port) as http_port,
+        watch_loop() as watch,
+        serve_http(
+            health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port
+        ) as http_port,
         run_pool(recipe, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
         serve_grpc(
             register,

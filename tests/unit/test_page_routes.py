@@ -31,7 +31,7 @@ from tests.unit.trainer_fakes import stop_during_step, training_run
 async def served(board: PageBoard) -> AsyncIterator[httpx.AsyncClient]:
     app = health_app(Readiness("starting"), CollectorRegistry())
     add_page(app, board)
-    async with serve_http(app, "127.0.0.1", 0, own_thread=True) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
             yield client
         board.close()

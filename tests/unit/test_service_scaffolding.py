@@ -118,11 +118,10 @@ async def fetch(port: int, path: str, **headers: str) -> tuple[int, str]:
     return await asyncio.to_thread(get, port, path, **headers)
 
 
-@pytest.mark.parametrize("own_thread", [False, True])
-async def test_health_readiness_and_metrics(own_thread: bool) -> None:
+async def test_health_readiness_and_metrics() -> None:
     registry, readiness = CollectorRegistry(), Readiness("loading the model")
     Counter("pipelinerl_test_steps", "Steps.", registry=registry).inc(3)
-    async with serve_http(health_app(readiness, registry), HOST, 0, own_thread=own_thread) as port:
+    async with serve_http(health_app(readiness, registry), HOST, 0) as port:
         assert await fetch(port, "/healthz") == (200, "ok\n")
         assert await fetch(port, "/readyz") == (503, "loading the model\n")
         readiness.reason = ""
@@ -142,7 +141,7 @@ async def test_health_readiness_and_metrics(own_thread: bool) -> None:
 async def test_blocked_loop_is_visible_from_another_thread() -> None:
     async with watch_loop() as watch:
         app = health_app(Readiness(), CollectorRegistry(), loop_watch=watch, blocked_after_s=0.4)
-        async with serve_http(app, HOST, 0, own_thread=True) as port:
+        async with serve_http(app, HOST, 0) as port:
             assert (await fetch(port, "/healthz"))[0] == 200
             answers: list[tuple[int, str]] = []
             asked = threading.Timer(0.7, lambda: answers.append(get(port, "/healthz")))
@@ -160,14 +159,13 @@ async def test_a_port_that_cannot_be_had_is_named_and_leaves_no_socket_open() ->
                     pass  # a socket that is left open is a ResourceWarning, which is an error here
 
 
-@pytest.mark.parametrize("own_thread", [False, True])
-async def test_application_that_does_not_start(own_thread: bool) -> None:
+async def test_application_that_does_not_start() -> None:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         raise RuntimeError("no disk")
         yield
 
     with pytest.raises(ServiceError, match="did not start"):
-        async with serve_http(FastAPI(lifespan=asynccontextmanager(lifespan)), HOST, 0, own_thread=own_thread):
+        async with serve_http(FastAPI(lifespan=asynccontextmanager(lifespan)), HOST, 0):
             pass
 
 

@@ -33,7 +33,7 @@ def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[
 
 def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
     code = (
-        "import sys, pipelinerl.tasks.source, pipelinerl.tasks.files, pipelinerl.tasks.reasoning_gym;"
+        "import sys, pipelinerl.tasks.source, pipelinerl.tasks.reasoning_gym;"
         "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
