@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.trainer.data.evaluation import (
     JUDGE_BATCH,
     Evaluator,
@@ -83,29 +82,33 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
 
 
-async def test_failed_rewards_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    outcomes = {"h000000": verdict("h000000", VERIFY_STATUS_TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
-    with caplog.at_level(logging.WARNING):
-        result = await evaluate(FakeVerifier(outcomes))
-    assert (result.accuracy, result.num_unanswered) == (2 / 3, 1)
-    assert result.samples[0].reward is None
-    assert "leaves out problems: {'reward_timeout': 1}" in caplog.text
+TIMED_OUT = {"h000000": verdict("h000000", VERIFY_STATUS_TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
+FAILED = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000002": "engine: out of blocks"}
+SILENT = FakeActor(silent=frozenset({"h000001"}))
 
 
-async def test_an_empty_completion_is_wrong_and_a_failure_of_the_actor_is_left_out() -> None:
-    failures = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000002": "engine: out of blocks"}
-    actor = FakeActor(failures=failures)
-    verifier = FakeVerifier()
-    result = await evaluate(verifier, a=actor)
-    assert (result.accuracy, result.num_unanswered) == (0.5, 2)
-    assert verifier.asked == ["h000003"]
-
-
-async def test_what_actors_do_not_answer_in_time_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    result = await evaluate(FakeVerifier(), timeout_s=1.0, a=FakeActor(silent=frozenset({"h000001"})))
-    assert (result.accuracy, result.num_unanswered) == (1.0, 1)
-    assert "3 of 4 completions in time" in caplog.text
-    assert "{'no completion': 1}" in caplog.text
+@pytest.mark.parametrize(
+    ("outcomes", "actor", "accuracy", "asked", "told"),
+    [
+        (TIMED_OUT, FakeActor(), 2 / 3, 4, "{'reward_timeout': 1}"),
+        ({}, FakeActor(failures=FAILED), 0.5, 1, "{'non_finite_logprobs': 1, 'engine': 1}"),  # an empty one is wrong
+        ({}, SILENT, 1.0, 3, "{'no completion': 1}"),
+    ],
+    ids=["reward", "actor", "silent"],
+)
+async def test_what_has_no_verdict_is_left_out_and_counted(
+    outcomes: dict[str, VerifyResult],
+    actor: FakeActor,
+    accuracy: float,
+    asked: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    verifier = FakeVerifier(outcomes)
+    result = await evaluate(verifier, timeout_s=1.0 if actor is SILENT else 10.0, a=actor)
+    assert (result.accuracy, len(verifier.asked)) == (accuracy, asked)
+    assert f"leaves out problems: {told}" in caplog.text
+    assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
 
 
 async def test_completions_of_another_version_do_not_count() -> None:
@@ -170,16 +173,13 @@ def test_the_largest_difference_over_tokens_and_actors() -> None:
 
 @pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])
 def test_an_answer_that_cannot_be_compared_is_a_failure(broken: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR):
-        assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == Parity(0.5, 1)
+    assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == Parity(0.5, 1)
     assert "parity probe of version 1:3 fails on a" in caplog.text
     assert compare({"a": broken}, TRAINED, VERSION) == Parity(None, 1)
 
 
 def test_a_trainer_that_gives_nan_fails_on_every_actor(caplog: pytest.LogCaptureFixture) -> None:
-    trained = np.array([math.nan, -2.0], dtype=np.float32)
-    with caplog.at_level(logging.ERROR):
-        assert compare({"a": TRAINED, "b": TRAINED}, trained, VERSION) == Parity(None, 2)
+    assert compare({"a": TRAINED, "b": TRAINED}, served(math.nan, -2.0), VERSION) == Parity(None, 2)
     assert "log-probabilities of the trainer are not finite" in caplog.text
 
 

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pipelinerl.rl.autoscaling import (
-    ReplicasWanted,
-    full_rate,
-    most_useful,
-    replicas_wanted,
-)
+from pipelinerl.rl.autoscaling import ReplicasWanted, full_rate, most_useful, replicas_wanted
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.reporting.metrics import most_in_flight, replica_advice
 from tests.unit.builders import make_recipe
@@ -85,41 +80,24 @@ def test_from_steps_and_counters_by_hand() -> None:
     assert one.wanted == 5  # 100 / 10 / 2
 
 
-def test_too_little_to_judge_by() -> None:
+@pytest.mark.parametrize(
+    ("looks", "wanted"),
+    [
+        ([(0, 0.0), (99, 100.0)], None),  # fewer than one step's sequences
+        ([(0, 0.0), (1000, 59.0)], None),  # less than a minute
+        ([(1000, 500.0), (900, 90.0)], None),  # another process
+        ([(1000, 500.0), (900, 90.0), None, (1900, 590.0)], None),  # an evaluation ran between
+        ([(1000, 500.0), (900, 90.0), None, (1900, 590.0), (2100, 690.0)], 5),  # 200 in 100 s
+    ],
+)
+def test_too_little_to_judge_by(looks: list[tuple[int, float] | None], wanted: int | None) -> None:
     one = advice()
-    for _ in range(5):
-        one.step(100, 10.0)
-    one.actors(counts((0, 0.0, 10)))
-    one.actors(counts((99, 100.0, 10)))  # fewer than one step's sequences
-    assert one.wanted is None
-    one = advice()
-    for _ in range(5):
-        one.step(100, 10.0)
-    one.actors(counts((0, 0.0, 10)))
-    one.actors(counts((1000, 59.0, 10)))  # less than a minute
-    assert one.wanted is None
-    one.step(100, 0.0)
+    for seconds in (10.0, 10.0, 10.0, 10.0, 0.0):
+        one.step(100, seconds)
     one.step(0, 10.0)
-    one.actors({})
-    assert one.wanted is None
-
-
-def test_actors_that_start_anew_or_measure_tell_nothing() -> None:
-    one = advice()
-    for _ in range(4):
-        one.step(100, 10.0)
-    one.actors(counts((1000, 500.0, 10)))
-    one.actors(counts((900, 90.0, 10)))  # another process
-    assert one.wanted is None
-    one.actors({}, measuring=True)
-    one.actors(counts((1900, 590.0, 10)))
-    assert one.wanted is None
-    one.actors(counts((2100, 690.0, 10)))  # 200 in 100 s
-    assert one.wanted == 5
-
-
-def test_the_end_needs_no_actors() -> None:
-    one = advice()
+    for look in looks:
+        one.actors(counts((*look, 10)) if look else {}, measuring=look is None)
+    assert one.wanted == wanted
     one.finish()
     assert one.wanted == 1
 

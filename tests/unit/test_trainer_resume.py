@@ -12,10 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,18 +24,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.audit.journal import (
-    JOURNAL,
-    Journal,
-    read_events,
-    reserved_groups,
-)
+from pipelinerl.audit.audit import audit_files
+from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.rl.lag import Lineage
 from pipelinerl.rl.ledger import Outcome
-from services.trainer.checkpoint.checkpointer import CheckpointWriter, link_export
+from services.trainer.checkpoint.checkpointer import CheckpointWriter, WriteTensors, WrittenCheckpoint, link_export
 from services.trainer.checkpoint.run_state import (
     find_start,
     load_run_state,
@@ -295,10 +290,11 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
 
 def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
+    with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):  # before the first checkpoint, too
+        find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
     recipe = make_recipe(checkpoint={"every_steps": 1})
-    state = make_run_state(2, SequenceTracker(), recipe=recipe.model_dump(mode="json"))
-    with CheckpointWriterIn(tmp_path) as writer:
-        writer.write(tensors_of(2), state).result()
+    with writing(tmp_path) as write:
+        write(2, recipe=recipe.model_dump(mode="json"))
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
     assert find_start(tmp_path, RUN, longer).version == 2
     with pytest.raises(ChangedRecipe, match=r"sampling\.temperature: 1\.0 → 0\.5"):
@@ -324,12 +320,6 @@ async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path
         find_start(tmp_path, RUN, RECIPE)
 
 
-def test_a_changed_recipe_is_refused_before_the_first_checkpoint_too(tmp_path: Path) -> None:
-    write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
-    with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):
-        find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
-
-
 def test_restarts_do_not_make_a_run_without_a_checkpoint_young(tmp_path: Path) -> None:
     for start in range(3):
         write_lineage(tmp_path, RUN, Lineage((0,) * (start + 1)), RECIPE)
@@ -347,16 +337,17 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         find_start(tmp_path, RUN, RECIPE)
 
 
-@dataclass
-class CheckpointWriterIn:
-    run_dir: Path
+@contextmanager
+def writing(run_dir: Path) -> Iterator[Callable[..., WrittenCheckpoint]]:
+    """Writes a checkpoint of a version of which nothing was trained, and returns once it is on disk."""
+    writer = CheckpointWriter(run_dir, keep=2)
 
-    def __enter__(self) -> CheckpointWriter:
-        self.writer = CheckpointWriter(self.run_dir, keep=2)
-        return self.writer
+    def write(version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:
+        run_state = make_run_state(version, SequenceTracker(), **state)
+        return writer.write(tensors or tensors_of(version), run_state).result()
 
-    def __exit__(self, *exc: object) -> None:
-        self.writer.close()
+    yield write
+    writer.close()
 
 
 def half(folder: Path) -> None:
@@ -365,30 +356,28 @@ def half(folder: Path) -> None:
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
-    with CheckpointWriterIn(tmp_path) as writer:
-        writer.write(tensors_of(1), make_run_state(1, SequenceTracker())).result()
+    with writing(tmp_path) as write:
+        write(1)
         with pytest.raises(OSError, match="No space"):
-            writer.write(half, make_run_state(2, SequenceTracker())).result()
+            write(2, half)
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-        for version in (3, 4):
-            writer.write(tensors_of(version), make_run_state(version, SequenceTracker())).result()
+        write(3)
+        write(4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from services.trainer.data.tracker import SequenceTracker
-from services.trainer.checkpoint.checkpointer import CheckpointWriter
-from tests.unit.trainer_fakes import make_run_state, tensors_of
+from tests.unit.test_trainer_resume import tensors_of, writing
 
 def deadly(folder):
     tensors_of(2)(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
-writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
-writer.write(tensors_of(1), make_run_state(1, SequenceTracker())).result()
-writer.write(deadly, make_run_state(2, SequenceTracker())).result()
+with writing(Path(sys.argv[1])) as write:
+    write(1)
+    write(2, deadly)
 """
 
 
@@ -404,8 +393,8 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_
 
 
 def test_the_export_of_a_checkpoint_is_linked_without_its_state(tmp_path: Path) -> None:
-    with CheckpointWriterIn(tmp_path) as writer:
-        written = writer.write(tensors_of(7), make_run_state(7, SequenceTracker())).result()
+    with writing(tmp_path) as write:
+        written = write(7)
     folder = link_export(written.folder, tmp_path / "checkpoint")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert json.loads((folder / "config.json").read_text()) == {"version": 7}
@@ -515,24 +504,8 @@ def held_or_open(one: Life) -> set[str]:
 
 
 def check_journal(run_dir: Path, one: Life) -> None:
-    """What counts of the journal, by itself, gives the same tracker, and trains nothing twice."""
-    kept: list[tuple[int, dict[str, Any]]] = []
-    for offset, event in read_events(run_dir / JOURNAL):
-        if event["event"] == "start":
-            kept = [(before, entry) for before, entry in kept if before < event["keep"]]
-        kept.append((offset, event))
-    events = [event for _, event in kept]
-    issued = Counter(
-        f"{event['group']}.{index}"
-        for event in events
-        if event["event"] == "issue"
-        for index in range(event["samples"])
-    )
-    closed = Counter(name for event in events if event["event"] == "close" for name in event["ids"])
-    assert set(issued.values()) == {1}
-    assert set(closed.values()) <= {1}
-    assert set(closed) <= set(issued)
-    trained = [event for event in events if event.get("outcome") == "trained"]
-    assert sorted({event["version"] for event in trained}) == list(range(1, RECIPE.trainer.steps + 1))
-    counts = one.tracker.ledger.counts
-    assert (issued.total(), closed.total()) == (counts.issued, counts.issued - counts.in_flight)
+    """What counts of the journal, by itself, gives the same numbers, and trains nothing twice."""
+    audit = audit_files(run_dir)
+    assert audit.ok, audit.findings
+    assert audit.replay.counts == one.tracker.ledger.counts
+    assert sorted(audit.replay.trained_by_version) == list(range(1, RECIPE.trainer.steps + 1))

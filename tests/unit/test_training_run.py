@@ -29,6 +29,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
+        run.recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
@@ -42,19 +43,11 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     assert (state.policy_version, state.figures["report"]["totals"]["steps"]) == (2, 1)
     assert (tmp_path / "checkpoint" / "config.json").is_file()
     assert not (tmp_path / "checkpoint" / "resume").exists()
-
-
-async def test_trackers_get_the_step_the_evaluation_and_the_end(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
-        running = await stop_during_step(run, policy)
-        run.recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, samples=()))
-        policy.may_step.set()
-        await running
-        (tracked,) = run.recorder._trackers._trackers
-    heldout, (step, figures), (_, summary) = tracked.points  # type: ignore[attr-defined]
+    (tracked,) = run.recorder._trackers._trackers
+    heldout, (step, figures), (_, told) = tracked.points  # type: ignore[attr-defined]
     assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/unanswered": 1.0})
     assert (step, figures["sequences/trained"]) == (2, 2.0)
-    assert (tracked.finished, summary["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
+    assert (tracked.finished, told["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
 
 
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
@@ -72,8 +65,11 @@ async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
     assert (tmp_path / "summary.json").exists()
 
 
-async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+@pytest.mark.parametrize("linger", [False, True])
+async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint_and_does_not_linger(
+    tmp_path: Path, linger: bool
+) -> None:
+    async with training_run(tmp_path, settings={"linger": linger}) as (run, policy), asyncio.timeout(20):
         stop = asyncio.Event()
         stop.set()
         await run.run(stop)
@@ -92,12 +88,13 @@ async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its
         assert policy.calls == ["heartbeat", "end"]
 
 
+def gone() -> None:
+    """What a heartbeat to a rank meets that is gone."""
+    raise RuntimeError("connection closed by peer")
+
+
 async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
-
-        def gone() -> None:
-            raise RuntimeError("connection closed by peer")
-
         policy.num_ranks, policy.heartbeat = 2, gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
@@ -172,10 +169,6 @@ async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(20):
-
-        def gone() -> None:
-            raise RuntimeError("connection closed by peer")
-
         run.loop.version, policy.version, policy.num_ranks = 4, 4, 2
         running = asyncio.create_task(run.run(asyncio.Event()))
         await until_logged(caplog, LINGERS)
@@ -183,13 +176,6 @@ async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
         with pytest.raises(ExceptionGroup) as raised:
             await running
         assert raised.group_contains(RuntimeError, match="closed by peer")
-
-
-async def test_a_trainer_that_is_stopped_does_not_linger(tmp_path: Path) -> None:
-    async with training_run(tmp_path, settings={"linger": True}) as (run, _), asyncio.timeout(20):
-        stop = asyncio.Event()
-        stop.set()
-        await run.run(stop)
 
 
 async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
