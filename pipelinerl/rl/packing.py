@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,9 @@ Bins = list[list[int]]
 """Indexes into the lengths that were packed; each index in exactly one bin."""
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:
+    """`indexes` by their value, the largest first."""
+    return sorted(indexes, key=lambda index: (-values[index], index))
 
 
 def pack(lengths: Sequence[int], budget: int) -> Bins:
@@ -43,7 +44,7 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
     """
     bins: Bins = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for index in _longest_first(lengths):
+    for index in _falling(lengths, range(len(lengths))):
         length = int(lengths[index])
         if length > budget:
             raise FieldError("trainer.tokens_per_microbatch", budget, f"a sequence of {length} tokens must fit in it")
@@ -62,7 +63,7 @@ def balance(lengths: Sequence[int], num_bins: int) -> Bins:
     """`num_bins` bins of nearly equal tokens: longest first, into the emptiest bin (LPT, within 4/3 of the optimum)."""
     bins: Bins = [[] for _ in range(num_bins)]
     load = [(0, target) for target in range(num_bins)]
-    for index in _longest_first(lengths):
+    for index in _falling(lengths, range(len(lengths))):
         tokens, target = load[0]
         bins[target].append(index)
         heapq.heapreplace(load, (tokens + int(lengths[index]), target))
@@ -134,11 +135,6 @@ class StepPlan:
     slots: Slots
     costs: list[list[float]]
     """[slot][rank] → cost of that micro-batch, in units of the cost model."""
-    num_ranks: int
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.slots)
 
     def of_rank(self, rank: int) -> Bins:
         """The micro-batches of one rank, in order; some may be empty."""
@@ -154,7 +150,8 @@ class StepPlan:
         """Share of the ranks' compute time in which they wait for the costliest of their slot; 0 = none, below 1."""
         if not self.cost:
             return 0.0
-        return max(0.0, 1 - sum(map(sum, self.costs)) / (self.num_ranks * self.cost))
+        num_ranks = len(self.slots[0])
+        return max(0.0, 1 - sum(map(sum, self.costs)) / (num_ranks * self.cost))
 
 
 def plan_step(
@@ -172,24 +169,24 @@ def plan_step(
     """
     cost = [float(each) for each in cost_model.of(lengths, outputs)]
     if num_ranks == 1:
-        return _plan([[members] for members in plan_microbatches(lengths, budget)], cost, 1)
+        return _plan([[members] for members in plan_microbatches(lengths, budget)], cost)
     packed = pack(lengths, budget)
     num_slots = math.ceil(len(packed) / num_ranks)
     planner = _Planner([int(length) for length in lengths], cost, budget, num_ranks)
-    plans = [_plan(planner.evened(packed, num_slots), cost, num_ranks)]
+    plans = [_plan(planner.evened(packed, num_slots), cost)]
     if num_slots <= MOST_LEVELLED_SLOTS and (levelled := planner.levelled(num_slots)) is not None:
-        plans.append(_plan(levelled, cost, num_ranks))
+        plans.append(_plan(levelled, cost))
     return min(plans, key=lambda plan: plan.cost)
 
 
-def _plan(slots: Slots, cost: list[float], num_ranks: int) -> StepPlan:
+def _plan(slots: Slots, cost: list[float]) -> StepPlan:
     """Seats each slot's bins by cost, falling and rising in turn, which evens the ranks' sums too."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))
         seated.append(falling if number % 2 == 0 else falling[::-1])
     costs = [[_total(members, cost) for members in bins] for bins in seated]
-    return StepPlan(seated, costs, num_ranks)
+    return StepPlan(seated, costs)
 
 
 def _total(members: Sequence[int], cost: list[float]) -> float:
@@ -215,7 +212,7 @@ class _Planner:
         ]
 
     def _evened_slot(self, bins: Bins) -> Bins:
-        spread, left = self._spread(self._costliest_first([index for members in bins for index in members]))
+        spread, left = self._spread(_falling(self.cost, (index for members in bins for index in members)))
         return bins if left or self._longest(spread) >= self._longest(bins) else spread
 
     def _longest(self, bins: Bins) -> float:
@@ -226,7 +223,7 @@ class _Planner:
 
         The level is at least the mean of what is left. None when the last slot cannot take the rest.
         """
-        left = self._costliest_first(range(len(self.lengths)))
+        left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):
             if not left:
@@ -236,9 +233,6 @@ class _Planner:
             bins, left = self._spread(left, level)
             slots.append(bins)
         return None if left else slots
-
-    def _costliest_first(self, members: Sequence[int]) -> list[int]:
-        return sorted(members, key=lambda index: (-self.cost[index], index))
 
     def _spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
         """One slot's bins, each sequence of `order` in the cheapest with room (LPT), and those left over.

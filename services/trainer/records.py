@@ -58,28 +58,24 @@ class RunFiles:
     """
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
-        self.run_dir, self._keep_steps = run_dir, keep_steps
+        self.run_dir = run_dir
         self.kept: list[StepRecord] = []
         """Records of the steps so far that count."""
-        self._metrics: IO[str] | None = None
-        self._samples: IO[str] | None = None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if keep_steps is not None:
+            for name in (METRICS, SAMPLES):
+                cut(run_dir / name, keep_steps)
+            if (run_dir / METRICS).is_file():
+                self.kept = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
+        self._metrics = (run_dir / METRICS).open("a", encoding="utf-8")
+        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8")
 
     def __enter__(self) -> RunFiles:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        if self._keep_steps is not None:
-            for name in (METRICS, SAMPLES):
-                cut(self.run_dir / name, self._keep_steps)
-            if (self.run_dir / METRICS).is_file():
-                lines = (self.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
-                self.kept = [json.loads(line) for line in lines]
-        self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
-        self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for file in (self._metrics, self._samples):
-            if file is not None:
-                file.close()
+        self._metrics.close()
+        self._samples.close()
 
     def write_step(self, record: StepRecord) -> None:
         _append(self._metrics, record)
@@ -92,8 +88,7 @@ class RunFiles:
         write_json(self.run_dir / "summary.json", _finite(summary))
 
 
-def _append(file: IO[str] | None, value: Mapping[str, Any]) -> None:
-    assert file is not None, "RunFiles is used outside its with block"
+def _append(file: IO[str], value: Mapping[str, Any]) -> None:
     file.write(to_json(value) + "\n")
     file.flush()
 

@@ -85,8 +85,8 @@ def test_what_every_plan_keeps(lengths: list[int], budget: int, num_ranks: int, 
     plan = plan_step(lengths, budget, num_ranks, model)
     ranks = [plan.of_rank(rank) for rank in range(num_ranks)]
     assert sorted(index for bins in ranks for members in bins for index in members) == list(range(len(lengths)))
-    assert {len(bins) for bins in ranks} == {plan.num_slots}
-    assert plan.num_slots == math.ceil(len(pack(lengths, budget)) / num_ranks)
+    assert {len(bins) for bins in ranks} == {len(plan.slots)}
+    assert len(plan.slots) == math.ceil(len(pack(lengths, budget)) / num_ranks)
     assert all(sum(lengths[index] for index in members) <= budget for bins in ranks for members in bins)
     assert all(any(bins) for bins in plan.slots), "a slot without any sequence"
     assert 0 <= plan.imbalance < 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.lag import LAG_BUCKETS, EssSums, ess_by_lag, lag_bucket
+from pipelinerl.rl.lag import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
 
 SAMPLED_WEIGHTS = "sampled_weights"
@@ -82,8 +82,8 @@ def token_figures(
     return {
         "loss": loss,
         "entropy": _mean(entropy),
-        "ess": EssSums.of(log_weights).ratio if usable else None,
-        "ess_by_lag": {label: sums.ratio or 0.0 for label, sums in by_lag.items()},
+        "ess": effective_sample_size(log_weights) if usable else None,
+        "ess_by_lag": by_lag,
         "clip_fraction": float(clipped.mean()),
         "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
         "mask_fraction": float(masked.mean()),
