@@ -26,7 +26,7 @@ OF_OTHERS = {
 }
 """Custom resources: their schemas are not Kubernetes's."""
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-RENEW = "python -m tests.chart.renew_snapshots"
+RENEW = "python -m tests.chart.test_render"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,10 +93,12 @@ def test_every_object_has_a_name_of_its_own_and_carries_the_release(rendered: Re
 
 @pytest.mark.parametrize("name", ["default", "cpu"])
 def test_the_chart_renders_what_it_did(name: str) -> None:
-    """After a change that is wanted: python -m tests.chart.renew_snapshots, and read the difference."""
-    case = CASES[name]
-    wanted = (SNAPSHOTS / f"{name}.yaml").read_text(encoding="utf-8")
-    assert without_passwords(rendered_text(case.values, case.files)) == wanted, f"if it should: {RENEW}"
+    """After a change that is wanted: `python -m tests.chart.test_render` renews the snapshots; read the difference."""
+    assert (SNAPSHOTS / f"{name}.yaml").read_text(encoding="utf-8") == snapshot(name), f"if it should: {RENEW}"
+
+
+def snapshot(name: str) -> str:
+    return without_passwords(rendered_text(CASES[name].values, CASES[name].files))
 
 
 def without_passwords(manifests: str) -> str:
@@ -126,3 +128,8 @@ def test_a_newer_chart_alone_restarts_nothing(tmp_path: Path) -> None:
 
     assert len(templates(CHART)) == 4
     assert templates(newer) == templates(CHART)
+
+
+if __name__ == "__main__":
+    for name in ("default", "cpu"):
+        (SNAPSHOTS / f"{name}.yaml").write_text(snapshot(name), encoding="utf-8")

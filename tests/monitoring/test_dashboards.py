@@ -46,29 +46,20 @@ def expressions() -> list[str]:
     return [target["expr"] for board in BOARDS for panel in panels(board) for target in panel["targets"]]
 
 
-@every_board
-def test_the_committed_dashboard_is_what_the_code_makes(board: Board) -> None:
-    assert (FOLDER / f"{board.name}.json").read_text(encoding="utf-8") == json_text(board, BOARDS), RENEW
-
-
-def test_the_list_of_panels_is_what_the_code_makes() -> None:
+def test_committed_dashboards_and_the_list_of_panels_are_what_the_code_makes() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == {board.name for board in BOARDS}
+    for board in BOARDS:
+        assert (FOLDER / f"{board.name}.json").read_text(encoding="utf-8") == json_text(board, BOARDS), RENEW
     page = PAGE.read_text(encoding="utf-8")
     assert with_panel_list(page, BOARDS) == page, RENEW
-
-
-def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs one line"):
         with_panel_list("no marks", BOARDS)
 
 
-def test_no_file_is_left_of_a_dashboard_that_is_gone() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == {board.name for board in BOARDS}
-    assert len({board.uid for board in BOARDS}) == len(BOARDS) == 5
-    assert all(len(board.uid) <= 40 for board in BOARDS)  # Grafana's limit
-
-
 @every_board
-def test_panels_have_ids_of_their_own_and_places_of_their_own(board: Board) -> None:
+def test_boards_and_panels_have_ids_and_places_of_their_own(board: Board) -> None:
+    assert len({board.uid for board in BOARDS}) == len(BOARDS) == 5
+    assert len(board.uid) <= 40  # Grafana's limit
     everything = shown(board)["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     cells = Counter(
@@ -110,22 +101,13 @@ def test_queries_go_to_the_chosen_source_namespace_and_run(board: Board) -> None
     assert variables["window"]["current"]["value"] == "5m"
 
 
-@every_board
-def test_no_rate_is_of_a_window_that_a_slow_step_does_not_fit_into(board: Board) -> None:
-    """Grafana's own interval is of four scrapes; steps may take minutes."""
-    rates = re.findall(
-        r"rate\([^\[]*\[(.*?)\]", " ".join(query.expr for panel in board.panels for query in panel.queries)
-    )
-    assert set(rates) == {"$window"}
-
-
-def test_versions_steps_and_counts_of_sequences_are_not_shortened() -> None:
-    """Grafana writes 1234 of unit `short` as 1.23 K."""
+def test_rates_and_units_suit_the_figures() -> None:
+    """A step may take minutes, Grafana's own interval is of four scrapes; it writes 1234 of unit `short` as 1.23 K."""
+    assert set(re.findall(r"rate\([^\[]*\[(.*?)\]", " ".join(expressions()))) == {"$window"}
     counted = re.compile(r"pipelinerl_trainer_(\w+_(version|steps|sequences)|epoch|unread_sequences)\{")
-    for board in BOARDS:
-        for panel in board.panels:
-            if any(counted.search(query.expr) for query in panel.queries):
-                assert panel.unit in ("none", "locale"), panel.title
+    for panel in (panel for board in BOARDS for panel in board.panels):
+        if any(counted.search(query.expr) for query in panel.queries):
+            assert panel.unit in ("none", "locale"), panel.title
 
 
 def test_runs_of_one_name_in_two_namespaces_stay_apart() -> None:
@@ -137,21 +119,17 @@ def test_runs_of_one_name_in_two_namespaces_stay_apart() -> None:
 @every_board
 def test_dashboards_lead_to_each_other_with_what_was_chosen(board: Board) -> None:
     links = {link["url"].partition("?")[0]: link for link in shown(board)["links"]}
-    assert set(links) == {f"/d/{other.uid}" for other in BOARDS if other.name != board.name}
-    for other in (other for other in BOARDS if other.name != board.name):
+    others = [other for other in BOARDS if other.name != board.name]
+    assert set(links) == {f"/d/{other.uid}" for other in others}
+    for other in others:
         link = links[f"/d/{other.uid}"]
         assert (link["type"], link["keepTime"], link["includeVars"]) == ("link", True, False)
         taken = set(re.findall(r"\$\{(\w+):queryparam\}", link["url"]))
-        assert taken - {"run"} == {"datasource", "namespace", "window"}
-        assert ("run" in taken) == (
-            other.several_runs or not board.several_runs
-        )  # never `All` to a dashboard of one run
-
-
-def test_a_dashboard_of_one_run_begins_with_the_last_of_them() -> None:
-    for board in BOARDS:
-        (run,) = (variable for variable in shown(board)["templating"]["list"] if variable["name"] == "run")
-        assert run["sort"] == (1 if board.several_runs else 2)  # Grafana's numbers of ascending and descending
+        # Never `All` to a dashboard of one run.
+        run = {"run"} if other.several_runs or not board.several_runs else set()
+        assert taken == {"datasource", "namespace", "window"} | run
+    (run,) = (variable for variable in shown(board)["templating"]["list"] if variable["name"] == "run")
+    assert run["sort"] == (1 if board.several_runs else 2)  # Grafana's ascending; the last run first
 
 
 def test_queries_ask_for_metrics_labels_and_values_that_exist() -> None:
