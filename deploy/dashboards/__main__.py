@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.dashboards.all import BOARDS
+from deploy.dashboards.all import BOARDS, PANELS
 from deploy.dashboards.board import json_text
-from deploy.dashboards.panel_list import with_panel_list
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "helm" / "dashboards"
@@ -16,7 +15,7 @@ PAGE = ROOT / "docs" / "dashboards.md"
 def main() -> None:
     for board in BOARDS:
         (FOLDER / f"{board.name}.json").write_text(json_text(board, BOARDS), encoding="utf-8")
-    PAGE.write_text(with_panel_list(PAGE.read_text(encoding="utf-8"), BOARDS), encoding="utf-8")
+    PAGE.write_text(PANELS.replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

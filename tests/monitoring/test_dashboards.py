@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from deploy.dashboards.__main__ import FOLDER, PAGE
-from deploy.dashboards.all import BOARDS
+from deploy.dashboards.all import BOARDS, PANELS
 from deploy.dashboards.board import Board, json_text
-from deploy.dashboards.panel_list import with_panel_list
 from tests.chart.rendering import render
 from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples
 from tests.monitoring.chart_rules import shown_alerts
@@ -51,9 +50,9 @@ def test_committed_dashboards_and_the_list_of_panels_are_what_the_code_makes() -
     for board in BOARDS:
         assert (FOLDER / f"{board.name}.json").read_text(encoding="utf-8") == json_text(board, BOARDS), RENEW
     page = PAGE.read_text(encoding="utf-8")
-    assert with_panel_list(page, BOARDS) == page, RENEW
+    assert PANELS.replaced(page) == page, RENEW
     with pytest.raises(ValueError, match="needs one line"):
-        with_panel_list("no marks", BOARDS)
+        PANELS.replaced("no marks")
 
 
 @every_board
