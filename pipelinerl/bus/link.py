@@ -90,17 +90,15 @@ class AckSubject(NamedTuple):
     stream_position: int
     consumer_position: int
     published_at_ns: int
-    num_pending: int
-    """Messages of this consumer that are still to come."""
 
     @classmethod
     def parse(cls, reply: str) -> AckSubject:
         """Raises `BusError` when `reply` is not of a JetStream delivery."""
         tokens = reply.split(".")
         first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
-        if not reply.startswith("$JS.ACK.") or len(tokens) < first + 5:
+        if not reply.startswith("$JS.ACK.") or len(tokens) < first + 4:
             raise BusError(f"not a JetStream delivery: reply subject {reply!r}")
-        return cls(*map(int, tokens[first : first + 5]))
+        return cls(*map(int, tokens[first : first + 4]))
 
 
 def redacted(urls: str) -> str:

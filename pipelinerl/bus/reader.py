@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime
@@ -67,8 +68,12 @@ async def stored_messages(connection: Connection, stream: str, subject: str) -> 
     Costs one round trip per message, holes nothing; what is removed or added meanwhile may be in it or not.
     """
     info = await stream_info(connection, stream)
-    ranges = _cut(info.first_position, info.last_position + 1, _WALKS)
-    tasks = [asyncio.ensure_future(_walk(connection, stream, subject, *positions)) for positions in ranges]
+    first, end = info.first_position, info.last_position + 1
+    size = max(1, math.ceil((end - first) / _WALKS))
+    tasks = [
+        asyncio.ensure_future(_walk(connection, stream, subject, start, min(end, start + size)))
+        for start in range(first, end, size)
+    ]
     try:
         walked = await asyncio.gather(*tasks)
     finally:
@@ -94,12 +99,6 @@ async def _walk(connection: Connection, stream: str, subject: str, start: int, e
             found.append(message)
             start = message.seq + 1
     return found
-
-
-def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
-    """[start, end) in at most `parts` ranges of almost equal size. Pure."""
-    size = -(-max(0, end - start) // parts)
-    return [(low, min(end, low + size)) for low in range(start, end, size)] if size else []
 
 
 def headers_given(message: Msg) -> Headers:

@@ -35,17 +35,18 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
     are purged, CONTROL the last one of each subject, DEAD the newest for people. A full PROMPTS or SEQUENCES refuses the next
     message instead of dropping the oldest.
     """
-    storage = StorageType.MEMORY if limits.in_memory else StorageType.FILE
 
     def config(name: str, subject: str, discard: DiscardPolicy, **more: Any) -> StreamConfig:
-        kept: dict[str, Any] = {
-            "retention": RetentionPolicy.LIMITS,
-            "storage": storage,
-            "num_replicas": limits.replicas,
-        }
-        return StreamConfig(name=name, subjects=[subject], discard=discard, **kept | more)
+        return StreamConfig(
+            name=name,
+            subjects=[subject],
+            discard=discard,
+            storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
+            num_replicas=limits.replicas,
+            duplicate_window=limits.duplicate_window_s,
+            **more,
+        )
 
-    window_s = limits.duplicate_window_s
     return [
         config(
             subjects.prompts_stream,
@@ -53,7 +54,6 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             DiscardPolicy.NEW,
             retention=RetentionPolicy.WORK_QUEUE,
             max_msgs=limits.prompts_max_messages,
-            duplicate_window=window_s,
         ),
         config(
             subjects.sequences_stream,
@@ -61,7 +61,6 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             DiscardPolicy.NEW,
             max_msgs=limits.sequences_max_messages,
             max_bytes=limits.sequences_max_bytes,
-            duplicate_window=window_s,
         ),
         config(
             subjects.control_stream,
@@ -70,13 +69,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             max_consumers=_MAX_ACTORS,
             max_msgs_per_subject=1,
         ),
-        config(
-            subjects.dead_stream,
-            subjects.dead,
-            DiscardPolicy.OLD,
-            max_msgs=limits.dead_max_messages,
-            duplicate_window=window_s,
-        ),
+        config(subjects.dead_stream, subjects.dead, DiscardPolicy.OLD, max_msgs=limits.dead_max_messages),
     ]
 
 

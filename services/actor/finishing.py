@@ -138,16 +138,12 @@ class Finisher:
         try:
             return failed + await self._verified(good)
         except (ServiceError, MessageError) as error:
-            log.warning("a batch of %d is verified one by one: %s", len(good), error)
-        return failed + [await self._verified_alone(sample) for sample in good]
-
-    async def _verified_alone(self, sample: FinishedSample) -> FinishedSample:
-        try:
-            return (await self._verified([sample]))[0]
-        except (ServiceError, MessageError) as error:
-            log.error("sequence %s gets no reward: %s", sample.sequence.sequence_id, error)
+            if len(good) > 1:
+                log.warning("a batch of %d is verified one by one: %s", len(good), error)
+                return failed + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
+            log.error("sequence %s gets no reward: %s", good[0].sequence.sequence_id, error)
             failure = f"verifier_refused: {error}"[:500]
-            return replace(sample, sequence=without_arrays(sample.sequence, failure))
+            return [*failed, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
         """Raises `ServiceError`, `MessageError`."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import nats
 import pytest
@@ -23,9 +22,7 @@ from pipelinerl.bus.reader import OrderedReader
 from pipelinerl.errors import BusError, PayloadTooLarge
 from pipelinerl.local.nats import NatsServer
 from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
-from tests.support.guarded_nats import LIMITS
-
-T = TypeVar("T")
+from tests.support.guarded_nats import LIMITS, persistently
 
 REQUEST_TIMEOUT_S = 1.0
 
@@ -59,16 +56,6 @@ def stop(server: NatsServer) -> int:
 def start_again(server: NatsServer, port: int) -> None:
     server.port = port
     server.start()
-
-
-async def persistently(publish: Callable[[], Awaitable[T]]) -> T:
-    """What a service does: the same message again until it is stored. Each attempt is bounded by the bus."""
-    async with asyncio.timeout(15):
-        while True:
-            try:
-                return await publish()
-            except BusError:
-                continue
 
 
 def unused_port() -> int:

@@ -114,35 +114,22 @@ async def test_calls_go_on_when_one_of_two_dies_and_return_to_it() -> None:
         await calls_until_all_answer(client, lasting, again)
 
 
-async def test_an_address_that_was_added_to_the_name_gets_calls_while_the_others_live() -> None:
-    """As with `kubectl scale deployment/pipelinerl-verifier`: nothing fails, so only a connection's age makes gRPC look."""
-    port = free_port()
-    async with (
-        name_server(FIRST, SECOND) as (names, dns_port),
-        verifier(FIRST, port, connection_age_s=0.3) as first,
-        verifier(SECOND, port, connection_age_s=0.3) as second,
-        verifier(THIRD, port) as third,
-        VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
-    ):
-        await calls_until_all_answer(client, first, second)
-        assert third.calls == 0
-        names.addresses = (FIRST, SECOND, THIRD)
-        await calls_until_all_answer(client, third)
-        await calls_until_all_answer(client, first, second, third)
-
-
-async def test_a_name_whose_only_address_changes_is_followed() -> None:
-    """A verifier's pod that was replaced: the address is another one."""
+async def test_addresses_that_are_added_to_a_name_get_calls_and_those_that_replace_them_too() -> None:
+    """As with `kubectl scale deployment/pipelinerl-verifier`: nothing fails, so only a connection's age makes gRPC look. Then
+    as with pods that were replaced."""
     port = free_port()
     async with (
         name_server(FIRST) as (names, dns_port),
         VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
     ):
-        async with verifier(FIRST, port) as first:
+        async with verifier(FIRST, port, connection_age_s=0.3) as first, verifier(SECOND, port) as second:
             await calls_until_all_answer(client, first)
-        names.addresses = (SECOND,)
-        async with verifier(SECOND, port) as second:
-            await calls_until_all_answer(client, second)
+            assert second.calls == 0
+            names.addresses = (FIRST, SECOND)
+            await calls_until_all_answer(client, first, second)
+        names.addresses = (THIRD,)
+        async with verifier(THIRD, port) as third:
+            await calls_until_all_answer(client, third)
 
 
 @pytest.mark.parametrize("verifiers", [1, 2])

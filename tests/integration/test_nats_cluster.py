@@ -6,11 +6,10 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import nats
 import pytest
@@ -22,9 +21,8 @@ from pipelinerl.errors import BusError
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.app import stream_limits
-from tests.support.guarded_nats import LIMITS
+from tests.support.guarded_nats import LIMITS, persistently
 
-T = TypeVar("T")
 RUN, HOST, SIZE = "demo", "127.0.0.1", 3
 REPLICATED = replace(LIMITS, replicas=SIZE, ack_wait_s=1.0, member_ttl_s=30.0)
 SOON_S = 60.0
@@ -53,15 +51,6 @@ def servers(folder: Path) -> list[NatsServer]:
 def connected(members: list[NatsServer]) -> object:
     url = ",".join(server.url for server in members)
     return jetstream.connect(url, RUN, limits=REPLICATED, request_timeout_s=2.0)
-
-
-async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    """What a service does: the same again until it is done."""
-    while True:
-        try:
-            return await call()
-        except BusError:
-            await asyncio.sleep(0.05)
 
 
 async def leader_of(url: str, stream: str) -> str:

@@ -20,7 +20,7 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.local.nats import NatsServer
-from tests.support.guarded_nats import PASSWORDS, guarded
+from tests.support.guarded_nats import PASSWORDS, guarded, logged
 
 RUN = "demo"
 SUBJECTS = Subjects(RUN)
@@ -119,20 +119,15 @@ async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(
 
 async def test_the_trainer_publishes_in_no_actors_name_and_deletes_nothing(server: NatsServer, folder: Path) -> None:
     async with user_of(server, folder, TRAINER) as bus:
-        for call in (
-            bus.publish_sequence(b"forged", "s1"),
-            bus.publish_control("serving", b"forged", "actor-1"),
-            bus.put_member("actor-1", b"forged"),
-            bus.next_prompt(SOON_S),
-            bus.delete_streams(),
+        for call, subject in (
+            (bus.publish_sequence(b"forged", "s1"), "demo.sequences"),
+            (bus.publish_control("serving", b"forged", "actor-1"), "demo.control.serving.actor-1"),
+            (bus.put_member("actor-1", b"forged"), "$KV.members-demo.actor-1"),
+            (bus.next_prompt(REQUEST_TIMEOUT_S), "$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors"),
+            (bus.delete_streams(), "$JS.API.STREAM.DELETE.PROMPTS_demo"),
         ):
-            assert (await refused(call)).user == "trainer"
-
-
-async def test_waiting_for_prompts_fails_with_the_reason_and_at_once(server: NatsServer, folder: Path) -> None:
-    async with user_of(server, folder, TRAINER) as bus:
-        error = await refused(bus.next_prompt(REQUEST_TIMEOUT_S))
-        assert error.subject == "$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors"
+            error = await refused(call)
+            assert (error.user, error.subject) == ("trainer", subject)
 
 
 async def test_a_reader_whose_pulls_are_refused_is_told(tmp_path: Path) -> None:
@@ -227,11 +222,6 @@ async def test_a_changed_password_is_used_for_the_next_connection(
     """The server ends connections whose password no longer holds. nats-py alone would never connect again."""
     caplog.set_level(logging.INFO)
 
-    async def logged(text: str) -> None:
-        async with asyncio.timeout(SOON_S):
-            while text not in caplog.text:
-                await asyncio.sleep(0.01)
-
     with guarded(tmp_path, RUN) as server:
         async with user_of(server, tmp_path, TRAINER) as bus:
             await bus.create_streams()
@@ -239,16 +229,16 @@ async def test_a_changed_password_is_used_for_the_next_connection(
             (tmp_path / TRAINER).write_text("trainer:rotated-secret")
             server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
             server.reload()
-            await logged("reconnected")
+            await logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"2", "g2") == 2
             caplog.clear()
             server.extra = {"authorization": authorization(RUN, PASSWORDS)}
             server.reload()  # before the file: as it is while a Secret takes its minute to reach the pod
-            await logged("Authorization Violation")
+            await logged(caplog, "Authorization Violation")
             (tmp_path / TRAINER).write_text("half written")
-            await logged("logging in to NATS as before")
+            await logged(caplog, "logging in to NATS as before")
             assert not bus.connection.is_connected
             (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
-            await logged("reconnected")
+            await logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"3", "g3") == 3
     assert "secret" not in caplog.text

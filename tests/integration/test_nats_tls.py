@@ -16,7 +16,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, FieldError
 from pipelinerl.local.nats import NatsServer
 from tests.support.certificates import Authority
-from tests.support.guarded_nats import LIMITS
+from tests.support.guarded_nats import LIMITS, logged
 
 RUN, HOST = "demo", "127.0.0.1"
 LONG_S = 60.0
@@ -148,10 +148,6 @@ async def test_a_reconnection_uses_the_renewed_files(
     caplog.set_level(logging.INFO)
     server_files, client_files = authority.issue(tmp_path / "server", HOST), authority.issue(tmp_path / "client", "c")
 
-    async def logged(text: str) -> None:
-        while text not in caplog.text:
-            await asyncio.sleep(0.01)
-
     extra = tls(server_files, verify=True)
     with NatsServer(tmp_path / "nats", extra=extra) as server:
         async with connected(server.url, client_files) as bus:
@@ -162,8 +158,8 @@ async def test_a_reconnection_uses_the_renewed_files(
             server.port = int(server.url.rpartition(":")[2])
             server.stop()
             server.start()
-            await logged("connecting to NATS with the certificates of before")
-            await logged("its certificate is refused")
+            await logged(caplog, "connecting to NATS with the certificates of before")
+            await logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
-            await logged("reconnected")
+            await logged(caplog, "reconnected")
             assert await bus.publish_sequence(b"2", "s2") == 2

@@ -559,14 +559,3 @@ async def test_a_reward_that_is_not_finite_never_counts() -> None:
     async with scripted(Scripted(answer)) as port, client_of(port) as client:
         (outcome,) = await client.verify(items(["a"]))
     assert (status_name(outcome.status), outcome.reward) == ("bad_reward", 0.0)
-
-
-async def test_calls_go_round_all_addresses_of_a_name() -> None:
-    first, second = Scripted(), Scripted()
-    async with scripted(first) as one, scripted(second) as two:
-        target = f"ipv4:127.0.0.1:{one},127.0.0.1:{two}"
-        async with VerifierClient(target, backoff=SOON) as client:
-            for _ in range(20):
-                await client.verify(items(["a"]))
-    assert first.calls + second.calls == 20
-    assert min(first.calls, second.calls) >= 5

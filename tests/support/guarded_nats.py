@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
+from pipelinerl.errors import BusError
 from pipelinerl.local.nats import NatsServer
+
+T = TypeVar("T")
 
 PASSWORDS = {TRAINER: "trainer-secret", ACTOR: "actor-secret", ADMIN: "admin-secret"}
 LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=0.5, member_ttl_s=1.0)
@@ -25,6 +31,22 @@ def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
     return NatsServer(
         folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra}
     )
+
+
+async def persistently(call: Callable[[], Awaitable[T]]) -> T:
+    """What a service does: the same again until it is done. Each attempt is bounded by the bus."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await call()
+            except BusError:
+                await asyncio.sleep(0.01)
+
+
+async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(15):
+        while text not in caplog.text:
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
