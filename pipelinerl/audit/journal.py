@@ -42,7 +42,7 @@ class Journal:
 
     def __enter__(self) -> Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.size = _whole_bytes(self._path)
+        self.size = sum(len(line) for _, line in read_lines(self._path))  # a line that was cut off is dropped
         self._file = self._path.open("ab")
         self._file.truncate(self.size)
         return self
@@ -67,22 +67,6 @@ class Journal:
     def _open(self) -> IO[bytes]:
         assert self._file is not None, "a journal is used outside its with block"
         return self._file
-
-
-def _whole_bytes(path: Path) -> int:
-    """Length up to the end of the last whole line; 0 without a file."""
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65_536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:

@@ -64,12 +64,9 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
 
 async def _phases(run_dir: RunDir) -> dict[str, str]:
     """What each actor of the run says it is at. Raises `FieldError` when the run has ended meanwhile."""
-    from pipelinerl.local.following import actor_view
+    from pipelinerl.local.following import ask_actor
     from pipelinerl.local.processes import running_pids
-    from pipelinerl.service.address import read_address
+    from pipelinerl.local.progress import phase_of
 
-    phases: dict[str, str] = {}
-    for name in sorted(name for name in running_pids(run_dir) if name.startswith("actor-")):
-        file = run_dir.address(name)
-        phases[name] = (await actor_view(name, read_address(file).grpc)).phase if file.is_file() else "starting"
-    return phases
+    actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
+    return {name: phase_of(await ask_actor(run_dir.address(name))) for name in actors}

@@ -12,15 +12,17 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
-from pipelinerl.local.progress import ActorView, RunState
+from pipelinerl.local.progress import RunState
 from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from pipelinerl.v1.actor_pb2 import ActorState
 
 _CALL_TIMEOUT_S = 2.0
 _RETRY_S = 0.5
@@ -99,29 +101,31 @@ async def _follow_steps(
 async def watch_actors(services: Callable[[], Sequence[Service]], state: RunState) -> None:
     """Asks every actor there is for its state, once a second."""
     while True:
-        state.actors = tuple(await asyncio.gather(*(_actor(service) for service in services())))
+        asked = services()
+        states = await asyncio.gather(*(_actor(service) for service in asked))
+        state.actors = {service.name: actor for service, actor in zip(asked, states, strict=True)}
         await asyncio.sleep(_ASK_S)
 
 
-async def _actor(service: Service) -> ActorView:
+async def _actor(service: Service) -> ActorState | str:
     process = service.process
     if process is None or process.returncode is not None:
-        return ActorView(service.name, "down")
-    if not process.launch.address_file.is_file():
-        return ActorView(service.name, "starting")
-    return await actor_view(service.name, read_address(process.launch.address_file).grpc)
+        return "down"
+    return await ask_actor(process.launch.address_file)
 
 
-async def actor_view(name: str, address: str) -> ActorView:
-    """The state of the actor at `address`; phase `not answering` when it does not."""
+async def ask_actor(address_file: Path) -> ActorState | str:
+    """The state of the actor that writes its address there, or why it is not known."""
+    try:
+        address = read_address(address_file).grpc
+    except FileNotFoundError:
+        return "starting"
     async with grpc.aio.insecure_channel(address, options=_LOOPBACK) as channel:
+        actor = actor_pb2_grpc.ActorServiceStub(channel)
         try:
-            request = actor_pb2.GetStateRequest()
-            state = await actor_pb2_grpc.ActorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S)
+            return await actor.GetState(actor_pb2.GetStateRequest(), timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return ActorView(name, "not answering")
-    phase = actor_pb2.ActorPhase.Name(state.phase).removeprefix("ACTOR_PHASE_").lower()
-    return ActorView(name, phase, state.policy_version, state.sequences_in_progress)
+            return "not answering"
 
 
 @asynccontextmanager

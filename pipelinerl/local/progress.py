@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from pipelinerl.v1 import actor_pb2
+from pipelinerl.v1.actor_pb2 import ActorState
+
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
@@ -63,14 +66,11 @@ _RATE_STEPS = 20
 _HISTORY_STEPS = 400
 
 
-@dataclass(frozen=True)
-class ActorView:
-    """One actor as it describes itself, or why it cannot."""
-
-    name: str
-    phase: str
-    policy_version: int = 0
-    sequences_in_progress: int = 0
+def phase_of(actor: ActorState | str) -> str:
+    """`serving` and the like, as an actor describes itself, or why it cannot."""
+    if isinstance(actor, str):
+        return actor
+    return actor_pb2.ActorPhase.Name(actor.phase).removeprefix("ACTOR_PHASE_").lower()
 
 
 @dataclass
@@ -89,7 +89,8 @@ class RunState:
     """The highest step so far, those that a restart undid included."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
     """(step, seconds since the runner's start when it was heard of) of the newest steps."""
-    actors: tuple[ActorView, ...] = ()
+    actors: Mapping[str, ActorState | str] = field(default_factory=dict)
+    """By name: what each describes itself as, or why it cannot."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
@@ -147,7 +148,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     """(label, text) rows of the live display, always the same labels in the same order."""
     last = state.last
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
-    actors = [_actor_text(actor, state.restarts[actor.name]) for actor in state.actors]
+    actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     return [
         (
             "step",
@@ -234,14 +235,13 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
 
 def _restarts_text(state: RunState) -> str:
     """Of those that have no row of their own."""
-    shown = {actor.name for actor in state.actors}
-    others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in shown]
+    others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in state.actors]
     return f" (restarted: {', '.join(others)})" if others else ""
 
 
-def _actor_text(actor: ActorView, restarts: int) -> str:
-    text = f"{actor.name} {actor.phase}"
-    if actor.phase in ("serving", "draining"):
+def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
+    text = f"{name} {phase_of(actor)}"
+    if not isinstance(actor, str) and actor.phase in (actor_pb2.ACTOR_PHASE_SERVING, actor_pb2.ACTOR_PHASE_DRAINING):
         text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
     return text + (f", restarted {restarts}x" if restarts else "")
 

@@ -75,7 +75,7 @@ class RunHistory:
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
         """One more step and the samples since the one before. Returns what a page that has the rest needs to hear."""
-        shown = shown_record(record)
+        shown = {key: _short(record[key]) for key in _SHOWN if key in record}  # what the charts need of one step
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
         if len(self._times_s) > _TIMES_KEPT:
@@ -156,12 +156,8 @@ def report_data(
     return {"run": run, "description": description, "summary": dict(summary), **data, "recipe": recipe_text}
 
 
-def shown_record(record: Record) -> dict[str, Any]:
-    """What the charts need of one step, in numbers of six digits."""
-    return {key: _short(record[key]) for key in _SHOWN if key in record}
-
-
 def _short(value: Any) -> Any:
+    """Numbers of six digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):

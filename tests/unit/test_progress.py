@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipelinerl.local.progress import (
-    ActorView,
     Display,
     LiveDisplay,
     RunState,
@@ -25,6 +24,7 @@ from pipelinerl.local.progress import (
     seconds_left,
     sparkline,
 )
+from pipelinerl.v1.actor_pb2 import ActorState
 
 
 def metrics(step: int, **more: Any) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def test_rows_of_a_running_run() -> None:
         metrics(3, heldout_accuracy=0.55, heldout_version=2),
     )
     run.phase = "training"
-    run.actors = (ActorView("actor-0", "serving", 3, 64), ActorView("actor-1", "starting"))
+    serving = ActorState(phase="ACTOR_PHASE_SERVING", policy_version=3, sequences_in_progress=64)
+    run.actors = {"actor-0": serving, "actor-1": "starting"}
     run.restarts["actor-1"] += 1
     shown = dict(rows(run, 14.0))
     assert shown["step"] == "3 of 100 (3.0%), 14s passed, 3m 14s left"
