@@ -18,7 +18,14 @@ from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, VersionSpan, decode_group, encode_group
+from pipelinerl.messages.sequences import (
+    PolicyVersion,
+    SamplingParams,
+    VersionSpan,
+    decode_group,
+    encode_group,
+    spans_from_proto,
+)
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
@@ -242,8 +249,9 @@ def tokens(*ids: int) -> np.ndarray:
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
     async with answering() as (_, address), ActorClient("a", address) as client:
         prompts = {"good": tokens(1, 2, 7), "bad": tokens(9, 1)}
-        answers = {c.problem_id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=10)}
-    assert (answers["good"].text, answers["good"].spans, answers["good"].failure) == ("7", SPANS, "")
+        answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=10)}
+    assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
+    assert spans_from_proto(answers["good"].spans) == SPANS
     assert answers["bad"].failure == "refused"
 
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from pipelinerl.messages.sequences import (
     PolicyVersion,
     SamplingParams,
     TokenIds,
-    VersionSpan,
     logprobs_from_bytes,
     sampling_to_proto,
     spans_from_proto,
@@ -40,7 +40,7 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.data.feeder import EncodedProblem
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -50,16 +50,9 @@ log = logging.getLogger(__name__)
 SCORE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, eq=False)
-class EvaluatedCompletion:
-    """One held-out completion; `failure` empty for a good one."""
-
-    problem_id: str
-    token_ids: TokenIds
-    spans: tuple[VersionSpan, ...]
-    text: str
-    finish_reason: sequence_pb2.FinishReason
-    failure: str
+def tokens_of(result: actor_pb2.GenerateResult) -> TokenIds:
+    """Of a held-out completion. Raises `MessageError`."""
+    return token_ids_from_bytes(result.completion_token_ids, "GenerateResult", "completion_token_ids")
 
 
 class ActorClient:
@@ -86,8 +79,8 @@ class ActorClient:
 
     async def generate(
         self, prompts: dict[str, TokenIds], sampling: SamplingParams, seed: int, timeout_s: float, trace: Trace = None
-    ) -> AsyncIterator[EvaluatedCompletion]:
-        """Completions as they finish. `trace`: what the actor's span follows. Raises `ServiceError`, `MessageError`."""
+    ) -> AsyncIterator[actor_pb2.GenerateResult]:
+        """Completions as they finish. `trace`: what the actor's span follows."""
         request = actor_pb2.GenerateRequest(
             prompts=[
                 actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=tokens.tobytes())
@@ -96,44 +89,31 @@ class ActorClient:
             sampling=sampling_to_proto(sampling),
             seed=seed,
         )
-        try:
+        with self._answers("Generate"):
             metadata = tuple(headers_of(trace).items())
             async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
-                yield EvaluatedCompletion(
-                    problem_id=result.id,
-                    token_ids=token_ids_from_bytes(
-                        result.completion_token_ids, "GenerateResult", "completion_token_ids"
-                    ),
-                    spans=spans_from_proto(result.spans),
-                    text=result.completion_text,
-                    finish_reason=result.finish_reason,
-                    failure=result.failure,
-                )
-        except grpc.aio.AioRpcError as error:
-            raise self._unreachable("Generate", error) from error
+                yield result
 
     async def score(self, token_ids: TokenIds, timeout_s: float) -> tuple[Logprobs, PolicyVersion]:
-        """Log-probabilities [tokens - 1] and the version that gave them. Raises `ServiceError`, `MessageError`."""
-        try:
+        """Log-probabilities [tokens - 1] and the version that gave them. Raises `MessageError`."""
+        with self._answers("Score"):
             request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
             response = await self._stub.Score(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._unreachable("Score", error) from error
         logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
         return logprobs, PolicyVersion(response.incarnation, response.policy_version)
 
     async def state(self, timeout_s: float) -> actor_pb2.ActorState:
-        """Raises `ServiceError`."""
-        try:
+        with self._answers("GetState"):
             state: actor_pb2.ActorState = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._unreachable("GetState", error) from error
-        return state
+            return state
 
-    def _unreachable(self, call: str, error: grpc.aio.AioRpcError) -> ServiceError:
-        return ServiceError(
-            f"actor {self.name} at {self.address} does not answer {call}: {explained(error, self._tls_dir)}"
-        )
+    @contextmanager
+    def _answers(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            why = explained(error, self._tls_dir)
+            raise ServiceError(f"actor {self.name} at {self.address} does not answer {call}: {why}") from error
 
 
 JUDGE_BATCH = 64
@@ -227,9 +207,9 @@ class Evaluator:
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
             return self._result(version, completions, verdicts)
 
-    async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, EvaluatedCompletion]:
+    async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
         """Asks the actors for what is still missing until nothing is, none answers, or the deadline passes."""
-        done: dict[str, EvaluatedCompletion] = {}
+        done: dict[str, actor_pb2.GenerateResult] = {}
         temperature, max_tokens = self._recipe.evaluation.temperature, self._recipe.sampling.max_tokens
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
 
@@ -243,8 +223,8 @@ class Evaluator:
                         seed = self._recipe.seed + 1
                         answers = client.generate(prompts, sampling, seed, self._timeout_s, trace_of(span))
                         async for completion in answers:
-                            if completion.problem_id in prompts and self._is_of(version, completion):
-                                done[completion.problem_id] = completion
+                            if completion.id in prompts and self._is_of(version, completion):
+                                done[completion.id] = completion
             except (ServiceError, MessageError) as error:
                 log.warning("held-out evaluation goes on without %s: %s", name, error)
 
@@ -263,18 +243,20 @@ class Evaluator:
             log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
         return done
 
-    def _is_of(self, version: int, completion: EvaluatedCompletion) -> bool:
+    def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
+        """Raises `MessageError` for one that cannot be read."""
+        tokens_of(completion)
         if completion.failure:
-            log.warning("held-out problem %s failed: %s", completion.problem_id, completion.failure)
+            log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
             return True
-        versions = {(span.incarnation, span.version) for span in completion.spans}
+        versions = {(span.incarnation, span.version) for span in spans_from_proto(completion.spans)}
         if versions != {(self._incarnation, version)}:
-            log.warning("held-out problem %s is asked again: sampled by versions %s", completion.problem_id, versions)
+            log.warning("held-out problem %s is asked again: sampled by versions %s", completion.id, versions)
             return False
         return True
 
     def _result(
-        self, version: int, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyResult]
+        self, version: int, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> HeldoutResult:
         unanswered = Counter(self._without_verdict(completions, verdicts))
         num_answered = len(self._problems) - unanswered.total()
@@ -292,7 +274,7 @@ class Evaluator:
         )
 
     def _without_verdict(
-        self, completions: Mapping[str, EvaluatedCompletion], verdicts: Mapping[str, VerifyResult]
+        self, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
     ) -> Iterator[str]:
         """Why, for each problem that is left out."""
         for problem_id in self._problems:
@@ -307,25 +289,25 @@ class Evaluator:
             elif verdict.status != VERIFY_STATUS_OK:
                 yield f"reward_{status_name(verdict.status)}"
 
-    def _sample(self, completion: EvaluatedCompletion, verdicts: Mapping[str, VerifyResult]) -> HeldoutSample:
-        verdict = verdicts.get(completion.problem_id)
+    def _sample(self, completion: actor_pb2.GenerateResult, verdicts: Mapping[str, VerifyResult]) -> HeldoutSample:
+        verdict = verdicts.get(completion.id)
         return HeldoutSample(
-            prompt=self._problems[completion.problem_id].prompt_text,
-            completion=completion.text,
+            prompt=self._problems[completion.id].prompt_text,
+            completion=completion.completion_text,
             reward=verdict.reward if verdict is not None and verdict.status == VERIFY_STATUS_OK else None,
             spans=tuple((span.version, span.start, span.end) for span in completion.spans),
-            token_ids=completion.token_ids,
+            token_ids=tokens_of(completion),
         )
 
-    def _item(self, completion: EvaluatedCompletion) -> VerifyItem:
-        problem = self._problems[completion.problem_id]
+    def _item(self, completion: actor_pb2.GenerateResult) -> VerifyItem:
+        problem = self._problems[completion.id]
         return VerifyItem(
-            sequence_id=completion.problem_id,
+            sequence_id=completion.id,
             task=problem.task,
             prompt_text=problem.prompt_text,
-            completion_text=completion.text,
+            completion_text=completion.completion_text,
             reference_json=problem.reference_json,
-            completion_tokens=len(completion.token_ids),
+            completion_tokens=len(tokens_of(completion)),
             max_tokens=self._recipe.sampling.max_tokens,
             finish_reason=completion.finish_reason,
         )
