@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import RunState
 from pipelinerl.service.address import ServiceAddress, read_address
@@ -118,7 +119,7 @@ async def ask_actor(address_file: Path) -> ActorState | str:
     """The state of the actor that writes its address there, or why it is not known."""
     try:
         address = read_address(address_file).grpc
-    except FileNotFoundError:
+    except ServiceError:
         return "starting"
     async with grpc.aio.insecure_channel(address, options=_LOOPBACK) as channel:
         actor = actor_pb2_grpc.ActorServiceStub(channel)
