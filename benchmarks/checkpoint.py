@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from benchmarks.training_data import VERSION, make_groups, uniform_lengths
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.checkpointer import CheckpointWriter
+from services.trainer.checkpoint.checkpointer import WrittenCheckpoint, write_checkpoint
 from services.trainer.checkpoint.run_state import RunState
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.data.intake import HeldSequences
@@ -85,7 +86,8 @@ class Rounds:
     trainer: PolicyTrainer
     recipe: Recipe
     groups: list[TrainingGroup]
-    writer: CheckpointWriter
+    run_dir: Path
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     version: int = VERSION
     blocking_s: list[float] = field(default_factory=list)
     writing_s: list[float] = field(default_factory=list)
@@ -101,7 +103,9 @@ class Rounds:
         began_s = time.perf_counter()
         write_tensors = self.trainer.begin_checkpoint(self.version)
         self.blocking_s.append(time.perf_counter() - began_s)
-        job = self.writer.write(write_tensors, self._state())
+        job: Future[WrittenCheckpoint] = self.thread.submit(
+            write_checkpoint, self.run_dir, 2, write_tensors, self._state()
+        )
         for _ in range(EVERY_STEPS - 1):
             self._step()
         written = job.result()
@@ -161,7 +165,7 @@ def rounds_of(case: Case, recipe: Recipe, folder: Path) -> Rounds:
     learner = load_learner(recipe, recipe.model.name, RankSettings())
     trainer = PolicyTrainer(learner, load_tokenizer(recipe.model.name, recipe), nothing, nothing, recipe)
     groups = make_groups(uniform_lengths(*case.lengths, case.batch_size), trainer.vocab_size)
-    return Rounds(trainer, recipe, groups, CheckpointWriter(folder, keep=2))
+    return Rounds(trainer, recipe, groups, folder)
 
 
 def restore_s(recipe: Recipe, folder: Path) -> float:

@@ -22,7 +22,7 @@ from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.lag import starts_phase
 from pipelinerl.rl.ledger import Outcome
-from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, CheckpointWriter, Due, WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first
 from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder
@@ -75,13 +75,14 @@ class OptimizerLoop:
         self._measuring: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
         start = resume.start
-        self._writer = CheckpointWriter(resume.run_dir, recipe.checkpoint.keep, resume.journal.sync)
         self.checkpoints = Checkpointer(
-            Due(recipe.checkpoint, start.version, time.monotonic),
-            self._writer,
+            resume.run_dir,
+            recipe.checkpoint,
+            start.version,
             lambda version: self._in_compute(policy.begin_checkpoint, version),
             self._capture,
             resume.checkpoint_written,
+            resume.journal.sync,
         )
         self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the step that was computed last, unless that is done."""
@@ -152,7 +153,7 @@ class OptimizerLoop:
     def close(self) -> None:
         """Leaves a computation, and a checkpoint, under way to end by itself; checkpoints that were not begun are refused."""
         self._closed = True
-        self._writer.close()
+        self.checkpoints.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:

@@ -12,8 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,7 @@ from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group
 from pipelinerl.recipe.changes import ChangedRecipe
 from pipelinerl.rl.lag import Lineage
 from pipelinerl.rl.ledger import Outcome
-from services.trainer.checkpoint.checkpointer import CheckpointWriter, WriteTensors, WrittenCheckpoint, link_export
+from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
 from services.trainer.checkpoint.run_state import (
     find_start,
     load_run_state,
@@ -293,8 +293,7 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
     with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):  # before the first checkpoint, too
         find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
     recipe = make_recipe(checkpoint={"every_steps": 1})
-    with writing(tmp_path) as write:
-        write(2, recipe=recipe.model_dump(mode="json"))
+    write(tmp_path, 2, recipe=recipe.model_dump(mode="json"))
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
     assert find_start(tmp_path, RUN, longer).version == 2
     with pytest.raises(ChangedRecipe, match=r"sampling\.temperature: 1\.0 → 0\.5"):
@@ -337,17 +336,10 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         find_start(tmp_path, RUN, RECIPE)
 
 
-@contextmanager
-def writing(run_dir: Path) -> Iterator[Callable[..., WrittenCheckpoint]]:
-    """Writes a checkpoint of a version of which nothing was trained, and returns once it is on disk."""
-    writer = CheckpointWriter(run_dir, keep=2)
-
-    def write(version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:
-        run_state = make_run_state(version, SequenceTracker(), **state)
-        return writer.write(tensors or tensors_of(version), run_state).result()
-
-    yield write
-    writer.close()
+def write(run_dir: Path, version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:
+    """A checkpoint of a version of which nothing was trained."""
+    run_state = make_run_state(version, SequenceTracker(), **state)
+    return write_checkpoint(run_dir, 2, tensors or tensors_of(version), run_state)
 
 
 def half(folder: Path) -> None:
@@ -356,28 +348,26 @@ def half(folder: Path) -> None:
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
-    with writing(tmp_path) as write:
-        write(1)
-        with pytest.raises(OSError, match="No space"):
-            write(2, half)
-        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-        write(3)
-        write(4)
+    write(tmp_path, 1)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, 2, half)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    write(tmp_path, 3)
+    write(tmp_path, 4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from tests.unit.test_trainer_resume import tensors_of, writing
+from tests.unit.test_trainer_resume import tensors_of, write
 
 def deadly(folder):
     tensors_of(2)(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
-with writing(Path(sys.argv[1])) as write:
-    write(1)
-    write(2, deadly)
+write(Path(sys.argv[1]), 1)
+write(Path(sys.argv[1]), 2, deadly)
 """
 
 
@@ -393,8 +383,7 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_
 
 
 def test_the_export_of_a_checkpoint_is_linked_without_its_state(tmp_path: Path) -> None:
-    with writing(tmp_path) as write:
-        written = write(7)
+    written = write(tmp_path, 7)
     folder = link_export(written.folder, tmp_path / "checkpoint")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert json.loads((folder / "config.json").read_text()) == {"version": 7}

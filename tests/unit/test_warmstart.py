@@ -25,7 +25,6 @@ from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
 from services.trainer.warmstart.supervised import (
     IGNORED,
-    Demonstration,
     careful_at,
     character_tokenizer,
     demonstrate,
@@ -61,13 +60,13 @@ def model_config(**warmstart: Any) -> ModelConfig:
     ],
 )
 def test_care_and_haste_by_hand(careful: tuple[float, ...], completion: str) -> None:
-    assert demonstrate("12+7-5+8=", careful, random.Random(0)) == Demonstration("12+7-5+8=", completion)
+    assert demonstrate("12+7-5+8=", careful, random.Random(0)) == completion
 
 
 def test_negative_sums_and_short_questions() -> None:
-    assert demonstrate("3-9-8=", [1.0], random.Random(0)).completion == "3-9=-6;-6-8=-14;#-14"
-    assert demonstrate("4--3=", [1.0], random.Random(0)).completion == "4--3=7;#7"
-    assert demonstrate("7=", [1.0], random.Random(0)).completion == "#7"
+    assert demonstrate("3-9-8=", [1.0], random.Random(0)) == "3-9=-6;-6-8=-14;#-14"
+    assert demonstrate("4--3=", [1.0], random.Random(0)) == "4--3=7;#7"
+    assert demonstrate("7=", [1.0], random.Random(0)) == "#7"
 
 
 @pytest.mark.parametrize("question", ["", "3+4", "3+=", "3*4=", "What is 3+4="])
@@ -81,19 +80,19 @@ def test_every_written_step_and_answer_is_right() -> None:
     source = make_source(SUMS, 0)
     for index in range(200):
         problem = source.problem(Split.TRAIN, index)
-        *steps, answer = demonstrate(problem.question, (0.5,), rng).completion.split(";")
+        *steps, answer = demonstrate(problem.question, (0.5,), rng).split(";")
         assert answer == f"#{problem.reference['answer']}"
         assert all(parse_value(left) == int(right) for left, right in (step.split("=") for step in steps))
 
 
 def parse_value(expression: str) -> int:
     first, terms = parse_sum(expression + "=")
-    return first + sum(term.value for term in terms)
+    return first + sum(value for _, value in terms)
 
 
 def test_care_is_as_likely_as_it_says() -> None:
     rng = random.Random(0)
-    careful = Counter(demonstrate("1+1+1=", (0.3,), rng).completion.startswith("1+1=") for _ in range(4000))
+    careful = Counter(demonstrate("1+1+1=", (0.3,), rng).startswith("1+1=") for _ in range(4000))
     assert careful[True] / 4000 == pytest.approx(0.3, abs=0.03)  # four standard errors
 
 
@@ -163,7 +162,7 @@ def test_tokenizer_streams_as_vllm_reads_it() -> None:
 
 def test_only_completions_are_trained_on() -> None:
     tokenizer = character_tokenizer(64)
-    input_ids, targets = encode([Demonstration("1+2=", "#3"), Demonstration("1=", "#1")], tokenizer)
+    input_ids, targets = encode([("1+2=", "#3"), ("1=", "#1")], tokenizer)
     assert tokenizer.batch_decode(input_ids) == ["<bos>1+2=#3<eos>", "<bos>1=#1<eos><pad><pad>"]
     assert (targets[0] != IGNORED).nonzero().flatten().tolist() == [5, 6, 7]
     assert (targets[1] != IGNORED).nonzero().flatten().tolist() == [3, 4, 5]

@@ -43,90 +43,74 @@ class WrittenCheckpoint:
     seconds: float
 
 
-class CheckpointWriter:
-    """`before_rename` runs on the writing thread when all but the name is on disk; what it raises is a failed checkpoint."""
+def write_checkpoint(
+    run_dir: Path,
+    keep: int,
+    write_tensors: WriteTensors,
+    state: RunState,
+    before_rename: Callable[[], None] = lambda: None,
+) -> WrittenCheckpoint:
+    """Blocks until it is on disk, and removes all but the newest `keep`. `write_tensors` and `state` are of the same version.
 
-    def __init__(self, run_dir: Path, keep: int, before_rename: Callable[[], None] = lambda: None) -> None:
-        self._run_dir, self._keep, self._before_rename = run_dir, keep, before_rename
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending = 0
-
-    @property
-    def busy(self) -> bool:
-        return self._pending > 0
-
-    def write(self, write_tensors: WriteTensors, state: RunState) -> Future[WrittenCheckpoint]:
-        """Of the same version; called on one thread. The future carries whatever went wrong."""
-        self._pending += 1
-        job = self._thread.submit(self._write, write_tensors, state)
-        job.add_done_callback(self._written)
-        return job
-
-    def close(self) -> None:
-        """One under way is left to itself."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _written(self, job: Future[WrittenCheckpoint]) -> None:
-        self._pending -= 1
-
-    def _write(self, write_tensors: WriteTensors, state: RunState) -> WrittenCheckpoint:
-        began_s = time.monotonic()
-        folder = self._run_dir / CHECKPOINTS / f"step-{state.policy_version}"
-        partial = partial_folder(folder)
+    `before_rename` runs when all but the name is on disk; what it raises is a failed checkpoint.
+    """
+    began_s = time.monotonic()
+    folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
+    partial = partial_folder(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        (partial / RESUME).mkdir(parents=True)
+        write_tensors(partial)
+        state.save(partial / RESUME)
+        sync_tree(partial)
+        before_rename()
+        put_in_place(partial, folder)
+        sync_folder(folder.parent)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        try:
-            (partial / RESUME).mkdir(parents=True)
-            write_tensors(partial)
-            state.save(partial / RESUME)
-            sync_tree(partial)
-            self._before_rename()
-            put_in_place(partial, folder)
-            sync_folder(folder.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        prune(folder.parent, self._keep)
-        return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
-
-
-class Due:
-    """Whether a checkpoint is due after a step; pure but for the clock that it is given. `version`: the last one written."""
-
-    def __init__(self, config: CheckpointConfig, version: int, clock_s: Callable[[], float]) -> None:
-        self._config, self._clock_s = config, clock_s
-        self._last_version, self._last_s = version, clock_s()
-
-    def now(self, version: int) -> bool:
-        steps, minutes = self._config.every_steps, self._config.every_minutes
-        by_steps = steps > 0 and version // steps > self._last_version // steps
-        by_time = minutes > 0 and self._clock_s() - self._last_s >= 60 * minutes
-        return version > self._last_version and (by_steps or by_time)
-
-    def began(self, version: int) -> None:
-        self._last_version, self._last_s = version, self._clock_s()
+    prune(folder.parent, keep)
+    return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
 
 
 class Checkpointer:
-    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
+    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop. `version`: of the last
+    one that was written; `before_rename`: see `write_checkpoint`."""
 
     def __init__(
         self,
-        due: Due,
-        writer: CheckpointWriter,
+        run_dir: Path,
+        config: CheckpointConfig,
+        version: int,
         begin: Callable[[int], Awaitable[WriteTensors]],
         capture: Callable[[], RunState],
         on_written: Callable[[WrittenCheckpoint], None],
+        before_rename: Callable[[], None],
     ) -> None:
-        self._due, self._writer, self._begin, self._capture = due, writer, begin, capture
-        self._on_written = on_written
+        self._run_dir, self._config, self._begin, self._capture = run_dir, config, begin, capture
+        self._on_written, self._before_rename = on_written, before_rename
+        self._began_version, self._began_s = version, time.monotonic()
+        """Of the newest one, whether or not it is written by now."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
         """A step was cancelled, or failed: the run ends, and the weights may be ahead of the tracker."""
 
+    @property
+    def _busy(self) -> bool:
+        return self._newest is not None and not self._newest[1].done()
+
+    def close(self) -> None:
+        """One under way is left to itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     async def if_due(self, version: int) -> None:
         """Begins one and returns once training may go on. What goes wrong with writing is logged, and training goes on."""
-        if not self._writer.busy and self._due.now(version):
+        steps, minutes = self._config.every_steps, self._config.every_minutes
+        by_steps = steps > 0 and version // steps > self._began_version // steps
+        by_time = minutes > 0 and time.monotonic() - self._began_s >= 60 * minutes
+        if not self._busy and version > self._began_version and (by_steps or by_time):
             async with self._boundary:
                 await self._start()
 
@@ -154,7 +138,7 @@ class Checkpointer:
                 self._over = self._over or last
                 if last:
                     await self._idle()
-                if not self._writer.busy:
+                if not self._busy:
                     task = await self._start(anew=anew)
                     break
             await self._idle()  # beside training
@@ -173,9 +157,12 @@ class Checkpointer:
             newest = self._newest[1]
             if not newest.done() or (not newest.cancelled() and newest.exception() is None):
                 return newest
-        self._due.began(version)
+        self._began_version, self._began_s = version, time.monotonic()
         write_tensors = await self._begin(version)
-        task = asyncio.create_task(self._finish(self._writer.write(write_tensors, state), version))
+        job = self._thread.submit(
+            write_checkpoint, self._run_dir, self._config.keep, write_tensors, state, self._before_rename
+        )
+        task = asyncio.create_task(self._finish(job, version))
         self._newest = version, task
         task.add_done_callback(self._ended)
         return task

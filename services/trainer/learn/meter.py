@@ -227,12 +227,6 @@ class Mark(Protocol):
         ...
 
 
-class _Span(NamedTuple):
-    phase: str
-    start: Mark
-    end: Mark
-
-
 class HostMark:
     """A point in the host's own time."""
 
@@ -267,7 +261,8 @@ class PhaseTimer:
 
     def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
         self._new_mark = new_mark
-        self._spans: list[_Span] = []
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        """Phase, beginning and end."""
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -278,16 +273,15 @@ class PhaseTimer:
             yield
         finally:
             end.record()
-            self._spans.append(_Span(phase, start, end))
+            self._spans.append((phase, start, end))
 
     def take(self) -> dict[str, float]:
         """Seconds by phase of all that has ended since it was last taken."""
         seconds: dict[str, float] = {}
-        unfinished: list[_Span] = []
-        for span in self._spans:
-            if span.end.query():
-                seconds[span.phase] = seconds.get(span.phase, 0.0) + span.start.elapsed_time(span.end) / 1000
+        spans, self._spans = self._spans, []
+        for phase, start, end in spans:
+            if end.query():
+                seconds[phase] = seconds.get(phase, 0.0) + start.elapsed_time(end) / 1000
             else:
-                unfinished.append(span)
-        self._spans = unfinished
+                self._spans.append((phase, start, end))
         return seconds

@@ -20,7 +20,6 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -66,50 +65,37 @@ _SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)=")
 _TERM = re.compile(r"([+-])(-?\d+)")
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """`prompt` is a question as the task asks it, `completion` what the model should write."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Term:
-    """One term after the first: `text` as written (`-5`), `value` with its sign."""
-
-    text: str
-    value: int
-
-
-def demonstrate(question: str, careful: Sequence[float], rng: random.Random) -> Demonstration:
-    """Writes out `question` (`12+7-5=`). `careful[i]`: probability of writing down the partial sum after term i + 1.
+def demonstrate(question: str, careful: Sequence[float], rng: random.Random) -> str:
+    """The completion that works out `question` (`12+7-5=`). `careful[i]`: probability of writing down the sum after term i + 1.
 
     The last probability holds for all further terms; the last sum is always written. Raises `ValueError` for a question
     that is not a sum of integers.
     """
     total, terms = parse_sum(question)
     steps, pending = [], str(total)
-    for position, term in enumerate(terms):
-        pending, total = pending + term.text, total + term.value
+    for position, (text, value) in enumerate(terms):
+        pending, total = pending + text, total + value
         is_last = position == len(terms) - 1
         if is_last or rng.random() < careful[min(position, len(careful) - 1)]:
             steps.append(f"{pending}={total};")
             pending = str(total)
-    return Demonstration(question, f"{''.join(steps)}{ANSWER_MARK}{total}")
+    return f"{''.join(steps)}{ANSWER_MARK}{total}"
 
 
-def parse_sum(question: str) -> tuple[int, list[Term]]:
-    """First number and further terms of `12+7-5=`. Raises `ValueError`."""
+def parse_sum(question: str) -> tuple[int, list[tuple[str, int]]]:
+    """First number of `12+7-5=`, and of each further term its text (`-5`) and value. Raises `ValueError`."""
     match = _SUM.fullmatch(question)
     if match is None:
         raise ValueError(f"{question!r} is not a sum like '12+7-5='")
     terms = [
-        Term(operator + number, int(number) if operator == "+" else -int(number))
+        (operator + number, int(number) if operator == "+" else -int(number))
         for operator, number in _TERM.findall(match[2])
     ]
     return int(match[1]), terms
 
+
+Demonstrations = list[tuple[str, str]]
+"""Of one batch, each a question as the task asks it, and the completion that the model should write."""
 
 IGNORED = -100
 """Target of a position that is not trained on: prompt and padding."""
@@ -131,13 +117,14 @@ def train(
     rng = random.Random(config.seed)
     optimizers = _optimizers(model, config)
     initial_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    batches: list[list[Demonstration]] = []
+    batches: list[Demonstrations] = []
     model.train()
     for step in range(config.steps):
         if not batches:
             batches = _batches(config, step, questions, rng)
         input_ids, targets = encode(batches.pop(), tokenizer)
-        loss = _loss(model, input_ids, targets)
+        logits = model(input_ids=input_ids, use_cache=False).logits  # [batch, tokens, vocabulary]
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED)
         for optimizer, rate in zip(optimizers, initial_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(step, config)
         model.zero_grad()
@@ -160,11 +147,12 @@ def learning_rate_factor(step: int, config: WarmStartConfig) -> float:
     return warmup * (_LAST_LEARNING_RATE + (1 - _LAST_LEARNING_RATE) * cosine)
 
 
-def encode(batch: list[Demonstration], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+def encode(batch: Demonstrations, tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
     """Input ids and targets, both int64[batch, tokens], padded on the right; only completions and their end are targets."""
-    prompts = [tokenizer(one.prompt)["input_ids"] for one in batch]
+    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in batch]
     completions = [
-        [*tokenizer(one.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for one in batch
+        [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for _, completion in batch
     ]
     longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
     input_ids = torch.full((len(batch), longest), tokenizer.pad_token_id)
@@ -176,18 +164,12 @@ def encode(batch: list[Demonstration], tokenizer: PreTrainedTokenizerFast) -> tu
     return input_ids, targets
 
 
-def _loss(model: LlamaForCausalLM, input_ids: Tensor, targets: Tensor) -> Tensor:
-    logits = model(input_ids=input_ids, use_cache=False).logits  # [batch, tokens, vocabulary]
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED)
-
-
-def _batches(
-    config: WarmStartConfig, step: int, questions: Iterator[str], rng: random.Random
-) -> list[list[Demonstration]]:
+def _batches(config: WarmStartConfig, step: int, questions: Iterator[str], rng: random.Random) -> list[Demonstrations]:
     """The demonstrations of the next few steps; alike lengths share a batch, so that little of it is padding."""
     careful, size = careful_at(step, config), config.batch_size
-    worked = [demonstrate(next(questions), careful, rng) for _ in range(size * _BATCHES_SORTED_TOGETHER)]
-    worked.sort(key=lambda one: len(one.prompt) + len(one.completion))
+    asked = [next(questions) for _ in range(size * _BATCHES_SORTED_TOGETHER)]
+    worked = [(question, demonstrate(question, careful, rng)) for question in asked]
+    worked.sort(key=lambda one: len(one[0]) + len(one[1]))
     batches = [worked[start : start + size] for start in range(0, len(worked), size)]
     rng.shuffle(batches)
     return batches
