@@ -15,15 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, Recipe
 from pipelinerl.service.settings import PolicySettings
 
 COMPLETE = "config.json"
-THREADS = 2
-"""Of the builder: more do not help models this small, and with as many threads everywhere the weights are the same."""
 CHUNK_BYTES = 1024**2
 MOST_FILES, MOST_BYTES = 64, 16 * 1024**3
 """Of a built model, when a trainer sends it to an actor."""
@@ -38,15 +35,11 @@ def is_built(model: ModelConfig) -> bool:
     return model.source in ("warmstart", "smollm2")
 
 
-def build_config(recipe: Recipe) -> dict[str, Any]:
-    """All that the built weights depend on, as the builder reads it. Pure."""
-    return {"model": recipe.model.model_dump(mode="json"), "task": recipe.task.model_dump(mode="json")}
-
-
 def built_name(recipe: Recipe) -> str:
     """Name of the model's folder in a cache, `<recipe>-<key>`: equal configurations have equal keys, so that it is the same in
     every process of the run. Pure."""
-    text = json.dumps({"format": _FORMAT, **build_config(recipe)}, sort_keys=True)
+    built_from = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task.model_dump(mode="json")}
+    text = json.dumps({"format": _FORMAT, **built_from}, sort_keys=True)
     return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
@@ -69,7 +62,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
     folder = built_folder(recipe, settings.model_cache)
     if not is_complete(folder):
         fix = (
-            f"holds no complete {folder.name}; `python -m services.trainer.warmstart --recipe-model` builds it for the "
+            f"holds no complete {folder.name}; `python -m services.trainer.warmstart` builds it for the "
             "trainer, `python -m services.actor.initial_model` fetches it for an actor"
         )
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)

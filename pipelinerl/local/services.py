@@ -8,7 +8,6 @@ region waits for its slowest thread. Says nothing about GPUs, where these thread
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import sys
@@ -17,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelinerl.initial_model import THREADS, build_config, built_folder, filling, is_built, is_complete
+from pipelinerl.initial_model import built_folder, is_built, is_complete
 from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
@@ -28,7 +27,7 @@ from pipelinerl.service.address import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""How the builder begins a line that a person should see as it goes. Its errors are told once, at its end."""
+"""How the builder marks what a person should see as it goes. Its errors are told once, at its end."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,15 @@ class ServiceLaunches:
     def actor(self, index: int) -> Launch:
         return self._launch(f"actor-{index}", self._of_policy(), self.threads.actor_env())
 
-    def warmstart(self, arguments: tuple[str, ...]) -> Launch:
-        """What builds the initial model. Nothing else runs beside it."""
-        threads = {"OMP_NUM_THREADS": str(min(THREADS, available_cores()))}
-        return self._launch("warmstart", {}, threads, arguments)
+    def warmstart(self, cache: Path) -> Launch:
+        """What builds the initial model in that folder. Nothing else runs beside it."""
+        settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve()), "verifier": ""}
+        return self._launch("warmstart", settings, {})
 
     def _of_policy(self) -> dict[str, str]:
         return {"nats_url": self.nats_url, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
-    def _launch(
-        self, name: str, settings: Mapping[str, str], threads: Mapping[str, str], arguments: tuple[str, ...] = ()
-    ) -> Launch:
+    def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:
         address_file = self.run_dir.address(name).resolve()
         common = {
             "run": self.run_dir.name,
@@ -163,8 +160,8 @@ class ServiceLaunches:
             "address_file": str(address_file),
         }
         own = {f"PIPELINERL_{key.upper()}": value for key, value in {**common, **settings}.items()}
-        command = (*self.commands[service_of(name)], *arguments)
-        return Launch(name, command, {**self.environment, **threads, **own}, self.run_dir.log(name), address_file)
+        environment = {**self.environment, **threads, **own}
+        return Launch(name, self.commands[service_of(name)], environment, self.run_dir.log(name), address_file)
 
 
 def _port(address: str) -> str:
@@ -191,19 +188,17 @@ async def initial_model(
     """
     if not is_built(recipe.model):
         return _absolute(recipe.model.name) if recipe.model.source == "path" else ""
-    folder = built_folder(recipe, cache_folder(launches.environment) / "models")
+    cache = cache_folder(launches.environment) / "models"
+    folder = built_folder(recipe, cache)
     if is_complete(folder):
         report(f"initial model from the cache: {folder}")
         return str(folder)
     report("building the initial model (kept for the next run)")
-    config_file = launches.run_dir.path.resolve() / "warmstart.json"
-    config_file.write_text(json.dumps(build_config(recipe), indent=2) + "\n", encoding="utf-8")
-    with filling(folder) as beside:
-        launch = launches.warmstart(("--config", str(config_file), "--out", str(beside)))
-        async with run_process(launch) as process, background(_report_progress(launch.log, report)):
-            code = await process.wait()
-        if code != 0:
-            raise process.died()
+    launch = launches.warmstart(cache)
+    async with run_process(launch) as process, background(_report_progress(launch.log, report)):
+        code = await process.wait()
+    if code != 0:
+        raise process.died()
     return str(folder)
 
 
@@ -212,11 +207,11 @@ def _absolute(path: str) -> str:
 
 
 async def _report_progress(log: Path, report: Callable[[str], None]) -> None:
-    """Reports the log's last line whenever it is a new one that begins with `PROGRESS`."""
+    """Reports what the log's last line says after `PROGRESS`, whenever that is something new."""
     reported = ""
     while True:
         await asyncio.sleep(_POLL_S)
-        line = log_tail(log, lines=1).strip()
-        if line.startswith(PROGRESS) and line != reported:
-            reported = line
-            report(line)
+        _, found, said = log_tail(log, lines=1).partition(PROGRESS)
+        if found and said != reported:
+            reported = said
+            report(f"{PROGRESS}{said}")

@@ -22,7 +22,7 @@ AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
 IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
 NO_TOLERATIONS = {f"pod/{pod} spec tolerations": None for pod in PODS}
-RECIPE_MODEL = [["python", "-m", "services.trainer.warmstart", "--recipe-model"]]
+RECIPE_MODEL = [["python", "-m", "services.trainer.warmstart"]]
 ACTOR, TRAINER, VERIFIER = (
     "Deployment/pipelinerl-actor",
     "StatefulSet/pipelinerl-trainer",

@@ -254,7 +254,7 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     assert tuple(first.pids()) == SERVICES
     assert "initial model: warm-start step 1 of 2" in first.printed.getvalue()
     model_dir = Path(json.loads(first.dir.summary.read_text())["model_dir"])
-    assert json.loads((model_dir / "config.json").read_text())["model"]["source"] == "smollm2"
+    assert json.loads((model_dir / "config.json").read_text())["source"] == "smollm2"
     second = Run(tmp_path / "two", small, {})
     assert (await second.end()).error is None
     assert "warmstart" not in second.pids()
@@ -275,7 +275,8 @@ async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(t
 async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {})
     async with running(run) as task:
-        await until(lambda: "warmstart" in run.pids())
+        await until(lambda: "warm-start step 1 of 2" in run.printed.getvalue())
+        assert "warmstart" in run.pids()
         os.kill(os.getpid(), signal.SIGINT)
         ending = await task
     assert (ending.interrupted, ending.exit_code) == (True, 130)

@@ -166,14 +166,20 @@ async def trainer() -> int:
 
 
 async def model() -> int:
-    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
-    print("initial model: warm-start step 1 of 2", flush=True)
-    await asyncio.sleep(0.5)  # the runner looks at the log every 0.2 s
-    if Fake.model_error:
-        print(Fake.model_error, flush=True)
-        await asyncio.sleep(0.5)
-        return 2
-    (Path(arguments["--out"]) / "config.json").write_text(Path(arguments["--config"]).read_text())
+    from pipelinerl.initial_model import built_folder, filling
+    from pipelinerl.recipe.loading import load_recipe
+
+    recipe, this = load_recipe(SETTINGS["recipe"]), asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    with filling(built_folder(recipe, Path(SETTINGS["model_cache"]))) as beside:
+        print("INFO initial model: warm-start step 1 of 2", flush=True)
+        await asyncio.sleep(0.5)  # the runner looks at the log every 0.2 s
+        if Fake.model_error:
+            print(Fake.model_error, flush=True)
+            await asyncio.sleep(0.5)
+            sys.exit(2)
+        (beside / "config.json").write_text(recipe.model.model_dump_json())
     return 0
 
 

@@ -266,7 +266,7 @@ def building(folder: Path, recipe: Recipe) -> dict[str, Any]:
     own = {"RUN": "r", "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": "run"}
     own |= {"MODEL_CACHE": str(folder / "models"), "LOG_FORMAT": "json"}
     environment = {**os.environ, **{f"PIPELINERL_{name}": value for name, value in own.items()}}
-    program = [sys.executable, "-m", "services.trainer.warmstart", "--recipe-model"]
+    program = [sys.executable, "-m", "services.trainer.warmstart"]
     return {"args": program, "cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
 
 
@@ -279,13 +279,13 @@ def test_the_trainers_pod_builds_its_recipes_model_once(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "configure_logging", lambda *_, **__: None)
     caplog.set_level(logging.INFO)
-    command.recipe_model()
+    command.build_model()
     assert "initial model built" in caplog.text
     (folder,) = (tmp_path / "models").iterdir()
     assert folder == built_folder(recipe_of(), tmp_path / "models")
     assert (folder / "model.safetensors").is_file()
     assert folder.stat().st_mode & 0o777 == 0o755
-    command.recipe_model()
+    command.build_model()
     assert "initial model from the cache" in caplog.text
     assert list((tmp_path / "models").iterdir()) == [folder]
 

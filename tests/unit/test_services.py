@@ -48,6 +48,8 @@ def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest
 
 
 def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = settings_of(launches.warmstart(tmp_path), TrainerSettings, monkeypatch)
+    assert (builder["model_cache"], builder["model_dir"]) == (tmp_path.resolve(), "")
     policy = {"run": "tiny-run", "nats_url": NATS, "verifier": VERIFIER, "model_dir": "/model"}
     trainer = settings_of(launches.trainer(0), TrainerSettings, monkeypatch)
     assert trainer.items() >= (policy | {"instance": "trainer", "expected_actors": 0, "http_port": 0}).items()
@@ -65,7 +67,6 @@ def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
     assert threads == ["4", "2"]
     assert launches.actor(0).environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert launches.verifier().environment["OMP_NUM_THREADS"] == "1"
-    assert launches.warmstart(()).environment["OMP_NUM_THREADS"] == str(min(2, available_cores()))
 
 
 def test_the_trainers_page_keeps_its_port_over_restarts(

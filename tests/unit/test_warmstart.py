@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tokenizers.decoders import DecodeStream
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from pipelinerl.errors import FieldError
-from pipelinerl.initial_model import COMPLETE
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
-from services.trainer.warmstart import __main__ as command
 from services.trainer.warmstart import build as building
-from services.trainer.warmstart.build import build, demonstration_questions, make_llama, save
+from services.trainer.warmstart.build import build, demonstration_questions, make_llama
 from services.trainer.warmstart.supervised import (
     IGNORED,
     careful_at,
@@ -172,7 +169,7 @@ def test_only_completions_are_trained_on() -> None:
 # Building
 
 
-def test_a_build_loads_repeats_and_is_not_made_twice(tmp_path: Path) -> None:
+def test_a_build_loads_and_repeats(tmp_path: Path) -> None:
     said: list[str] = []
     for folder in ("a", "b"):
         build(model_config(), SUMS, tmp_path / folder, said.append)
@@ -188,10 +185,6 @@ def test_a_build_loads_repeats_and_is_not_made_twice(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "a").config
     assert (config.eos_token_id, config.head_dim, config.max_position_embeddings) == (2, 32, 64)
-    written = (tmp_path / "a" / COMPLETE).stat().st_mtime_ns
-    build(model_config(), SUMS, tmp_path / "a", said.append)
-    assert (tmp_path / "a" / COMPLETE).stat().st_mtime_ns == written
-    assert said[-1].endswith("holds a model already")
 
 
 def test_the_seed_decides_the_first_weights() -> None:
@@ -203,36 +196,9 @@ def test_the_seed_decides_the_first_weights() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_build_that_dies_leaves_no_complete_folder_and_does_not_stop_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = character_tokenizer(64)
-    model = make_llama(TINY, tokenizer, 64)
-    with monkeypatch.context() as broken:
-        broken.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            save(model, tokenizer, tmp_path)
-    assert not (tmp_path / COMPLETE).exists()
-    save(model, tokenizer, tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_the_command_builds_and_names_mistakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, out = tmp_path / "config.json", tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["warmstart", "--config", str(config), "--out", str(out)])
-
-    def run(model: dict[str, Any]) -> int:
-        config.write_text(json.dumps({"model": model, "task": SUMS.model_dump(mode="json")}))
-        return command.main()
-
-    assert run({"source": "hub", "name": "org/model"}) == 2
-    assert capsys.readouterr().err == "error: model.source = 'hub': only warmstart and smollm2 models are built\n"
-    assert run(model_config().model_dump(mode="json")) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "initial model: saved"
-    assert (out / "model.safetensors").is_file()
+def test_other_models_are_not_built(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"model.source = 'hub': only warmstart and smollm2 models are built"):
+        build(ModelConfig(source="hub", name="org/model"), SUMS, tmp_path, print)
 
 
 def test_config_names_what_vllm_cannot_take() -> None:

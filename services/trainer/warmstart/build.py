@@ -1,13 +1,11 @@
 """Makes the folder of an initial policy (safetensors, configuration, tokenizer): a small warm-started Llama, or SmolLM2.
 
-A folder counts as built when it has `config.json`, which is put there last: whoever is killed on the way leaves no folder
-that looks complete. Keeping built models for the next run is the caller's business (`pipelinerl/initial_model.py`).
+Keeping built models, whole ones only, for the next run is the caller's business (`pipelinerl/initial_model.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -25,12 +23,10 @@ from transformers import (
 )
 
 from pipelinerl.errors import FieldError
-from pipelinerl.initial_model import COMPLETE, is_complete
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 
-_UNFINISHED = ".unfinished"
 _READABLE = 0o644
 """Whoever may enter the folder may read the weights: services may run as another user than the builder."""
 _SAY_EVERY_S = 1.0
@@ -39,13 +35,10 @@ Say = Callable[[str], None]
 
 
 def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
-    """Builds what `model.source` (`warmstart` or `smollm2`) names in `out`, unless that is complete already.
+    """Builds what `model.source` (`warmstart` or `smollm2`) names in `out`.
 
     `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
     """
-    if is_complete(out):
-        say(f"{out} holds a model already")
-        return
     if model.source == "warmstart":
         save(*warm_start(model, task, say), out)
     elif model.source == "smollm2":
@@ -146,16 +139,11 @@ def forget_quantization(model: PreTrainedModel) -> None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Writes both to folder `out`, `config.json` last."""
-    unfinished = out / _UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    for file in sorted(unfinished.iterdir(), key=lambda file: file.name == COMPLETE):
+    """Writes both to folder `out`."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for file in out.iterdir():
         file.chmod(_READABLE)
-        file.rename(out / file.name)
-    unfinished.rmdir()
 
 
 def _progress(config: WarmStartConfig, say: Say) -> OnStep:
