@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -219,31 +218,14 @@ def test_abort_ends_a_receive_between_chunks() -> None:
         list(tensors)
 
 
-class Gate(Wire):
-    """Blocks the first broadcast until released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
-        self.entered.set()
-        assert self.release.wait(5)
-        super().broadcast(tensor, timeout_s)
-
-
-def test_aborted_broadcast_fails_and_closes_the_group() -> None:
-    weights = small_weights()
-    sender, group = WeightSender(describe(weights.items())), Gate()
-    given_up = threading.Event()
-    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), group, 5, given_up)  # type: ignore[arg-type]
-    assert group.entered.wait(5)
+def test_a_broadcast_that_is_given_up_fails_and_closes_the_group() -> None:
+    weights, group, given_up = small_weights(), Wire(), threading.Event()
     given_up.set()
-    group.release.set()
-
+    sender = WeightSender(describe(weights.items()))
+    broadcast = sender.broadcast(sender.snapshot(VERSION, weights), group, 5, given_up)  # type: ignore[arg-type]
     with pytest.raises(TransferAborted):
         broadcast.result(timeout=5)
-    assert group.closed
+    assert (group.sent, group.closed) == ([], True)
 
 
 # --- real Gloo groups -------------------------------------------------------------------------------------------------
@@ -305,22 +287,28 @@ def test_silent_peer_and_missing_peer_end_at_the_deadline() -> None:
         WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
 
 
-def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did() -> None:
-    store = GroupStore("127.0.0.1")
-    told: list[BaseException] = []
+@pytest.mark.parametrize(
+    ("world", "timeout_s", "patience_s", "comes_after_s", "missing"),
+    [(4, 0.5, None, 0.0, (1, 3)), (3, 60, 0.2, 0.5, (1,))],
+    ids=["to the deadline", "patience begins when the first has come"],
+)
+def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
+    world, timeout_s, patience_s, comes_after_s, missing
+) -> None:
+    store, told = GroupStore("127.0.0.1"), list[BaseException]()
 
-    def wait_as(rank: int) -> None:
+    def come() -> None:
         try:
-            WeightGroup.connect(spec(store, "epoch-1", rank, 4), 20)
+            WeightGroup.connect(spec(store, "epoch-1", 2, world), 60)
         except TransferAborted as error:
             told.append(error)
 
-    punctual = threading.Thread(target=wait_as, args=(2,))
-    punctual.start()
+    coming = threading.Timer(comes_after_s, come)
+    coming.start()
     with pytest.raises(RanksMissing) as caught:
-        WeightGroup.connect(spec(store, "epoch-1", 0, 4), 0.5)
-    assert caught.value.ranks == (1, 3)
-    punctual.join(10)
+        WeightGroup.connect(spec(store, "epoch-1", 0, world), timeout_s, patience_s=patience_s)
+    assert caught.value.ranks == missing
+    coming.join(10)
     assert len(told) == 1
 
 
@@ -361,21 +349,6 @@ def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_
     finally:
         host.kill()
         host.join()
-
-
-def test_patience_begins_when_the_first_has_come() -> None:
-    store = GroupStore("127.0.0.1")
-
-    def come_as(rank: int) -> None:
-        with suppress(TransferAborted):
-            WeightGroup.connect(spec(store, "epoch-1", rank, 3), 60)
-
-    punctual = threading.Timer(0.5, come_as, args=(2,))
-    punctual.start()
-    with pytest.raises(RanksMissing) as caught:
-        WeightGroup.connect(spec(store, "epoch-1", 0, 3), 60, patience_s=0.2)
-    assert caught.value.ranks == (1,)
-    punctual.join(10)
 
 
 def test_closed_group_says_so() -> None:
