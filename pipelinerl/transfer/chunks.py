@@ -143,8 +143,8 @@ def pack(
         if index is None:
             continue
         spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
-        if tuple(tensor.shape) != spec.shape:
-            raise ManifestDiffers(name, "shape", tuple(tensor.shape), spec.shape)
+        if tuple(tensor.shape) != tuple(spec.shape):
+            raise ManifestDiffers(name, "shape", tuple(tensor.shape), tuple(spec.shape))
         if dtype_name(tensor.dtype) != spec.dtype:
             raise ManifestDiffers(name, "dtype", dtype_name(tensor.dtype), spec.dtype)
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
@@ -204,7 +204,7 @@ class Unpacker:
 
 
 def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
-    return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(spec.shape)
+    return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(tuple(spec.shape))
 
 
 # --- Memory for chunks, and chunks ahead of their use ------------------------------------------------------------------

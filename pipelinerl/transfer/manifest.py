@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, Transf
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.messages.validation import parse
-from pipelinerl.v1 import control_pb2
+from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
 class ManifestDiffers(ManifestMismatch):
@@ -94,32 +94,6 @@ KIND = "WeightManifest"
 
 
 @dataclass(frozen=True)
-class ParameterSpec:
-    """One tensor, by its checkpoint name. `dtype` is the trainer's."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """One weight of the checkpoint that actors were started from, served as weight + scaling · B·A.
-
-    `a`, `b`: the parameters that are A [rank, in] and B [out, rank]. `shape` is [out, in], or [in, out] where `transposed`.
-    `dtype` is the trainer's: the checkpoint's weight is rounded to it, and so is the sum.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    a: str
-    b: str
-    scaling: float
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
 class Chunk:
     """Bytes [offset, offset + num_bytes) of the stream."""
 
@@ -128,20 +102,18 @@ class Chunk:
     num_bytes: int
 
 
-@dataclass(frozen=True)
 class Manifest:
-    """The agreement. `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype.
+    """The agreement: a `WeightManifest` message without its id (control.proto has its fields), and the layout that follows.
 
-    Where `low_rank` is not empty the parameters are its factors, and all else is served as the checkpoint has it.
-    Construction raises FieldError for values that cannot be laid out.
+    `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype. Where `low_rank` is not
+    empty the parameters are its factors, and all else is served as the checkpoint has it. Construction raises FieldError for
+    values that cannot be laid out.
     """
 
-    parameters: tuple[ParameterSpec, ...]
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    wire_dtype: str = ""
-    low_rank: tuple[LowRank, ...] = ()
-
-    def __post_init__(self) -> None:
+    def __init__(self, content: WeightManifest) -> None:
+        self._content = content
+        self.parameters, self.low_rank = tuple(content.parameters), tuple(content.low_rank)
+        self.chunk_bytes, self.wire_dtype = content.chunk_bytes, content.wire_dtype
         if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
             raise FieldError("chunk_bytes", self.chunk_bytes, f"a positive multiple of {ALIGNMENT}")
         if self.wire_dtype and self.wire_dtype not in DTYPE_BYTES:
@@ -157,14 +129,14 @@ class Manifest:
             names.add(spec.name)
             if spec.dtype not in DTYPE_BYTES:
                 raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
-            if not all(size > 0 for size in spec.shape):
-                raise FieldError(f"parameters[{spec.name}].shape", spec.shape, "positive sizes only")
+            if not all(spec.shape):
+                raise FieldError(f"parameters[{spec.name}].shape", tuple(spec.shape), "positive sizes only")
         _validate_low_rank(self)
 
     @cached_property
     def manifest_id(self) -> str:
         """16 hex digits over everything that both sides must agree on."""
-        content = self._content().SerializeToString(deterministic=True)
+        content = self._content.SerializeToString(deterministic=True)
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def sent_dtype(self, spec: ParameterSpec) -> str:
@@ -200,51 +172,37 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The `WeightManifest` message of the control channel."""
-        message = self._content()
-        message.manifest_id = self.manifest_id
+        message = WeightManifest(manifest_id=self.manifest_id)
+        message.MergeFrom(self._content)
         return message.SerializeToString()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         """Raises `MessageError` when the message does not parse or its id is not that of its content."""
-        message = parse(control_pb2.WeightManifest(), data, KIND)
-        low_rank = (
-            LowRank(item.name, tuple(item.shape), item.dtype, item.a, item.b, item.scaling, item.transposed)
-            for item in message.low_rank
-        )
+        message = parse(WeightManifest(), data, KIND)
+        manifest_id = message.manifest_id
+        message.ClearField("manifest_id")
         try:
-            manifest = build_manifest(
-                ((spec.name, spec.shape, spec.dtype) for spec in message.parameters),
-                wire_dtype=message.wire_dtype,
-                chunk_bytes=message.chunk_bytes,
-                low_rank=low_rank,
-            )
+            manifest = cls(message)
         except FieldError as error:
             raise MessageError(KIND, error.field, str(error)) from error
-        if manifest.manifest_id != message.manifest_id:
-            problem = f"{message.manifest_id} is not that of its content, {manifest.manifest_id}"
+        if manifest.manifest_id != manifest_id:
+            problem = f"{manifest_id} is not that of its content, {manifest.manifest_id}"
             raise MessageError(KIND, "manifest_id", problem)
         return manifest
 
-    def _content(self) -> control_pb2.WeightManifest:
-        return control_pb2.WeightManifest(
-            parameters=[control_pb2.ParameterSpec(**vars(spec)) for spec in self.parameters],
-            chunk_bytes=self.chunk_bytes,
-            wire_dtype=self.wire_dtype,
-            low_rank=[control_pb2.LowRank(**vars(item)) for item in self.low_rank],
-        )
-
 
 def build_manifest(
-    parameters: Iterable[tuple[str, Sequence[int], str]],
+    parameters: Iterable[tuple[str, Iterable[int], str]],
     *,
     wire_dtype: str = "",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     low_rank: Iterable[LowRank] = (),
 ) -> Manifest:
     """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
-    specs = tuple(ParameterSpec(name, tuple(shape), dtype) for name, shape, dtype in parameters)
-    return Manifest(specs, chunk_bytes, wire_dtype, tuple(low_rank))
+    specs = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in parameters]
+    content = WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank)
+    return Manifest(content)
 
 
 def aligned(num_bytes: int) -> int:
@@ -254,15 +212,15 @@ def aligned(num_bytes: int) -> int:
 
 def _validate_low_rank(manifest: Manifest) -> None:
     """Each parameter is one factor of one weight, and the shapes are those of products."""
-    shapes = {spec.name: spec.shape for spec in manifest.parameters}
+    shapes = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
     used = [name for item in manifest.low_rank for name in (item.a, item.b)]
     if manifest.low_rank and sorted(used) != sorted(shapes):
         raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "each parameter as a factor of one weight")
     for item in manifest.low_rank:
-        a, b = shapes[item.a], shapes[item.b]
+        a, b, shape = shapes[item.a], shapes[item.b], tuple(item.shape)
         width = (a[-1:] + b[:1]) if item.transposed else (b[:1] + a[-1:])
-        if not (len(a) == len(b) == 2 and a[0] == b[1] and item.shape == width):
-            raise FieldError(f"low_rank[{item.name}].shape", item.shape, f"that of B·A, with A {a} and B {b}")
+        if not (len(a) == len(b) == 2 and a[0] == b[1] and shape == width):
+            raise FieldError(f"low_rank[{item.name}].shape", shape, f"that of B·A, with A {a} and B {b}")
         if item.dtype not in DTYPE_BYTES:
             raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")
         if not math.isfinite(item.scaling):

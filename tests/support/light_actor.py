@@ -172,8 +172,8 @@ class ModelReceiver(TensorReceiver):
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         for spec in manifest.low_rank or manifest.parameters:
             here = tuple(self._base[spec.name].shape) if spec.name in self._base else None
-            if here != spec.shape:
-                raise ManifestDiffers(spec.name, "shape", here, spec.shape)
+            if here != tuple(spec.shape):
+                raise ManifestDiffers(spec.name, "shape", here, tuple(spec.shape))
         self._low_rank = manifest.low_rank
         return await super().prepare(manifest)
 

@@ -92,9 +92,9 @@ def test_damaged_bytes_are_an_error_or_a_valid_control_message(data: bytes) -> N
 
 
 def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
-    manifest = build_manifest(FACTORS, low_rank=[LowRank("q", (8, 6), "bfloat16", "q.a", "q.b", 0.1)])
-    data = manifest.to_bytes()
-    assert Manifest.from_bytes(data) == manifest
+    low_rank = LowRank(name="q", shape=(8, 6), dtype="bfloat16", a="q.a", b="q.b", scaling=0.1)
+    data = build_manifest(FACTORS, low_rank=[low_rank]).to_bytes()
+    assert Manifest.from_bytes(data).to_bytes() == data
     with pytest.raises(MessageError, match="is not that of its content"):
         Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
 
@@ -123,4 +123,4 @@ def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -
 def test_damaged_bytes_are_an_error_or_a_valid_manifest(data: bytes) -> None:
     with contextlib.suppress(MessageError):
         survivor = Manifest.from_bytes(data)
-        assert Manifest.from_bytes(survivor.to_bytes()) == survivor
+        assert Manifest.from_bytes(survivor.to_bytes()).manifest_id == survivor.manifest_id

@@ -149,7 +149,7 @@ class ShadowLoader:
         if heads and getattr(self._model_config.hf_config, "tie_word_embeddings", False):
             raise ManifestDiffers(heads[0], "presence", "tied to the embedding", "sent")
         tensors = (
-            (spec.name, torch.empty(spec.shape, dtype=getattr(torch, manifest.sent_dtype(spec)), device="meta"))
+            (spec.name, torch.empty(tuple(spec.shape), dtype=getattr(torch, manifest.sent_dtype(spec)), device="meta"))
             for spec in manifest.parameters
         )
         needed = sum(parameter.numel() for parameter in self._model.parameters())
@@ -390,8 +390,8 @@ class MergingLoader:
             if item.name not in shapes:
                 fix = "set trainer.lora.send: merged"
                 raise ManifestDiffers(item.name, "presence", f"not in the checkpoint of this actor ({fix})", "adapted")
-            if shapes[item.name] != item.shape:
-                raise ManifestDiffers(item.name, "shape", shapes[item.name], item.shape)
+            if shapes[item.name] != tuple(item.shape):
+                raise ManifestDiffers(item.name, "shape", shapes[item.name], tuple(item.shape))
 
     def load(self, tensors: Iterable[Named]) -> None:
         factors = {name: tensor.clone() for name, tensor in tensors}  # clones: the chunks' memory is wanted back

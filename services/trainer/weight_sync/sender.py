@@ -54,11 +54,18 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
     """The same where the factors of its adapters are sent, and what receivers are to do with them."""
     factors, low_rank = [], []
     for name, adapter in layer_adapters(model).items():
-        weight, names = adapter.weight, factor_names(name)
-        for factor_name, factor in zip(names, (adapter.a, adapter.b), strict=True):
-            factors.append((factor_name, tuple(factor.shape), dtype_name(weight.dtype)))
-        shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
-        low_rank.append(LowRank(f"{name}.weight", shape, dtype, *names, adapter.scaling, adapter.transposed))
+        (a, b), dtype = factor_names(name), dtype_name(adapter.weight.dtype)
+        factors += [(a, tuple(adapter.a.shape), dtype), (b, tuple(adapter.b.shape), dtype)]
+        item = LowRank(
+            name=f"{name}.weight",
+            shape=adapter.weight.shape,
+            dtype=dtype,
+            a=a,
+            b=b,
+            scaling=adapter.scaling,
+            transposed=adapter.transposed,
+        )
+        low_rank.append(item)
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
 
 
