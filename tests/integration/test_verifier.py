@@ -172,14 +172,6 @@ async def outcomes(running: Verifier, completions: Sequence[str], task: str = TA
         return await client.verify(items(completions, task))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
 def wait_until_gone(pid: int, within_s: float = 10.0) -> bool:
     """Whether the process, anyone's child, ended in time."""
     try:
@@ -335,7 +327,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert running.process.wait(10) == 0, running.log
         assert "Traceback" not in running.log
         assert len(workers) == 2
-        assert not any(is_alive(worker) for worker in workers)
+        assert all(wait_until_gone(worker, 0.0) for worker in workers)
 
 
 async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(

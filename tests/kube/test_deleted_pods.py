@@ -18,7 +18,6 @@ import yaml
 
 from benchmarks.light_members import Break, LightMember
 from pipelinerl.kube.client import ACTOR, PATCH_PODS, TRAINER
-from pipelinerl.messages.control import Commit, EpochStart
 from pipelinerl.service.settings import TrainerSettings
 from services.actor.membership import ANNOTATION
 from services.trainer.run import watch_actor_pods
@@ -104,21 +103,6 @@ async def test_a_pod_that_is_gone_with_its_node_is_left_out_though_its_process_o
         assert stage.updater.evictions == 0
 
 
-async def test_one_that_has_all_bytes_when_its_pod_is_deleted_holds_nobody_up_and_costs_no_new_epoch(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
-    async with watched_stage(tmp_path, account, api) as stage:
-        a, b = await served_by(stage, api, "a", "b", breaks={"b": Break("staged", "hangs", 1)})
-        await stage.offer(1)
-        await b.until(lambda: b.broke)
-        api.terminate("b")
-        await stage.served()
-        await stage.all_on(1, [a])
-        epochs = {message.epoch for message in stage.messages if isinstance(message, EpochStart)}
-        assert epochs == {1}
-        await stage.until(lambda: Commit(incarnation=1, epoch=1, version=1) in stage.messages)
-
-
 async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_deleted_is_nobodys_fault(
     tmp_path: Path, account: Account, api: ApiServer
 ) -> None:
@@ -134,16 +118,6 @@ async def test_one_that_dies_in_the_middle_of_receiving_after_its_pod_was_delete
         await stage.all_on(1, [a, c])
         assert stage.updater.evictions == 0
         assert told(stage, "a") == told(stage, "c") == ["joined"]
-
-
-async def test_an_actor_that_is_told_to_end_has_left_in_order_without_any_api(tmp_path: Path) -> None:
-    async with fault_stage(tmp_path, settings=NEVER_EXPIRE) as stage:
-        a, b = await stage.start_all("a", "b")
-        await stage.update(0)
-        b.send(signal.SIGTERM)
-        await stage.until(lambda: told(stage, "b") == ["joined", "left"])
-        await stage.update(1)
-        await stage.all_on(1, [a])
 
 
 @pytest.mark.parametrize(

@@ -87,34 +87,31 @@ async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(
     ]
 
 
-async def test_a_pod_that_was_ending_before_anybody_watched_is_told(api: ApiServer, trainer: KubeClient) -> None:
-    for name in "abc":
+async def test_a_pod_that_has_ended_or_was_ending_before_anybody_watched_is_told_once(
+    api: ApiServer, trainer: KubeClient
+) -> None:
+    for name in "abcd":
         api.add_pod(name)
     api.terminate("a")
     api.set_phase("b", "Failed", "Evicted")
     async with watching(trainer) as told:
         await told.until("a", "b")
-    assert [end.still_running for end in told.ends] == [True, False]
+        await api.watched()
+        api.set_phase("c", "Succeeded")
+        api.terminate("c")
+        api.remove("c")
+        api.remove("d")
+        await told.until("a", "b", "c", "d")
+    assert [end.still_running for end in told.ends] == [True, False, False, False]
     assert told.ends[1].reason == "its pod is in phase Failed (Evicted)"
 
 
-async def test_a_phase_that_ends_a_pod_is_its_end_and_its_removal_no_second_one(
-    api: ApiServer, trainer: KubeClient
+async def test_a_watch_that_ends_or_breaks_goes_on_where_it_was(
+    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api.add_pod("a")
-    api.add_pod("b")
-    async with watching(trainer) as told:
-        await api.watched()
-        api.set_phase("a", "Succeeded")
-        api.terminate("a")
-        api.remove("a")
-        api.remove("b")
-        await told.until("a", "b")
-
-
-async def test_a_watch_that_the_server_ends_goes_on_where_it_was(api: ApiServer, trainer: KubeClient) -> None:
     """Also from a bookmark: what was forgotten before it does not matter."""
-    api.add_pod("a")
+    for name in "ac":
+        api.add_pod(name)
     async with watching(trainer) as told:
         await api.watched()
         api.bookmark()
@@ -124,7 +121,12 @@ async def test_a_watch_that_the_server_ends_goes_on_where_it_was(api: ApiServer,
         await api.watched(0)
         api.terminate("b")
         await told.until("b")
+        await api.watched()
+        api.drop_watches()
+        api.terminate("c")
+        await told.until("b", "c")
         assert api.asked(LIST_PODS) == 1
+        assert warnings(caplog) == []
 
 
 async def test_an_expired_watch_lists_again_and_finds_what_it_missed(api: ApiServer, trainer: KubeClient) -> None:
@@ -143,19 +145,6 @@ async def test_an_expired_watch_lists_again_and_finds_what_it_missed(api: ApiSer
         api.remove("b")
         await told.until("a", "b", "b")
     assert [end.reason for end in told.ends] == [UNSEEN, DELETING, DELETED]
-
-
-async def test_a_connection_that_is_lost_loses_nothing(
-    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    api.add_pod("a")
-    async with watching(trainer) as told:
-        await api.watched()
-        api.drop_watches()
-        api.terminate("a")
-        await told.until("a")
-        assert api.asked(LIST_PODS) == 1
-        assert warnings(caplog) == []
 
 
 async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(

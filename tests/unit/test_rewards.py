@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig
@@ -18,7 +19,14 @@ from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.answers import exact, json_schema_scorer, math_scorer, regex
 from services.verifier.rewards.compose import ComposedReward, make_reward, overlong_penalty, user_scorer
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
-from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
+from services.verifier.rewards.reasoning_gym import (
+    GUARDS,
+    REFUSED,
+    is_arithmetic,
+    is_board,
+    is_formula,
+    reasoning_gym_scorer,
+)
 from services.verifier.worker import score_item
 
 
@@ -368,20 +376,86 @@ def test_what_a_reward_raises_is_its_items_status(error: BaseException, status: 
     assert result.message
 
 
-# --- the recipe's section
+# --- answers that some scorers would evaluate: nothing that a model wrote is run
+
+EVALUATES = re.compile(r"\b(eval|exec|parse_expr|parse_latex|sympify|__import__)\(")
+ON_ITS_OWN_TEXT = {
+    "basic_arithmetic": "the problem that it makes",
+    "bitwise_arithmetic": "the problem in the entry",
+    "codeio": "the program that it makes problems of",
+    "number_sorting": "the entry's answer",
+    "propositional_logic": "by a parser of its own, which evaluates nothing",
+}
+"""Families whose module evaluates something other than the answer."""
+
+
+def scored(family: str, answer: str, seed: int = 3) -> Score:
+    """An empty answer is the entry's own."""
+    reference = gym_reference(family, seed)
+    return reasoning_gym_scorer(family)(item(answer or reference["entry"]["answer"], reference))
+
+
+@pytest.mark.parametrize("family", sorted(GUARDS))
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "__import__('pathlib').Path({path!r}).touch()",
+        "[__import__('pathlib').Path({path!r}).touch()]",
+        "1 + (lambda: __import__('pathlib').Path({path!r}).touch())()",
+        "[].__class__.__base__.__subclasses__()[0] if open({path!r}, 'w') else 1",
+        "f\"{{open({path!r}, 'w')}}\"",
+    ],
+)
+def test_an_answer_that_is_code_is_not_run(family: str, attack: str, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    assert scored(family, attack.format(path=str(touched))) == REFUSED
+    assert not touched.exists()
+
+
+def test_the_attack_works_without_the_guard(tmp_path: Path) -> None:
+    from reasoning_gym import get_score_answer_fn
+
+    touched = tmp_path / "touched"
+    attack = f"__import__('pathlib').Path({str(touched)!r}).touch()"
+    get_score_answer_fn("n_queens")(answer=attack, entry={"answer": "", "metadata": {"valid_answers": []}})
+    assert touched.exists()
+
+
+@pytest.mark.parametrize("family", sorted(GUARDS))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4])
+def test_a_guarded_family_accepts_its_own_answers(family: str, seed: int) -> None:
+    assert scored(family, "", seed).value == 1.0
+
+
+def test_every_family_that_evaluates_answers_is_guarded() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    modules = {family: inspect.getmodule(dataset) for family, (dataset, _) in DATASETS.items()}
+    evaluate = {family for family, module in modules.items() if EVALUATES.search(inspect.getsource(module))}
+    assert evaluate - set(ON_ITS_OWN_TEXT) == set(GUARDS)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
+    ("guard", "answer", "passes"),
     [
-        ("scorer", "maths", "did you mean math"),
-        ("scorer", "my_pkg.rewards", "pkg.module:function"),
-        ("answer_pattern", "(", "not a regular expression"),
-        ("answer_pattern", r"\d+", r"in a group"),
-        ("format_pattern", "[", "not a regular expression"),
-        ("timeout_s", 0, "greater than 0"),
+        (is_arithmetic, " 42*(30 - 4 - 23) ", True),
+        (is_arithmetic, "-2**3/4.5", True),
+        (is_arithmetic, "x + 1", False),
+        (is_arithmetic, "1 if 2 else 3", False),
+        (is_arithmetic, "(1).real", False),
+        (is_arithmetic, "True", False),
+        (is_formula, "-2*x**3*cos(x) + sqrt(X)/pi + C", True),
+        (is_formula, "Integral(x**2*cos(x), x)", False),
+        (is_formula, "exit(x)", False),
+        (is_formula, "sin(x, y)", False),
+        (is_formula, "sin(x).func", False),
+        (is_formula, "open + x", False),
+        (is_formula, "lambda x: x", False),
+        (is_board, "_ Q\nQ _", True),
+        (is_board, "[['_', 'Q'], ['Q', '_']]", True),
+        (is_board, "[exit()]", False),
+        (is_board, "(" * 10_000, False),
     ],
 )
-def test_wrong_reward_section_is_found_before_anything_starts(field: str, value: object, problem: str) -> None:
-    with pytest.raises(ValidationError, match=problem):
-        RewardConfig.model_validate({field: value})
+def test_what_a_guard_lets_through(guard: object, answer: str, passes: bool) -> None:
+    assert guard(answer) is passes  # type: ignore[operator]
