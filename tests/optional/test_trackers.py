@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,19 +43,6 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert KEY not in caplog.text
 
 
-class Begun:
-    """A trainer's place in its run: the version it starts from, and how many there were before it."""
-
-    def __init__(self, version: int, incarnation: int) -> None:
-        self.version = version
-        self.lineage = Incarnation(incarnation)
-
-
-class Incarnation:
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-
-
 async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, finished: bool) -> None:
     """A trainer's life: `steps`, an evaluation of the last one's version, the end."""
     settings = TrainerSettings(
@@ -72,7 +60,9 @@ async def twice(run_dir: Path, name: str) -> None:
     recipe = make_recipe(trackers=[name], description="a small run")
     await track(run_dir, recipe, Start(), range(1, 6), finished=False)
     longer = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": 6})})
-    await track(run_dir, longer, Begun(3, 2), range(4, 7), finished=True)
+    await track(
+        run_dir, longer, SimpleNamespace(version=3, lineage=SimpleNamespace(incarnation=2)), range(4, 7), finished=True
+    )
 
 
 async def test_tensorboard_has_each_step_once_after_a_restart(tmp_path: Path) -> None:

@@ -39,14 +39,17 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
     assert registry.get_sample_value("c_total", {"run": "gsm"}) == 3
 
 
-def test_a_reading_without_a_value_has_no_series() -> None:
-    registry, reading = CollectorRegistry(), Reading("r", "text")
+def test_what_has_no_value_has_no_series() -> None:
+    registry, reading, by_lag = CollectorRegistry(), Reading("r", "text"), Reading("l", "text", "lag")
     registry.register(reading)
+    registry.register(by_lag)
     assert series(registry) == {}
     reading.set(0.0)
-    assert series(registry) == {"r{}": 0}
+    by_lag.set_each({"0": 1.0, "1": 0.5})
+    by_lag.set_each({"1": 0.25, "2": None})
+    assert series(registry) == {"r{}": 0, "l{'lag': '1'}": 0.25}
     reading.set(None)
-    assert series(registry) == {}
+    assert series(registry) == {"l{'lag': '1'}": 0.25}
 
 
 def test_a_reading_is_read_at_each_scrape() -> None:
@@ -59,14 +62,6 @@ def test_a_reading_is_read_at_each_scrape() -> None:
     assert series(registry) == {"s{'state': 'idle'}": 1, "s{'state': 'busy'}": 0, "n_total{'outcome': 'a'}": 1}
     now["a"] = 2.0
     assert series(registry) == {"s{'state': 'idle'}": 0, "s{'state': 'busy'}": 1, "n_total{'outcome': 'a'}": 2}
-
-
-def test_a_label_value_that_is_gone_has_no_series() -> None:
-    registry, reading = CollectorRegistry(), Reading("r", "text", "lag")
-    registry.register(reading)
-    reading.set_each({"0": 1.0, "1": 0.5})
-    reading.set_each({"1": 0.25, "2": None})
-    assert series(registry) == {"r{'lag': '1'}": 0.25}
 
 
 def test_known_label_values_are_there_from_the_start() -> None:
@@ -84,7 +79,7 @@ def test_known_label_values_are_there_from_the_start() -> None:
     ]
 
 
-def test_units_are_read_from_names() -> None:
+def test_units_are_read_from_names_and_a_metric_without_one_is_refused() -> None:
     registry = RunRegistry("gsm")
     metrics = MetricSet("p", registry)
     for name in ("step_seconds", "tokens_per_second", "start_timestamp_seconds", "ess_ratio"):
@@ -92,11 +87,8 @@ def test_units_are_read_from_names() -> None:
     metrics.counter("busy_seconds_total", "Time.")
     units = [family.unit for family in registry.families]
     assert units == ["seconds", "per second", "seconds since 1970 (UTC)", "1 (a share)", "seconds"]
-
-
-def test_a_metric_without_a_unit_is_refused() -> None:
     with pytest.raises(AssertionError, match="loss: its unit is neither in the name nor given"):
-        MetricSet("p", CollectorRegistry()).gauge("loss", "Loss.")
+        metrics.gauge("loss", "Loss.")
 
 
 def test_a_reason_is_the_text_before_the_colon() -> None:

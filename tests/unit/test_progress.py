@@ -59,17 +59,18 @@ def row(run: RunState, label: str, elapsed_s: float = 20.0) -> str:
 
 
 def test_rows_of_a_running_run() -> None:
-    run = state(
-        metrics(1, heldout_accuracy=0.4, heldout_version=0),
-        metrics(2),
-        metrics(3, heldout_accuracy=0.55, heldout_version=2),
-    )
+    run = state(metrics(1, heldout_accuracy=0.4, heldout_version=0), metrics(2, weight_update=None, stall_s=None))
+    shown = dict(rows(run, 14.0))
+    assert shown["held-out accuracy"] == "40.0% (version 0)"
+    assert shown["actor stall"] == "72 ms (version 0)", "it stays until there is a newer one"
+    run.on_step(metrics(3, heldout_accuracy=0.55, heldout_version=2), 14.0)
     run.phase = "training"
     serving = ActorState(phase="ACTOR_PHASE_SERVING", policy_version=3, sequences_in_progress=64)
     run.actors = {"actor-0": serving, "actor-1": "starting"}
     run.restarts["actor-1"] += 1
     shown = dict(rows(run, 14.0))
     assert shown["step"] == "3 of 100 (3.0%), 14s passed, 3m 14s left"
+    assert fraction_done(state(metrics(120))) == 1.0
     assert shown["policy version"] == "3"
     assert shown["train reward"].startswith("0.500  ")
     assert shown["held-out accuracy"] == "55.0% (version 2), from 40.0% (version 0), best 55.0%"
@@ -78,6 +79,8 @@ def test_rows_of_a_running_run() -> None:
     assert shown["tokens/s"] == "3 120 generated, 2 951 trained"
     assert shown["actor stall"] == "72 ms (version 2)"
     assert shown["sequences"] == "512 issued, 384 trained, 120 in flight, 8 dropped stale"
+    run.sequences = {"issued": 600, "trained": 384, "failed": 1, "in_flight": 215}  # from the status, between two steps
+    assert row(run, "sequences") == "600 issued, 384 trained, 215 in flight, 1 failed"
     assert shown["actors"] == "actor-0 serving v3, 64 in progress; actor-1 starting, restarted 1x"
     assert shown["now"] == "training"
 
@@ -91,12 +94,6 @@ def test_rows_before_the_first_step_have_the_same_labels() -> None:
         "-"
     }
     assert shown["now"] == "starting"
-
-
-def test_stall_and_accuracy_stay_until_there_are_newer_ones() -> None:
-    run = state(metrics(1, heldout_accuracy=0.4, heldout_version=0), metrics(2, weight_update=None, stall_s=None))
-    assert row(run, "held-out accuracy") == "40.0% (version 0)"
-    assert row(run, "actor stall") == "72 ms (version 0)"
 
 
 def test_time_left_is_the_pace_of_the_newest_steps_less_what_has_passed() -> None:
@@ -116,12 +113,6 @@ def test_time_left_forgets_a_slow_start() -> None:
     assert seconds_left(run, 1059.0) == pytest.approx(200 - 59)
 
 
-def test_sequences_come_from_the_steps_and_in_between_from_the_status() -> None:
-    run = state(metrics(1))
-    run.sequences = {"issued": 600, "trained": 384, "failed": 1, "in_flight": 215}
-    assert row(run, "sequences") == "600 issued, 384 trained, 215 in flight, 1 failed"
-
-
 def test_a_rewound_run_is_where_its_checkpoint_was() -> None:
     run = state(
         metrics(1, heldout_accuracy=0.4, heldout_version=0),
@@ -139,6 +130,8 @@ def test_a_rewound_run_is_where_its_checkpoint_was() -> None:
     run.on_step(metrics(4), 43.0)
     assert run.heldout == [(0, 0.4), (2, 0.5)], "measured again"
     assert seconds_left(run, 43.0) == 96 * 3.0
+    run.on_step(metrics(2, reward_mean=0.75), 50.0)
+    assert ([one["step"] for one in run.history], run.last["reward_mean"]) == ([1, 2], 0.75), "undoes those after it"
 
 
 def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
@@ -149,13 +142,6 @@ def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
     assert (run.step, row(run, "policy version")) == (0, "-")
 
 
-def test_a_step_that_comes_again_undoes_those_after_it() -> None:
-    run = state(metrics(1), metrics(2), metrics(3))
-    run.on_step(metrics(2, reward_mean=0.75), 30.0)
-    assert [one["step"] for one in run.history] == [1, 2]
-    assert run.last["reward_mean"] == 0.75
-
-
 def test_steps_taken_before_the_run_was_resumed_say_nothing_of_the_pace() -> None:
     run = RunState("r", 100)
     for step in range(1, 51):
@@ -164,11 +150,6 @@ def test_steps_taken_before_the_run_was_resumed_say_nothing_of_the_pace() -> Non
     run.on_step(metrics(51), 10.0)
     run.on_step(metrics(52), 12.0)
     assert seconds_left(run, 12.0) == 96.0
-
-
-def test_fraction_done_is_bounded() -> None:
-    assert fraction_done(state(metrics(25))) == 0.25
-    assert fraction_done(state(metrics(120))) == 1.0
 
 
 KEYS = [*metrics(1), "heldout_accuracy", "heldout_version", "stall_s"]
