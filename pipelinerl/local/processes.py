@@ -318,17 +318,12 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 # The processes of a run, by its pids.json
 
 
-def read_pids(run_dir: RunDir) -> dict[str, int]:
-    """pids.json, of processes that live or not. Raises `OSError` or `ValueError` where it cannot be read."""
+def living(run_dir: RunDir) -> dict[str, int]:
+    """Name and pid of the run's processes that live. Raises `OSError` or `ValueError` where pids.json cannot be read."""
     pids = json.loads(run_dir.pids.read_bytes())
     if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
         raise ValueError("it holds no mapping of names to pids")
-    return pids
-
-
-def living(run_dir: RunDir) -> dict[str, int]:
-    """Name and pid of those of the run's processes that live. Raises as `read_pids`."""
-    return {name: pid for name, pid in read_pids(run_dir).items() if lives(pid, run_dir.path)}
+    return {name: pid for name, pid in pids.items() if lives(pid, run_dir.path)}
 
 
 def living_names(run_dir: RunDir) -> Collection[str]:
@@ -359,14 +354,14 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Name and pid of the run's processes. Raises `FieldError` when no run is going on there."""
+    """As `living`. Raises `FieldError` when no run is going on there."""
     where = str(run_dir.path)
     try:
-        pids = read_pids(run_dir)
+        pids = living(run_dir)
     except FileNotFoundError:
         raise FieldError("--run-dir", where, "is not the folder of a run: it has no pids.json") from None
     except (OSError, ValueError) as error:
         raise FieldError("--run-dir", where, f"its pids.json cannot be read: {error}") from error
-    if not any(lives(pid, run_dir.path) for pid in pids.values()):
+    if not pids:
         raise FieldError("--run-dir", where, "the run has ended; start it again, or name one that goes on")
     return pids

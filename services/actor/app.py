@@ -171,7 +171,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.is_open))
-        metrics.held_groups.read(lambda: held.num_groups)
+        metrics.held_groups.read(lambda: len(held))
         metrics.staging.read_state(STAGING_STATES, lambda: updates.staging_state)
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
 

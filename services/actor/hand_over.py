@@ -61,10 +61,6 @@ class HeldGroups:
         self._held: dict[str, HeldGroup] = {}
 
     def __len__(self) -> int:
-        return sum(len(held.messages) for held in self._held.values())
-
-    @property
-    def num_groups(self) -> int:
         """Groups in hand, whatever the messages they came in. May be read on any thread."""
         return len(self._held)
 

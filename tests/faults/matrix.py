@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 import psutil
 
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.processes import Restarts, read_pids, session_pids
+from pipelinerl.local.processes import Restarts, session_pids
 from pipelinerl.local.progress import open_display
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.services import COMMANDS
@@ -141,6 +142,11 @@ async def interrupt(running: asyncio.Task[Ending]) -> Ending | None:
     return None
 
 
+def pids_of(run_dir: RunDir) -> dict[str, int]:
+    found: dict[str, int] = json.loads(run_dir.pids.read_bytes())
+    return found
+
+
 async def _hit_all(run_dir: RunDir, faults: Sequence[Fault]) -> list[Survived]:
     watcher = Watcher(run_dir)
     return [await _hit(run_dir, watcher, fault) for fault in faults]
@@ -150,11 +156,11 @@ async def _hit(run_dir: RunDir, watcher: Watcher, fault: Fault) -> Survived:
     async with _in_time(f"{fault}: its point did not come"):
         await watcher.at(fault.point)
     service = "trainer" if fault.service == RANK_1 else fault.service
-    step, pid = watcher.step(), read_pids(run_dir)[service]
+    step, pid = watcher.step(), pids_of(run_dir)[service]
     await _strike(fault, _pid_of_rank_1(pid) if fault.service == RANK_1 else pid)
     began_s = time.monotonic()
     async with _in_time(f"{fault}: the run did not go on from step {step}"):
-        while fault.signal != "SIGSTOP" and read_pids(run_dir).get(service, pid) == pid:
+        while fault.signal != "SIGSTOP" and pids_of(run_dir).get(service, pid) == pid:
             await asyncio.sleep(0.05)
         while not (watcher.step() > step and await watcher.serving(service)):
             await asyncio.sleep(0.05)

@@ -147,21 +147,6 @@ async def test_a_full_log_pauses_an_actor_which_hands_over_what_it_holds_and_pur
         assert await asyncio.to_thread(second.metric, "generated_tokens_total") == 5 * (20 - held)
 
 
-async def test_without_a_verifier_finished_sequences_wait_in_a_bounded_buffer(tmp_path: Path) -> None:
-    async with stage(tmp_path, StreamLimits(ack_wait_s=1.0)) as one:
-        await one.close_verifier()
-        await one.issue(*range(10), num_samples=2, max_tokens=5)
-        actor = await one.start("first", version=1)
-        await until(actor.address_file.exists)
-        assert await stands_still(one, actor, least=H) == MOST_UNSTORED
-        assert (await one.bus.sequences_info()).messages == 0
-        await one.open_verifier()
-        sequences = await everything(one, 20)
-        await one.all_acknowledged()
-        assert {sequence.reward for sequence in sequences} == {1.0}
-        assert await finished(actor) == 20
-
-
 @pytest.mark.parametrize("away_s", [0.0, 2.0], ids=["at once", "after a while"])
 async def test_a_restarted_nats_server_costs_no_sequence(tmp_path: Path, away_s: float) -> None:
     async with stage(tmp_path, StreamLimits(ack_wait_s=2.0), in_progress=8) as one:

@@ -17,10 +17,7 @@ from pipelinerl.local.processes import (
     ServiceDied,
     ServiceProcess,
     log_tail,
-    session_ended,
-    session_pids,
 )
-from tests.support.local_run import until
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 
@@ -40,20 +37,6 @@ if len(sys.argv) > 2: threading.Timer(float(sys.argv[2]), ready.set).start()
 server.serve_forever()
 """
 
-STUBBORN = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("deaf", flush=True)
-time.sleep(60)
-"""
-
-PARENT_OF_ANOTHER_GROUP = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0)
-print("has a child", flush=True)
-time.sleep(60)
-"""
-
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
@@ -70,10 +53,6 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     yield _start  # type: ignore[misc]
     for process in started:
         await process.kill_and_wait()
-
-
-async def printed(process: ServiceProcess, text: str) -> None:
-    await until(lambda: text in log_tail(process.launch.log))
 
 
 async def test_ready_waits_for_the_address_and_for_readyz(start: Start) -> None:
@@ -121,31 +100,6 @@ async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> Non
         await process.address(timeout_s=3600)
     with pytest.raises(ServiceError, match="ghost cannot be started"):
         await ServiceProcess.start(launch("x" * 300_000))
-
-
-@pytest.mark.parametrize(
-    ("code", "says", "processes", "returncode"),
-    [
-        (STUBBORN, "deaf", 1, -signal.SIGKILL),
-        (PARENT_OF_ANOTHER_GROUP, "has a child", 2, -signal.SIGTERM),
-    ],
-    ids=["one that ignores SIGTERM", "a grandchild in a group of its own"],
-)
-async def test_terminate_leaves_nothing(start: Start, code: str, says: str, processes: int, returncode: int) -> None:
-    process = await start(code)
-    await printed(process, says)
-    assert len(session_pids(process.pid)) == processes
-    assert await process.terminate(grace_s=0.3) == returncode
-    assert session_pids(process.pid) == []
-    assert await process.terminate(grace_s=1) == returncode, "one that has ended keeps its code"
-
-
-async def test_kill_ends_everything_without_waiting(start: Start) -> None:
-    process = await start(PARENT_OF_ANOTHER_GROUP)
-    await printed(process, "has a child")
-    process.kill()
-    assert await process.wait() == -signal.SIGKILL
-    assert await session_ended(process.pid, timeout_s=5)
 
 
 async def test_a_restart_appends_to_the_log_and_believes_no_stale_address(start: Start) -> None:

@@ -12,7 +12,7 @@ import urllib.request
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,7 @@ class ActorStage:
     limits: StreamLimits
     stack: AsyncExitStack
     recipe: Path
-    verifier_port: int = 0
-    _verifier: AsyncExitStack = field(default_factory=AsyncExitStack)
+    verifier_port: int
 
     async def issue(self, *numbers: int, num_samples: int = 4, max_tokens: int = 40) -> None:
         for number in numbers:
@@ -109,17 +108,6 @@ class ActorStage:
             )
         self.stack.push_async_callback(_end, process)
         return LightActor(process, address_file, log)
-
-    async def open_verifier(self) -> None:
-        """Starts it, or starts it again at the address it had."""
-        add = lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(), server)  # noqa: E731
-        served = serve_grpc(add, [NAME], "127.0.0.1", self.verifier_port, stop_grace_s=0.1)
-        server = await self._verifier.enter_async_context(served)
-        await server.set_serving(True)
-        self.verifier_port = server.port
-
-    async def close_verifier(self) -> None:
-        await self._verifier.aclose()
 
     async def stored(self, count: int) -> list[Sequence]:
         """The first `count` sequences of the log, waiting for them."""
@@ -156,7 +144,7 @@ async def actor_stage(folder: Path, recipe: Path, limits: StreamLimits | None = 
         server = stack.enter_context(NatsServer(folder / "nats"))
         bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
         await bus.create_streams()
-        stage = ActorStage(folder, server, bus, limits, stack, recipe)
-        await stage.open_verifier()
-        stack.push_async_callback(stage.close_verifier)
-        yield stage
+        add = lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(), server)  # noqa: E731
+        verifier = await stack.enter_async_context(serve_grpc(add, [NAME], "127.0.0.1", 0, stop_grace_s=0.1))
+        await verifier.set_serving(True)
+        yield ActorStage(folder, server, bus, limits, stack, recipe, verifier.port)
