@@ -13,11 +13,10 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError
+from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError, Pod
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +57,26 @@ MESSAGE_CHARACTERS, NAME_CHARACTERS, INSTANCE_CHARACTERS = 1024, 253, 128
 EventType = Literal["Normal", "Warning"]
 
 
-@dataclass(frozen=True)
-class PodRef:
-    """`uid` may be empty: `kubectl describe pod` then does not show the Event, `kubectl get events` does."""
-
-    namespace: str
-    name: str
-    uid: str = ""
-
-
 def event_body(
-    about: PodRef, reason: str, message: str, type_: EventType, *, component: str, instance: str, now: datetime
+    namespace: str,
+    about: Pod,
+    reason: str,
+    message: str,
+    type_: EventType,
+    *,
+    component: str,
+    instance: str,
+    now: datetime,
 ) -> dict[str, Any]:
-    """A core v1 Event, as JSON. `component`: who says so; `instance`: the pod it runs in. Pure but for its name."""
+    """A core v1 Event, as JSON. `component`: who says so; `instance`: the pod it runs in. Pure but for its name.
+
+    Without the uid of `about` `kubectl describe pod` does not show the Event, `kubectl get events` does.
+    """
     suffix = f".{uuid.uuid4().hex[:16]}"
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "metadata": {"name": about.name[: NAME_CHARACTERS - len(suffix)] + suffix, "namespace": about.namespace},
-        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": about.namespace, "name": about.name}
+        "metadata": {"name": about.name[: NAME_CHARACTERS - len(suffix)] + suffix, "namespace": namespace},
+        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": about.name}
         | ({"uid": about.uid} if about.uid else {}),
         "reason": reason,
         "message": message if len(message) <= MESSAGE_CHARACTERS else message[: MESSAGE_CHARACTERS - 1] + "…",
@@ -109,9 +110,7 @@ class EventRecorder:
         self.num_dropped = 0
         """Not sent: no room, no permission, or no answer."""
 
-    def emit(
-        self, about: PodRef, reason: str, message: str, type_: EventType = "Normal", *, always: bool = False
-    ) -> None:
+    def emit(self, about: Pod, reason: str, message: str, type_: EventType = "Normal", *, always: bool = False) -> None:
         """Takes it and returns. One that `EventRateLimiter` leaves out is counted in the next message of its kind; one that
         happens but once is to be sent `always`."""
         left_out = 0 if always else self._limiter.passes(reason, about.name, self._clock())
@@ -119,7 +118,14 @@ class EventRecorder:
             return
         text = f"{message} ({left_out} more like this since the last one)" if left_out else message
         body = event_body(
-            about, reason, text, type_, component=self._component, instance=self._instance, now=datetime.now(UTC)
+            self._client.namespace,
+            about,
+            reason,
+            text,
+            type_,
+            component=self._component,
+            instance=self._instance,
+            now=datetime.now(UTC),
         )
         try:
             self._queue.put_nowait(body)

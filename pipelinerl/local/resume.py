@@ -15,9 +15,8 @@ from pathlib import Path
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
-from pipelinerl.recipe.changes import Change, check_resumable
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import load_recipe, read_recipe, recipe_from_data
+from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
 from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state
 from pipelinerl.run_summary import is_finished, read_summary
 

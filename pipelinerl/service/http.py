@@ -116,11 +116,17 @@ async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] =
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
-    listener = _bind(host, port)
-    bound_port = listener.getsockname()[1]
-    with contextlib.closing(listener):
-        async with _EmbeddedServer(app).running(listener):
-            yield bound_port
+    with contextlib.closing(_bind(host, port)) as listener:
+        server = _EmbeddedServer(app)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
+        thread.start()
+        try:
+            if not await server.up:
+                raise ServiceError("the HTTP application did not start; its traceback is in the log")
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await asyncio.to_thread(thread.join)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -153,7 +159,7 @@ class _EmbeddedServer(uvicorn.Server):
             )
         )
         self._callers_loop = asyncio.get_running_loop()
-        self._up: asyncio.Future[bool] = self._callers_loop.create_future()
+        self.up: asyncio.Future[bool] = self._callers_loop.create_future()
 
     def _with_abort(self, app: Any) -> Any:
         async def with_abort(scope: Any, receive: Any, send: Any) -> None:
@@ -177,16 +183,4 @@ class _EmbeddedServer(uvicorn.Server):
         with contextlib.suppress(SystemExit):  # uvicorn's way to say that the application's lifespan failed
             await super().startup(sockets)
         self.should_exit = self.should_exit or not self.started
-        self._callers_loop.call_soon_threadsafe(self._up.set_result, self.started)
-
-    @asynccontextmanager
-    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
-        thread = threading.Thread(target=lambda: asyncio.run(self.serve([listener])), name="http", daemon=True)
-        thread.start()
-        try:
-            if not await self._up:
-                raise ServiceError("the HTTP application did not start; its traceback is in the log")
-            yield
-        finally:
-            self.should_exit = True
-            await asyncio.to_thread(thread.join)
+        self._callers_loop.call_soon_threadsafe(self.up.set_result, self.started)

@@ -47,7 +47,7 @@ def configure_logging(
 ) -> None:
     """Sends the root logger to `stream` (standard error by default) in one format, replacing its handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(context) if log_format == "json" else TextFormatter(context))
+    handler.setFormatter(ContextFormatter(context, log_format))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
     for name, least in _LEAST_LEVEL.items():
@@ -66,19 +66,21 @@ def take_over(*libraries: str) -> None:
             logger.propagate = True
 
 
-class _ContextFormatter(logging.Formatter):
-    def __init__(self, context: LogContext) -> None:
+class ContextFormatter(logging.Formatter):
+    """One line per record, in JSON, where a context field wins over an extra of the same name; or as text:
+    `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`, with a traceback on the lines below."""
+
+    def __init__(self, context: LogContext, log_format: Literal["text", "json"]) -> None:
         super().__init__()
-        self._context = context
-
-
-class JsonFormatter(_ContextFormatter):
-    """One JSON object a line. A context field wins over an extra of the same name."""
+        self._context, self._format = context, self._json if log_format == "json" else self._text
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {key: _json_value(value) for key, value in _extras(record).items()}
-        line |= {
-            "time": _time(record).isoformat(timespec="milliseconds"),
+        extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        return self._format(record, datetime.fromtimestamp(record.created, UTC), extras)
+
+    def _json(self, record: logging.LogRecord, time: datetime, extras: dict[str, Any]) -> str:
+        line = {key: _json_value(value) for key, value in extras.items()} | {
+            "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -92,26 +94,14 @@ class JsonFormatter(_ContextFormatter):
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
 
-
-class TextFormatter(_ContextFormatter):
-    """`10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`, a traceback on the lines below."""
-
-    def format(self, record: logging.LogRecord) -> str:
+    def _text(self, record: logging.LogRecord, time: datetime, extras: dict[str, Any]) -> str:
         context = self._context
         version = "" if context.policy_version is None else f" v{context.policy_version}"
-        time = _time(record).astimezone().isoformat(sep=" ", timespec="milliseconds")[11:23]
-        extras = "".join(f" {key}={value}" for key, value in _extras(record).items())
+        clock = time.astimezone().isoformat(sep=" ", timespec="milliseconds")[11:23]
+        shown = "".join(f" {key}={value}" for key, value in extras.items())
         who = f"{context.run} {context.service}/{context.instance}{version}"
-        line = f"{time} {record.levelname} {who} {record.name}: {record.getMessage()}{extras}"
+        line = f"{clock} {record.levelname} {who} {record.name}: {record.getMessage()}{shown}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def _time(record: logging.LogRecord) -> datetime:
-    return datetime.fromtimestamp(record.created, UTC)
-
-
-def _extras(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
 
 
 def _json_value(value: Any) -> Any:

@@ -110,11 +110,6 @@ def trace_in(headers: Mapping[str, str]) -> Trace:
     return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
 
 
-def traceparent_of(trace: Trace) -> str:
-    """Empty where there is nothing to follow."""
-    return headers_of(trace).get(_TRACEPARENT, "")
-
-
 def before_ns(seconds: float) -> int:
     """Unix time, ns, the clock of spans, so many seconds ago."""
     return time.time_ns() - int(seconds * 1e9)

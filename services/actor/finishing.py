@@ -22,7 +22,7 @@ from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import BoundedLabels
-from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of, traceparent_of
+from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.completions import without_arrays
 from services.actor.metrics import ActorMetrics
@@ -214,7 +214,7 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
         completion_tokens=sequence.num_completion_tokens,
         max_tokens=sample.group.sampling.max_tokens,
         finish_reason=finish_reason_to_proto(sequence.finish_reason),
-        traceparent=traceparent_of(trace),
+        traceparent=headers_of(trace).get("traceparent", ""),
     )
 
 

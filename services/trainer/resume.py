@@ -19,8 +19,8 @@ from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import StreamInfo, group_id_of
 from pipelinerl.errors import BusError, ServiceError
-from pipelinerl.recipe.changes import recipe_hash
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_hash
 from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, Start

@@ -30,11 +30,7 @@ MOST_DEATHS = 2
 
 
 class QueueFull(PipelineRLError):
-    """Attributes: `num_items` that do not fit beside `waiting` ones in `capacity`."""
-
-    def __init__(self, num_items: int, waiting: int, capacity: int) -> None:
-        self.num_items, self.waiting, self.capacity = num_items, waiting, capacity
-        super().__init__(f"{num_items} items do not fit: {waiting} of max_queue = {capacity} are waiting")
+    """There is no room for a call's items now."""
 
 
 @dataclass(eq=False)
@@ -104,7 +100,9 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         if len(self._jobs) + len(jobs) > self.max_queue:
-            raise QueueFull(len(jobs), len(self._jobs), self.max_queue)
+            raise QueueFull(
+                f"{len(jobs)} items do not fit: {len(self._jobs)} of max_queue = {self.max_queue} are waiting"
+            )
         self._jobs.extend(jobs)
         self._filled.set()
         try:

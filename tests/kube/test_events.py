@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackoff, KubeClient
-from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, PodRef, event_body
+from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackoff, KubeClient, Pod
+from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, event_body
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
@@ -26,7 +26,7 @@ from services.trainer.weight_sync.membership import MemberChange
 from tests.kube.api_server import NAMESPACE, SOON_S, ApiServer
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER_POD = PodRef(NAMESPACE, "pipelinerl-trainer-0", "t-uid")
+TRAINER_POD = Pod("pipelinerl-trainer-0", "t-uid")
 ACTOR = Member("actor-x", "p1", pod_uid="a-uid")
 SHORT = KubeBackoff(first_s=0.01, most_s=0.02, denied_s=1000.0)
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -102,8 +102,8 @@ async def test_an_actor_that_is_no_pod_is_told_of_at_the_trainers(api: ApiServer
 
 
 def test_an_event_fits_what_the_api_takes() -> None:
-    about = PodRef(NAMESPACE, "n" * 253)
-    body = event_body(about, "RunFailed", "x" * 5000, "Warning", component="c", instance="i" * 300, now=AT)
+    about = Pod("n" * 253, "")
+    body = event_body(NAMESPACE, about, "RunFailed", "x" * 5000, "Warning", component="c", instance="i" * 300, now=AT)
     assert len(body["metadata"]["name"]) == 253
     assert re.fullmatch(r"n{236}\.[0-9a-f]{16}", body["metadata"]["name"])
     assert (len(body["message"]), body["message"][-1]) == (1024, "…")

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.recipe.changes import (
+from pipelinerl.recipe.fields import Recipe, dotted_paths, field_at, may_change
+from pipelinerl.recipe.loading import (
     Change,
     ChangedRecipe,
     check_resumable,
+    parse_yaml,
     recipe_changes,
+    recipe_from_data,
     recipe_hash,
+    recipe_yaml,
 )
-from pipelinerl.recipe.fields import Recipe, dotted_paths, field_at, may_change
-from pipelinerl.recipe.loading import parse_yaml, recipe_from_data, recipe_yaml
 
 
 def recipe(**sections: Any) -> Recipe:

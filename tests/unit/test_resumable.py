@@ -16,8 +16,7 @@ import pytest
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import lives, living, running_pids
 from pipelinerl.local.resume import Resumption, find_run, locked, plan_resume
-from pipelinerl.recipe.changes import ChangedRecipe
-from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.recipe.loading import ChangedRecipe, recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")

@@ -35,7 +35,7 @@ from pipelinerl.service.address import ServiceAddress, host_port, read_address, 
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
-from pipelinerl.service.logs import JsonFormatter, LogContext, TextFormatter, take_over
+from pipelinerl.service.logs import ContextFormatter, LogContext, take_over
 from pipelinerl.service.settings import ServiceSettings, read_settings
 from pipelinerl.service.tls import RenewedCertificates
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -54,7 +54,7 @@ def record(message: str = "swapped", **extra: Any) -> logging.LogRecord:
 
 def test_json_line_says_who_and_what() -> None:
     context = LogContext("arithmetic", "actor", "actor-0")
-    formatter = JsonFormatter(context)
+    formatter = ContextFormatter(context, "json")
     line = json.loads(formatter.format(record(stall_s=0.25, ess=float("nan"), path=Path("a"), run="another")))
     assert line.pop("time").endswith("+00:00")
     assert line == {
@@ -78,7 +78,7 @@ def test_json_traceback_is_one_line() -> None:
     except ValueError:
         failed = record()
         failed.exc_info = sys.exc_info()
-    text = JsonFormatter(LogContext("a", "actor", "actor-0")).format(failed)
+    text = ContextFormatter(LogContext("a", "actor", "actor-0"), "json").format(failed)
     assert "\n" not in text
     assert "ValueError: first\nsecond" in json.loads(text)["exception"]
 
@@ -97,7 +97,7 @@ def test_a_library_with_handlers_of_its_own_writes_through_ours() -> None:
 
 
 def test_text_line() -> None:
-    line = TextFormatter(LogContext("arithmetic", "actor", "actor-0", 8)).format(record(stall_s=0.25))
+    line = ContextFormatter(LogContext("arithmetic", "actor", "actor-0", 8), "text").format(record(stall_s=0.25))
     assert line.endswith(" INFO arithmetic actor/actor-0 v8 actor.swap: swapped stall_s=0.25")
 
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.kube.events import PodRef
+from pipelinerl.kube.client import Pod
 from pipelinerl.messages import sequences as messages
 from pipelinerl.messages.sequences import (
     PolicyVersion,
@@ -277,7 +277,7 @@ class Heard:
 
     reasons: list[str] = field(default_factory=list)
 
-    def emit(self, about: PodRef, reason: str, message: str, type_: str, *, always: bool) -> None:
+    def emit(self, about: Pod, reason: str, message: str, type_: str, *, always: bool) -> None:
         self.reasons.append(reason)
 
 
@@ -333,7 +333,7 @@ def make_run(
         TrainerMetrics(CollectorRegistry()),
         board=board,
         trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
-        events=RunEvents(RUN, PodRef("train", "trainer"), Heard()),  # type: ignore[arg-type]
+        events=RunEvents(RUN, Pod("trainer", ""), Heard()),  # type: ignore[arg-type]
         context=LogContext(RUN, "trainer", "trainer"),
         run=RUN,
         start=start,

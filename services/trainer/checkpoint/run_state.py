@@ -25,8 +25,8 @@ from google.protobuf.proto import parse_length_prefixed, serialize_length_prefix
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
-from pipelinerl.recipe.changes import check_resumable
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import check_resumable
 from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2

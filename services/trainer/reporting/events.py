@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from pipelinerl.kube.client import in_cluster
-from pipelinerl.kube.events import EventRecorder, EventType, PodRef
+from pipelinerl.kube.client import Pod, in_cluster
+from pipelinerl.kube.events import EventRecorder, EventType
 from pipelinerl.service.lifecycle import StartStopped, sole_error
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
@@ -41,7 +41,7 @@ ONCE = frozenset({"RunStarted", "RunResumed", "RunFinished", "RunStopped", "RunF
 class RunEvents:
     """`recorder` None: outside Kubernetes."""
 
-    def __init__(self, run: str, trainer: PodRef, recorder: EventRecorder | None = None) -> None:
+    def __init__(self, run: str, trainer: Pod, recorder: EventRecorder | None = None) -> None:
         self._run, self._trainer, self._recorder = run, trainer, recorder
 
     def started(self, version: int, steps: int, incarnation: int) -> None:
@@ -90,12 +90,12 @@ class RunEvents:
     def failed(self, error: BaseException) -> None:
         self._emit("RunFailed", f"run {self._run} failed: {sole_error(error)}")
 
-    def _pod(self, change: MemberChange) -> PodRef:
+    def _pod(self, change: MemberChange) -> Pod:
         """An actor that is no pod of this cluster is told of at the trainer's."""
         member = change.member
-        return PodRef(self._trainer.namespace, member.actor, member.pod_uid) if member.pod_uid else self._trainer
+        return Pod(member.actor, member.pod_uid) if member.pod_uid else self._trainer
 
-    def _emit(self, reason: str, message: str, about: PodRef | None = None) -> None:
+    def _emit(self, reason: str, message: str, about: Pod | None = None) -> None:
         if self._recorder is not None:
             self._recorder.emit(about or self._trainer, reason, message, REASONS[reason], always=reason in ONCE)
 
@@ -105,7 +105,7 @@ async def run_events(settings: TrainerSettings) -> AsyncIterator[RunEvents]:
     """For the time of the block. An error that leaves it is the run's failure, unless the trainer was told to stop before
     it was up; what is not sent yet gets `LAST_EVENTS_S`."""
     client, pod = in_cluster(settings), settings.pod_name or settings.instance
-    trainer = PodRef(settings.pod_namespace, pod, settings.pod_uid)
+    trainer = Pod(pod, settings.pod_uid)
     if client is None:
         yield RunEvents(settings.run, trainer)
         return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelinerl.kube.events import PodRef
+from pipelinerl.kube.client import Pod
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.advantages import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
@@ -71,7 +71,7 @@ class Recorder:
         """The caller opens and closes the sinks; one that is None is off. Without a `tokenizer`, samples have no tokens."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
-        self._trackers, self._events = trackers or RunTrackers(), events or RunEvents("", PodRef("", ""))
+        self._trackers, self._events = trackers or RunTrackers(), events or RunEvents("", Pod("", ""))
         self._set_version(self._start.version)
         self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
         self._replicas = replica_advice(recipe, metrics.registry)
