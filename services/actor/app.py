@@ -23,6 +23,7 @@ from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, Bus, connect
 from pipelinerl.errors import MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
+from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FinishReason,
     SamplingParams,
@@ -52,7 +53,7 @@ from services.actor.engine import EngineError, GenerationRequest, InferenceEngin
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over
-from services.actor.membership import DeletionCost, Heartbeat
+from services.actor.membership import Heartbeat, tell_deletion_cost
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.updates import UpdateListener
@@ -166,9 +167,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         self._updates = updates = UpdateListener(
             bus, engine.weights, gate, metrics, instance=instance, process=self._process
         )
-        self._deletion_cost = DeletionCost(
-            in_cluster(settings), held, engine, metrics, pod=settings.pod_name or instance, uid=settings.pod_uid
-        )
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.is_open))
         metrics.held_groups.read(lambda: len(held))
@@ -176,24 +174,23 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
-        instance = self._settings.instance
-        heartbeat = Heartbeat(
-            self._bus,
-            self._gate,
-            lambda: self._updates.manifest_id,
+        settings, instance = self._settings, self._settings.instance
+        me = Registration(
             actor=instance,
             process=self._process,
             grpc_address=grpc_address,
             ranks=self._recipe.actor.engine.tensor_parallel_size,
-            pod_uid=self._settings.pod_uid,
+            pod_uid=settings.pod_uid,
         )
+        heartbeat = Heartbeat(self._bus, self._gate, lambda: self._updates.manifest_id, me)
+        pod, client = settings.pod_name or instance, in_cluster(settings)
         producing = [self._finisher.run(), self._generation.run()]
         beside = [
             self._updates.run(),
             self._held.keep_alive(self._bus.limits.ack_wait_s / 3),
             heartbeat.run(),
             self._show_state(readiness),
-            self._deletion_cost.run(),
+            tell_deletion_cost(client, self._held, self._engine, self._metrics, pod=pod, uid=settings.pod_uid),
         ]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -12,11 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeBackoff, KubeClient
+from services.actor import membership
 from services.actor.hand_over import HeldGroups
 from services.actor.membership import (
     ANNOTATION,
     MOST,
-    DeletionCost,
+    tell_deletion_cost,
     work_in_hand,
     worth_telling,
 )
@@ -68,6 +69,11 @@ def test_told_is_what_may_change_the_order_of_pods(told: int | None, cost: int, 
     assert worth_telling(told, cost) is worth
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "EVERY_S", 0.005)
+
+
 @dataclass
 class Running:
     progress: Progress
@@ -89,8 +95,8 @@ async def telling(
 ) -> AsyncIterator[Running]:
     held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
     held.take(group, Delivery())  # type: ignore[arg-type]
-    cost = DeletionCost(client, held, progress, metrics, pod="actor-x", uid=uid, every_s=0.005, backoff=backoff)  # type: ignore[arg-type]
-    task = asyncio.create_task(cost.run())
+    told = tell_deletion_cost(client, held, progress, metrics, pod="actor-x", uid=uid, backoff=backoff)  # type: ignore[arg-type]
+    task = asyncio.create_task(told)
     try:
         yield Running(progress, group.sequence_id(0), metrics)
         assert not task.done()

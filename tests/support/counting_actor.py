@@ -28,7 +28,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
-from services.actor import app
+from services.actor import app, membership
 from services.actor.engine import Generation, GenerationRequest
 from services.actor.vllm_engine import start_engine
 
@@ -98,7 +98,7 @@ class ServingActor(app.Actor):
     options: ClassVar[Options]
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
-        self._deletion_cost._every_s = self.options.deletion_cost_every_s
+        membership.EVERY_S = self.options.deletion_cost_every_s
         async with background(self._play()):
             await super().run(grpc_address, readiness)
 
