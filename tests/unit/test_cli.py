@@ -58,13 +58,6 @@ def test_help_names_the_commands_and_version_the_version(pipelinerl: Command) ->
     assert subprocess.run(command, capture_output=True, text=True).stdout == "pipelinerl 0.1.0\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "a", "--actors", "two"], ["validate", "a", "--fast"]])
-def test_wrong_use_exits_2(pipelinerl: Command, arguments: list[str]) -> None:
-    code, _, errors = pipelinerl(*arguments)
-    assert code == 2
-    assert "usage: pipelinerl" in errors
-
-
 @pytest.mark.parametrize("recipe", ["gsm", "recipes/gsm.yaml", "smollm2", "arithmetic"])
 def test_shipped_recipes_validate(pipelinerl: Command, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
@@ -83,22 +76,67 @@ def test_every_mistake_is_named_at_once(pipelinerl: Command) -> None:
     assert "sampling.temperature = -1: use a number, above 0 and at most 4" in errors
 
 
-def test_validate_tells_a_mistake_from_what_the_machine_lacks(
-    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: two recipes, of which the model of `there` exists; prompts that are no JSON; a run that has ended."""
     monkeypatch.chdir(tmp_path)
+    for name in ("nowhere", "there"):
+        recipe = f"name: mine\nmodel: {{source: path, name: {name}}}\ntask: {{}}\n"
+        (tmp_path / f"{name}.yaml").write_text(recipe)
     (tmp_path / "p.jsonl").write_text('{"prompt": "q"\n')
-    file = ["--set", "task.source=jsonl", "--set"]
-    for arguments, said in [
-        (["smollm2", *file, "task.path=p.jsonl"], "task.path = 'p.jsonl': p.jsonl, line 1: not JSON"),
-        (["smollm2", *file, "task.path=none.jsonl"], "task.path = 'none.jsonl': there is no such file"),
-        (["smollm2", "--set", "reward.scorer=json:dum"], "dum is not there in json; did you mean dump?"),
-        (["arithmetic", "--set", "task.prompt_style=plain"], "task.prompt_style = 'plain': a warm-started model"),
-        ([str(tmp_path)], f"recipe = '{tmp_path}': is a folder; give a recipe file"),
-    ]:
-        code, printed, errors = pipelinerl("validate", *arguments)
-        assert (code, printed) == (2, "")
-        assert said in errors
+    for folder, file, text in (("there", "config.json", "{}"), ("ended", "pids.json", '{"trainer": 4194304}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(text)  # a pid above every other
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "usage: pipelinerl"),
+        ("fly", "usage: pipelinerl"),
+        ("run a --actors two", "usage: pipelinerl"),
+        ("validate a --fast", "usage: pipelinerl"),
+        ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
+        (
+            "validate smollm2 --set task.source=jsonl --set task.path=none.jsonl",
+            "= 'none.jsonl': there is no such file",
+        ),
+        ("validate smollm2 --set reward.scorer=json:dum", "dum is not there in json; did you mean dump?"),
+        ("validate arithmetic --set task.prompt_style=plain", "task.prompt_style = 'plain': a warm-started model"),
+        ("validate there", "recipe = 'there': is a folder; give a recipe file"),
+        ("run nope", "recipe = 'nope': no such file"),
+        ("run nowhere.yaml", "model.name = 'nowhere': no such folder"),
+        ("run nowhere.yaml --actors 0", "actor.count = 0"),
+        ("run nowhere.yaml --actors -1", "actor.count = -1"),
+        ("run nowhere.yaml --set trainer.stepz=3", "did you mean trainer.steps?"),
+        ("run nowhere.yaml --metrics-port 70000", "--metrics-port = 70000: give a port from 1 to 65535"),
+        ("run", "RECIPE = '': name a recipe, or go on with a run by --resume DIR"),
+        ("run --resume gone", "--resume = 'gone': there is no such folder; give the folder of a run"),
+        ("run --resume .", "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
+        ("run --resume . --name other", "--name = 'other': leave it out"),
+        ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
+        ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json)"),
+        ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
+        ("report .", "has no recipe.yaml"),
+        ("report nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
+        ("report p.jsonl", "is a file; give the folder of a run"),
+        ("scale actors --run-dir ended -- -1", "0 to 64 actors"),
+        ("scale actors 65 --run-dir ended", "0 to 64 actors"),
+        ("scale actors 2 --run-dir ended", "the run has ended"),
+    ],
+)
+def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
+    pipelinerl: Command, workplace: Path, arguments: str, said: str
+) -> None:
+    before = sorted(workplace.rglob("*"))
+    code, printed, errors = pipelinerl(*arguments.split())
+    assert (code, printed) == (2, "")
+    assert said in errors
+    assert sorted(workplace.rglob("*")) == before
+
+
+def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
     code, printed, _ = pipelinerl("validate", "smollm2", "--set", "reward.scorer=no_such_package_here:score")
     assert code == 0
     assert "not runnable on this machine:" in printed
@@ -116,60 +154,6 @@ def test_a_recipe_for_gpus_is_valid_here_and_not_run(
     code, _, errors = pipelinerl("run", "gsm")
     assert (code, said in errors) == (2, True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_run_refuses_before_anything_starts(
-    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {source: path, name: nowhere}\ntask: {}\n")
-    for arguments, said in [
-        (["nope"], "recipe = 'nope': no such file"),
-        (["mine.yaml"], "model.name = 'nowhere': no such folder"),
-        (["mine.yaml", "--actors", "0"], "actor.count = 0"),
-        (["mine.yaml", "--actors", "-1"], "actor.count = -1"),
-        (["mine.yaml", "--set", "trainer.stepz=3"], "did you mean trainer.steps?"),
-        (["mine.yaml", "--metrics-port", "70000"], "--metrics-port = 70000: give a port from 1 to 65535"),
-        ([], "RECIPE = '': name a recipe, or go on with a run by --resume DIR"),
-        (["--resume", "gone"], "--resume = 'gone': there is no such folder; give the folder of a run"),
-        (["--resume", "."], "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
-        (["--resume", ".", "--name", "other"], "--name = 'other': leave it out"),
-        (["--resume", ".", "--run-dir", "x"], "--run-dir = 'x': leave it out"),
-    ]:
-        code, _, errors = pipelinerl("run", *arguments)
-        assert code == 2
-        assert said in errors
-    (tmp_path / "nowhere").mkdir()
-    (tmp_path / "nowhere" / "config.json").write_text("{}")
-    for arguments, said in [
-        (["--run-dir", "nowhere"], "--run-dir = 'nowhere': is not empty, and what it holds is no run (config.json)"),
-        (["--name", "bad name/x"], "--name = 'bad name/x': use 1-40"),
-    ]:
-        code, _, errors = pipelinerl("run", "mine.yaml", *arguments)
-        assert code == 2
-        assert said in errors
-    assert not (tmp_path / "runs").exists()
-
-
-def test_report_of_what_is_not_a_run_exits_2(pipelinerl: Command, tmp_path: Path) -> None:
-    for folder, said in [
-        (str(tmp_path), "has no recipe.yaml"),
-        ("nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
-        (__file__, "is a file; give the folder of a run"),
-    ]:
-        code, _, errors = pipelinerl("report", folder)
-        assert (code, said in errors) == (2, True)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "said"), [("-1", "0 to 64 actors"), ("65", "0 to 64 actors"), ("2", "the run has ended")]
-)
-def test_scaling_names_what_is_wrong(pipelinerl: Command, tmp_path: Path, count: str, said: str) -> None:
-    (tmp_path / "pids.json").write_text('{"trainer": 4194304}')  # above every pid
-    code, _, errors = pipelinerl("scale", "actors", count, "--run-dir", str(tmp_path))
-    assert (code, said in errors) == (2, True)
-    assert not (tmp_path / "scale.json").exists()
 
 
 @pytest.mark.parametrize("option", ["--page-port", "--metrics-port"])
