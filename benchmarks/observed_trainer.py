@@ -35,9 +35,8 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import RunFiles
-from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import add_page
+from services.trainer.reporting.page import PageBoard, add_page
 from services.trainer.reporting.recorder import Recorder
 
 GOAL = 0.99

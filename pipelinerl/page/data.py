@@ -1,7 +1,7 @@
 """What the pages show of a run, as one plain object. Pure and bounded: records of a long run are thinned.
 
 `pipelinerl.local.ending` makes it from a finished run's files; while a run goes on the trainer keeps it up to date
-(`services.trainer.reporting.board`).
+(`services.trainer.reporting.page`).
 """
 
 from __future__ import annotations

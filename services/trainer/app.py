@@ -27,10 +27,9 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import find_start, write_lineage
 from services.trainer.policy_trainer import load_policy_trainer
 from services.trainer.records import RunFiles
-from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import add_page, guarded, page_hosts
+from services.trainer.reporting.page import PageBoard, add_page, guarded, page_hosts
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun

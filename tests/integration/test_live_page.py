@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.reporting import board as board_module
-from services.trainer.reporting.board import PageBoard
+from services.trainer.reporting import page as board_module
+from services.trainer.reporting.page import PageBoard
 from tests.support.tools import tool
 from tests.unit.test_page_board import record, sample
 from tests.unit.test_page_routes import served

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.page.data import NEWEST, RunHistory, ThinnedSeries
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.records import RunFiles
-from services.trainer.reporting import board as board_module
-from services.trainer.reporting.board import (
+from services.trainer.reporting import page as board_module
+from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.page import (
     MOST_READERS,
     STEPS_KEPT,
     PageBoard,
@@ -25,7 +26,6 @@ from services.trainer.reporting.board import (
     natural,
     parsed,
 )
-from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe

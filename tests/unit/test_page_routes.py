@@ -21,8 +21,7 @@ from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.reporting import page as routes
-from services.trainer.reporting.board import PageBoard
-from services.trainer.reporting.page import add_page, guarded
+from services.trainer.reporting.page import PageBoard, add_page, guarded
 from tests.unit.test_page_board import ABOUT, record, sample
 from tests.unit.trainer_fakes import stop_during_step, training_run
 
@@ -129,7 +128,7 @@ async def test_a_page_fetches_history_and_follows_from_there() -> None:
 
 
 async def test_connections_are_counted_and_closed_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.reporting.board.MOST_READERS", 1)
+    monkeypatch.setattr("services.trainer.reporting.page.MOST_READERS", 1)
     board = PageBoard()
     board.begin(ABOUT, [], [])
     async with served(board) as client:

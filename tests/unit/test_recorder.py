@@ -17,8 +17,8 @@ from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
-from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.updater import UpdateRecord

@@ -42,9 +42,9 @@ from services.trainer.data.intake import HeldSequences
 from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
-from services.trainer.reporting.board import PageBoard
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics
+from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun

@@ -30,9 +30,9 @@ from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import RunFiles, StepRecord
-from services.trainer.reporting.board import PageBoard, about, member_rows
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
+from services.trainer.reporting.page import PageBoard, about, member_rows
 from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
