@@ -159,7 +159,7 @@ class TransferSession:
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
                 self._span.add_event("aborted", {a.REASON: reason})
-                self._end_commit_span(reason)
+                self._end_spans(reason, of_commit_only=True)
                 abort = Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
                 await self._say("abort", abort)
                 await self._stop_transfer()
@@ -240,19 +240,14 @@ class TransferSession:
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
         return child(trace_of(self._span), f"weight_update.{kind}", kind=SpanKind.PRODUCER, attributes=attributes)
 
-    def _end_commit_span(self, failure: str = "") -> None:
-        if failure:
-            self._commit_span.set_status(Status(StatusCode.ERROR, failure))
-        self._commit_span.end()
-        self._commit_span = INVALID_SPAN
-
-    def _end_spans(self, failure: str = "") -> None:
+    def _end_spans(self, failure: str = "", *, of_commit_only: bool = False) -> None:
         """Served by all, or given up for a reason. Only the first call counts."""
-        self._end_commit_span(failure)
-        if failure:
-            self._span.set_status(Status(StatusCode.ERROR, failure))
-        self._span.end()
-        self._span = INVALID_SPAN
+        for span in (self._commit_span,) if of_commit_only else (self._commit_span, self._span):
+            if failure:
+                span.set_status(Status(StatusCode.ERROR, failure))
+            span.end()
+        self._commit_span = INVALID_SPAN
+        self._span = self._span if of_commit_only else INVALID_SPAN
 
 
 class WeightUpdater:
@@ -567,16 +562,13 @@ def coalesce_departures(
     merged: list[tuple[TransferSession | None, c.Event]] = []
     for session, event in events:
         before = merged[-1][1] if merged else None
-        if isinstance(event, c.MembersDown) and isinstance(before, c.MembersDown):
-            merged[-1] = (None, c.MembersDown(before.actors + event.actors))
-        elif (
-            isinstance(event, c.MembersLeaving)
-            and isinstance(before, c.MembersLeaving)
-            and event == replace(before, members=event.members)
-        ):
-            merged[-1] = (None, replace(before, members=before.members + event.members))
-        else:
-            merged.append((session, event))
+        match before, event:
+            case c.MembersDown(earlier), c.MembersDown(actors):
+                merged[-1] = (None, c.MembersDown(earlier + actors))
+            case c.MembersLeaving(earlier), c.MembersLeaving(members) if replace(before, members=members) == event:
+                merged[-1] = (None, replace(before, members=earlier + members))
+            case _:
+                merged.append((session, event))
     return merged
 
 
