@@ -34,10 +34,10 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
-from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import UpdateListener
 from services.actor.weight_sync.worker import Receiver
 
@@ -94,7 +94,7 @@ class Report:
 
 
 class TensorReceiver:
-    """Implements `services.actor.engine.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
+    """Implements `services.actor.weight_sync.client.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
 
     `address`: on which other ranks reach it; `stall_timeout_s`: the longest that one chunk may take.
     """

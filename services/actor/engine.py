@@ -1,7 +1,7 @@
-"""What the actor needs from an inference engine: generation and weight updates, and the data that crosses that line.
+"""What the actor needs from an inference engine: generation, and the data that crosses that line.
 
-`vllm_engine.py` and `weight_sync/` implement both over vLLM; tests bring light ones. Tokens go in and come out; nothing here
-knows prompts as text, rewards or streams.
+`vllm_engine.py` implements it over vLLM; tests bring a light one. What gives an engine new weights is in
+`weight_sync/client.py`. Tokens go in and come out; nothing here knows prompts as text, rewards or streams.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pipelinerl.errors import PipelineRLError, TransferError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
-from pipelinerl.transfer.manifest import GroupSpec, Manifest
+
+if TYPE_CHECKING:
+    from services.actor.weight_sync.client import WeightReceiver
 
 
 class EngineError(PipelineRLError):
@@ -40,58 +42,6 @@ class Generation:
     behaviour_logprobs: Logprobs
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class WeightLoading:
-    """How received weights will be loaded: `mode` is `shadow`, `in_place` or `paused`; `reason` says why it is not shadow."""
-
-    mode: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class StagedWeights:
-    """A complete, checked version beside the live weights, in the engine's layout.
-
-    `checksum`: 64 bits over all bytes as they arrived, for the trainer to compare. With several ranks, the slowest's seconds.
-    """
-
-    checksum: int
-    num_bytes: int
-    receive_s: float
-    prepare_s: float
-
-
-class WeightReceiver(Protocol):
-    """Brings versions into an engine: received beside the live weights while it decodes, swapped between two decode steps.
-
-    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
-    """
-
-    async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Agrees on what will be received. Raises `ManifestMismatch` when the served model cannot take these weights."""
-        ...
-
-    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
-        ...
-
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
-        ...
-
-    async def commit(self, version: PolicyVersion) -> float:
-        """Serves the staged version and returns the stall in seconds. Raises `CommitFailed` when the swap broke half-way."""
-        ...
-
-    async def discard(self) -> None:
-        """Gives up what is being received or staged; bounded."""
-        ...
-
-
-class CommitFailed(TransferError):
-    """The swap began and did not end well: which weights the engine serves is unknown. The process should end."""
 
 
 class InferenceEngine(Protocol):

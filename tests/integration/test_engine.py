@@ -20,8 +20,9 @@ from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, T
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.manifest import build_manifest
-from services.actor.engine import GenerationRequest, WeightLoading
+from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
+from services.actor.weight_sync.client import WeightLoading
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights

@@ -29,7 +29,8 @@ from pipelinerl.service.settings import ActorSettings
 from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.app import serve
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, WeightLoading
+from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
+from services.actor.weight_sync.client import WeightLoading
 
 
 @dataclass(eq=False)

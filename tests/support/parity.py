@@ -20,9 +20,9 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, build_manifest
-from services.actor.engine import OnStep, StagedWeights, WeightLoading
+from services.actor.engine import OnStep
 from services.actor.vllm_engine import VllmEngine, start_engine
-from services.actor.weight_sync.client import WeightUpdateClient
+from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
 from services.trainer.warmstart.supervised import character_tokenizer
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 

@@ -17,8 +17,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, NothingStaged
-from services.actor.engine import StagedWeights, WeightLoading
-from services.actor.weight_sync.client import Discard, Hello, Join, Receive, WorkerLink
+from services.actor.weight_sync.client import Discard, Hello, Join, Receive, StagedWeights, WeightLoading, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
 from services.trainer.weight_sync.sender import TransferResult, WeightSender
 

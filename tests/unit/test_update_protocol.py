@@ -17,9 +17,9 @@ from pipelinerl.messages.control import Backend, Registration
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, build_manifest
-from services.actor.engine import StagedWeights, WeightLoading
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import EvictionCause

@@ -1,4 +1,4 @@
-"""Weight updates of one vLLM engine, from the actor's process: prepare, join, receive, commit, discard.
+"""What gives an engine new weights, and its form for vLLM: prepare, join, receive, commit, discard from the actor's process.
 
 `join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, one JSON object a line. vLLM's own
 remote calls are answered between decode steps only, and stop decoding while they run; over the socket a transfer begins,
@@ -16,15 +16,14 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest
-from services.actor.engine import CommitFailed, StagedWeights, WeightLoading
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,6 +31,58 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class WeightLoading:
+    """How received weights will be loaded: `mode` is `shadow`, `in_place` or `paused`; `reason` says why it is not shadow."""
+
+    mode: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A complete, checked version beside the live weights, in the engine's layout.
+
+    `checksum`: 64 bits over all bytes as they arrived, for the trainer to compare. With several ranks, the slowest's seconds.
+    """
+
+    checksum: int
+    num_bytes: int
+    receive_s: float
+    prepare_s: float
+
+
+class WeightReceiver(Protocol):
+    """Brings versions into an engine: received beside the live weights while it decodes, swapped between two decode steps.
+
+    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
+    """
+
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
+        """Agrees on what will be received. Raises `ManifestMismatch` when the served model cannot take these weights."""
+        ...
+
+    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
+        ...
+
+    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
+        ...
+
+    async def commit(self, version: PolicyVersion) -> float:
+        """Serves the staged version and returns the stall in seconds. Raises `CommitFailed` when the swap broke half-way."""
+        ...
+
+    async def discard(self) -> None:
+        """Gives up what is being received or staged; bounded."""
+        ...
+
+
+class CommitFailed(TransferError):
+    """The swap began and did not end well: which weights the engine serves is unknown. The process should end."""
 
 
 class Hello(msgspec.Struct, frozen=True):

@@ -37,8 +37,7 @@ from pipelinerl.transfer.chunks import (
 )
 from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
-from services.actor.engine import StagedWeights
-from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, as_line
+from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, StagedWeights, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)

@@ -137,7 +137,7 @@ class WeightSender:
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
         # Not reused here: torch's allocators keep this memory themselves.
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type != of_groups.type)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
