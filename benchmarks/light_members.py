@@ -94,7 +94,7 @@ class Report:
 
 
 class TensorReceiver:
-    """Implements `services.actor.weight_sync.client.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
+    """Implements `weight_sync.client.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
 
     `address`: on which other ranks reach it; `stall_timeout_s`: the longest that one chunk may take.
     """
