@@ -24,10 +24,6 @@ Record = Mapping[str, Any]
 _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
 
 
-RUNNER_KEYS = ("restarts", "error")
-"""What the runner adds; `error` only to a run that failed."""
-
-
 @dataclass
 class RunTotals:
     """What the summary needs from the whole run. What was trained on counts steps that changed weights only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -227,62 +227,48 @@ def test_positions_go_back_to_those_of_an_older_checkpoint(tmp_path: Path) -> No
 # Checkpoints: what a trainer's own code writes, beside a journal that its own books wrote.
 
 
-class Trainer:
-    """SequenceTracker that write a journal, and checkpoints of them."""
+RESUME = Path("checkpoints", "step-0", "resume")
 
-    def __init__(self, folder: Path) -> None:
-        self.events: list[Event | bytes] = [start(), reserve(100)]
-        self.folder, self.books, self.issued = write(folder, *self.events), SequenceTracker(self.record), 0
 
-    def record(self, event: Mapping[str, Any]) -> None:
-        self.events.append(dict(event))
-        write(self.folder, *self.events)
-
-    def issue(self, groups: int) -> None:
-        for _ in range(groups):
-            self.books.issue(make_group(self.issued))
-            self.issued += 1
-
-    def checkpoint(self, **changes: Any) -> Path:
-        folder = self.folder / "checkpoints" / "step-0" / "resume"
-        folder.mkdir(parents=True)
-        size = (self.folder / JOURNAL).stat().st_size
-        state = {"journal_bytes": size, "next_group": self.issued, "position": 7, **changes}
-        make_run_state(0, self.books, **state).save(folder)
-        return folder
+def checkpointed(folder: Path, *later: Event | bytes, **changes: Any) -> Path:
+    """A run that issued two groups and wrote a checkpoint, with `changes` in its run.json; `later`: in the journal after it."""
+    events: list[Event | bytes] = [start(), reserve(100)]
+    books = SequenceTracker(lambda event: events.append(dict(event)))
+    for number in range(2):
+        books.issue(make_group(number))
+    write(folder, *events)
+    (folder / RESUME).mkdir(parents=True)
+    size = (folder / JOURNAL).stat().st_size
+    make_run_state(0, books, journal_bytes=size, next_group=2, position=7).save(folder / RESUME)
+    run_state = folder / RESUME / "run.json"
+    run_state.write_text(json.dumps({**json.loads(run_state.read_text()), **changes}))
+    return write(folder, *events, *later)
 
 
 def test_checkpoints_are_compared_with_the_journal_at_their_length(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    trainer.issue(2)
-    trainer.checkpoint()
-    trainer.issue(1)
-    found = audit_files(tmp_path)
+    found = audit_files(checkpointed(tmp_path, issue(2)))
     assert failures(found) == {}
     assert found.checkpoint is not None
     assert (found.checkpoint.version, found.checkpoint.position, len(found.checkpoint.ledger.in_flight())) == (0, 7, 4)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "later", "said"),
     [
-        ({"next_group": 3}, "step-0: groups issued 3, the journal 2"),
-        ({"policy_version": 4}, "step-0: version 4, the journal 0"),
-        ({"journal_bytes": 10_000}, "step-0: byte 10000 of the journal, where it was taken, is not there"),
+        ({"next_group": 3}, [], "step-0: groups issued 3, the journal 2"),
+        ({"policy_version": 4}, [], "step-0: version 4, the journal 0"),
+        ({"journal_bytes": 10_000}, [], "step-0: byte 10000 of the journal, where it was taken, is not there"),
+        ({"journal_bytes": 60}, [start(2)], "step-0: byte 60 of the journal, where it was taken, was undone"),
     ],
 )
-def test_a_checkpoint_that_says_otherwise(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    trainer = Trainer(tmp_path)
-    trainer.issue(2)
-    run_state = trainer.checkpoint() / "run.json"
-    run_state.write_text(json.dumps({**json.loads(run_state.read_text()), **change}))
-    assert failures(audit_files(tmp_path)) == {Check.CHECKPOINTS: (1, said)}
+def test_a_checkpoint_that_says_otherwise(
+    tmp_path: Path, change: dict[str, Any], later: list[Event], said: str
+) -> None:
+    assert failures(audit_files(checkpointed(tmp_path, *later, **change))) == {Check.CHECKPOINTS: (1, said)}
 
 
 def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    trainer.issue(2)
-    run_state = trainer.checkpoint() / "run.json"
+    run_state = checkpointed(tmp_path) / RESUME / "run.json"
     content = json.loads(run_state.read_text())
     content["books"]["ledger"]["in_flight"][0] = "g00000009.0"
     content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
@@ -292,21 +278,10 @@ def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
     assert "holds sequences that are not in flight: g00000008.0" in found[1]
 
 
-def test_a_checkpoint_of_what_was_undone(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    trainer.issue(2)
-    trainer.checkpoint()
-    trainer.record(start(2))
-    said = failures(audit_files(tmp_path))[Check.CHECKPOINTS][1]
-    assert said.endswith("where it was taken, was undone")
-
-
 def test_a_damaged_checkpoint_is_named_and_one_of_weights_alone_is_not(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    (trainer.checkpoint() / "sequences.pb").write_bytes(b"\xff\xff\xff")
+    (checkpointed(tmp_path) / RESUME / "sequences.pb").write_bytes(b"\xff\xff\xff")
     (tmp_path / "checkpoints" / "step-9").mkdir()
-    found = failures(audit_files(tmp_path))
-    assert found[Check.CHECKPOINTS][1].startswith("step-0 cannot be read")
+    assert failures(audit_files(tmp_path))[Check.CHECKPOINTS][1].startswith("step-0 cannot be read")
 
 
 def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> None:

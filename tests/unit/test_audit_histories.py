@@ -116,6 +116,14 @@ def tear(journal: Path) -> None:
     journal.write_bytes(kept[: end + (len(kept) - end) // 2])
 
 
+async def train_a_version(one: Life) -> None:
+    await one.idle()
+    for _ in range(2):
+        await answer_next(one)
+    await one.idle()
+    assert await one.step()
+
+
 @asynccontextmanager
 async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]:
     """A second incarnation that has trained a version, with sequences in flight in every place where they can be."""
@@ -210,11 +218,7 @@ async def acknowledge_without_storing(bus: MemoryBus) -> str:
 @pytest.mark.parametrize("at_work", [True, False])
 async def test_a_sequence_in_flight_that_is_lost(tmp_path: Path, at_work: bool) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.idle()
-        for _ in range(2):
-            await answer_next(one)
-        await one.idle()
-        assert await one.step()
+        await train_a_version(one)
         lost = await acknowledge_without_storing(bus)
         await one.idle()
         one.journal.flush()
@@ -241,11 +245,7 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
 
 async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.idle()
-        for _ in range(2):
-            await answer_next(one)
-        await one.idle()
-        assert await one.step()
+        await train_a_version(one)
         await one.idle()
         number = one.feeder.next_group
         one.journal.write({"event": "reserve", "groups": number + 2})
@@ -263,11 +263,7 @@ async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) 
 async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
     """What seems lost at the first look was trained, and purged, by the second."""
     async with streams() as bus, life(tmp_path, bus) as one:
-        await one.idle()
-        for _ in range(2):
-            await answer_next(one)
-        await one.idle()
-        assert await one.step()
+        await train_a_version(one)
         one.journal.flush()
         for _ in range(2):
             await answer_next(one)

@@ -58,16 +58,6 @@ class Tags(html.parser.HTMLParser):
 # The data
 
 
-def test_data_holds_what_the_page_draws() -> None:
-    shown = data([record(1), record(2)], [sample(0), sample(2)], steps=2)
-    assert shown["lag_totals"] == {"0": 20, "1": 60}
-    assert shown["ess_by_lag"] == {"0": 1.0, "3-4": 0.5}
-    assert shown["records"][1]["reward_mean"] == 0.2
-    assert "loss" not in shown["records"][0]
-    assert [one["completion"] for one in shown["samples"]["early"]] == ["c0.0"]
-    assert [one["completion"] for one in shown["samples"]["late"]] == ["c2.0"]
-
-
 def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
     evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version} for version in (0, 2, 3)]
     shown = data([record(1), record(2), record(3)], [], heldout=evaluations)
