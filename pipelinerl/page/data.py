@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from pipelinerl.rl.lag import LAG_BUCKETS
+from pipelinerl.rl.groups import LAG_BUCKETS
 
 Item = TypeVar("Item")
 Record = Mapping[str, Any]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.lag import starts_phase
+from pipelinerl.rl.groups import starts_phase
 from pipelinerl.rl.ledger import Outcome
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first

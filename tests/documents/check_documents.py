@@ -14,7 +14,7 @@ from benchmarks import table
 from deploy.tools import recipe_reference as reference
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
-from pipelinerl.rl.lag import StaleReason
+from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyStatus
@@ -200,7 +200,7 @@ def test_every_outcome_and_reason_is_described() -> None:
     bad_rewards = [f"reward_{status_name(status)}" for status in VerifyStatus.values() if status > VERIFY_STATUS_OK]
     fixed = [*bad_rewards, *StaleReason, *(outcome for outcome in Outcome if outcome is not Outcome.TRAINED)]
     assert [name for name in fixed if f"`{name}`" not in text] == []
-    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/advantages.py").read_text())
+    given = re.findall(r'return "([a-z ]+)"', (ROOT / "pipelinerl/rl/groups.py").read_text())
     assert len(given) >= 2
     assert [reason for reason in given if f"`{reason}`" not in text] == []
 

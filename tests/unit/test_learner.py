@@ -27,7 +27,7 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
-from pipelinerl.rl.advantages import group_advantages
+from pipelinerl.rl.groups import group_advantages
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters

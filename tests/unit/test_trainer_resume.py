@@ -29,7 +29,7 @@ from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_gro
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.loading import ChangedRecipe
-from pipelinerl.rl.lag import Lineage
+from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
 from services.trainer.checkpoint.run_state import (

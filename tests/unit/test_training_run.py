@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.rl.lag import FIRST_INCARNATION
+from pipelinerl.rl.groups import FIRST_INCARNATION
 from pipelinerl.run_dir import resumable
 from pipelinerl.v1 import trainer_pb2
 from services.trainer import loop

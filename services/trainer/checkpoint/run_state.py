@@ -27,7 +27,7 @@ from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserErr
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable
-from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage
+from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_durably, write_json_durably

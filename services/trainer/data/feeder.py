@@ -24,7 +24,7 @@ from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
 from pipelinerl.recipe.fields import Recipe, TaskConfig
-from pipelinerl.rl.lag import issue_limit
+from pipelinerl.rl.groups import issue_limit
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.telemetry.spans import headers_of, trace_of

@@ -23,8 +23,17 @@ from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, sequence_id_in
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.advantages import all_equal, group_advantages, smallest_group, untrainable_reason
-from pipelinerl.rl.lag import FIRST_INCARNATION, Lineage, groups_before_step, groups_per_step, stale_reason
+from pipelinerl.rl.groups import (
+    FIRST_INCARNATION,
+    Lineage,
+    all_equal,
+    group_advantages,
+    groups_before_step,
+    groups_per_step,
+    smallest_group,
+    stale_reason,
+    untrainable_reason,
+)
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import short_reason

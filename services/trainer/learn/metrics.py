@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.lag import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
+from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
 
 SAMPLED_WEIGHTS = "sampled_weights"

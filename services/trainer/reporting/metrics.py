@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
-from pipelinerl.rl.lag import LAG_BUCKETS, StaleReason
+from pipelinerl.rl.groups import LAG_BUCKETS, StaleReason
 from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, Labels, MetricSet
 from pipelinerl.v1 import trainer_pb2

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelinerl.kube.client import Pod
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.advantages import all_equal
+from pipelinerl.rl.groups import all_equal
 from pipelinerl.rl.ledger import Ledger, Outcome
 from pipelinerl.run_summary import RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.lag import LAG_BUCKETS, lag_bucket
+from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult

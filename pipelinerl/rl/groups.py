@@ -1,8 +1,4 @@
-"""Token lag: how it is kept small, which sequences have too much of it, and what it does to importance weights.
-
-Lag is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
-version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that no
-longer exists, whatever its number.
+"""Prompt groups: how many may be issued, which of their sequences may be trained on, with which advantages; and token lag.
 
 **The feeder's bound** says how many prompt groups may be issued at version v. Every step consumes exactly K = B / n groups,
 also when some of their samples failed: counted in sequences, a failed sample would let one more into flight for good, and
@@ -25,7 +21,14 @@ last of it was issued.
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
+**Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
+version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that no
+longer exists, whatever its number.
+
 **Effective sample size**: (Σ w)² / (N Σ w²), 1 when on-policy. Weights are unclamped, whatever the loss does.
+
+**Advantages** are of a group's good samples. The learned baseline of the paper's equation 4 is the trainer's to subtract: here
+`value` leaves rewards unchanged.
 
 Not here: which problem comes next, and what happens to a stale sequence (`ledger.py`).
 """
@@ -33,14 +36,15 @@ Not here: which problem comes next, and what happens to a stale sequence (`ledge
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.messages.sequences import PolicyVersion, VersionSpan
+from pipelinerl.errors import FieldError
+from pipelinerl.messages.sequences import PolicyVersion, Sequence, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 
 
@@ -82,15 +86,18 @@ def groups_before_step(recipe: Recipe, version: int) -> int:
     return steps * groups_per_step(recipe)
 
 
-LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Labels, in order of lag. Widths double, because one step more matters at lag 1 and not at lag 100."""
-_LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
-"""Inclusive upper edge of each bucket but the last, which has none. Unit: optimizer steps."""
+def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
+    """Why `sequence` ends as failed, short and from a fixed set except for the actor's own reason; "" when it is good.
 
-
-def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
-    return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
+    `max_context`: prompt plus completion tokens at most. `vocab_size`: token ids are below it.
+    """
+    if sequence.failure:
+        return sequence.failure
+    if sequence.num_tokens > max_context:
+        return "longer than the context"
+    if max(sequence.prompt_token_ids.max(), sequence.completion_token_ids.max()) >= vocab_size:
+        return "token outside the vocabulary"
+    return ""
 
 
 class StaleReason(StrEnum):
@@ -134,7 +141,7 @@ FIRST_INCARNATION = Lineage()
 
 
 def stale_reason(
-    spans: Sequence[VersionSpan], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
+    spans: tuple[VersionSpan, ...], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Why a sequence must not be trained on at policy version `version`; None when it may.
 
@@ -148,6 +155,65 @@ def stale_reason(
     if max_lag is not None and spans and version - min(span.version for span in spans) > max_lag:
         return StaleReason.LAG
     return None
+
+
+Baseline = Literal["group_mean", "leave_one_out", "value"]
+
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, in units of reward, so that a nearly constant group does not explode."""
+
+
+def smallest_group(baseline: Baseline) -> int:
+    """Rewards that the baseline needs at least. A group with fewer good samples cannot be trained on."""
+    return 2 if baseline == "leave_one_out" else 1
+
+
+def group_advantages(
+    rewards: list[float] | tuple[float, ...] | NDArray[np.floating],
+    baseline: Baseline = "leave_one_out",
+    normalize_std: bool = False,
+) -> NDArray[np.float64]:
+    """Advantage of each sample of one group, float64[n], for rewards [n].
+
+    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv
+    2402.14740), which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard
+    deviation (n - 1 in the denominator) plus `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself, of which the
+    learned baseline is subtracted token by token (`services/trainer/learn/loss.py`).
+
+    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")
+    if values.size < smallest_group(baseline):
+        raise FieldError("rewards", values.tolist(), f"baseline {baseline} needs {smallest_group(baseline)} samples")
+    if baseline == "value":
+        return values.copy()
+    shifted = values - values[0]
+    centred = shifted - shifted.mean()
+    advantages = centred * (values.size / (values.size - 1)) if baseline == "leave_one_out" else centred
+    if normalize_std and values.size > 1:
+        advantages = advantages / (values.std(ddof=1) + STD_FLOOR)
+    return advantages
+
+
+def all_equal(rewards: list[float] | tuple[float, ...] | NDArray[np.floating]) -> bool:
+    """Whether a group carries no signal: what `filter_equal_rewards` drops (DAPO, arXiv 2503.14476)."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return bool((values == values[0]).all())
+
+
+# --- figures of lag
+
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+"""Labels, in order of lag. Widths double, because one step more matters at lag 1 and not at lag 100."""
+_LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
+"""Inclusive upper edge of each bucket but the last, which has none. Unit: optimizer steps."""
+
+
+def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
+    return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 
 def largest_lag(sequences_in_progress: int, longest_tokens: float, mean_tokens: float, batch_size: int) -> int:
