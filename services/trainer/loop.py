@@ -21,13 +21,13 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first
 from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTracker
+from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import StepRecord, update_idle_s
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -63,13 +63,14 @@ class OptimizerLoop:
         intake: Intake,
         feeder: Feeder,
         tracker: SequenceTracker,
+        traces: SequenceTraces,
         updater: WeightUpdater,
         evaluator: Evaluator,
         recorder: Recorder,
         resume: Resume,
     ) -> None:
         self._recipe, self._policy, self._intake, self._feeder = recipe, policy, intake, feeder
-        self._tracker, self._updater, self._evaluator = tracker, updater, evaluator
+        self._tracker, self._traces, self._updater, self._evaluator = tracker, traces, updater, evaluator
         self._recorder, self._resume = recorder, resume
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
@@ -168,7 +169,7 @@ class OptimizerLoop:
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
-            with self._tracker.traces.step(self.version + 1, ids) as span:
+            with self._traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 self._conclude(figures, batch)

@@ -21,12 +21,12 @@ from pipelinerl.bus.protocol import StreamInfo, group_id_of
 from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_hash
+from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 

@@ -25,6 +25,7 @@ from pipelinerl.kube.pods import PodWatch
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
@@ -34,7 +35,7 @@ from services.trainer.checkpoint.run_state import Start, evaluates_first, note_t
 from services.trainer.data.evaluation import ActorClient, Evaluator
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
-from services.trainer.data.tracker import SequenceTracker
+from services.trainer.data.traces import SequenceTraces
 from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.resume import Resume
@@ -72,7 +73,8 @@ class TrainingRun:
         self._publishing = asyncio.Lock()
         self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self.recorder = recorder
-        self.tracker = SequenceTracker(journal.write)
+        traces = SequenceTraces()
+        self.tracker = SequenceTracker(traces.recording(journal.write))
         self.updater = WeightUpdater(
             bus,
             policy.port,
@@ -87,15 +89,15 @@ class TrainingRun:
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
-        self.feeder = Feeder(bus, recipe, problems, tracker, self.updater, journal)
-        self.intake = Intake(bus, recipe, tracker, self.feeder, vocab_size=vocab_size, lineage=lineage)
-        run_dir = settings.run_dir
+        self.feeder = Feeder(bus, recipe, problems, tracker, traces, self.updater, journal)
+        self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
+        run_dir, updater = settings.run_dir, self.updater
         self.resume = Resume(run_dir, recipe, bus, journal, start, tracker, self.feeder, self.intake, recorder)
         self.evaluator = Evaluator(
-            recipe, heldout, vocab_size, self.updater, verifier, self._incarnation, self._actor_client
+            recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client
         )
         self.loop = OptimizerLoop(
-            recipe, policy, self.intake, self.feeder, tracker, self.updater, self.evaluator, recorder, self.resume
+            recipe, policy, self.intake, self.feeder, tracker, traces, updater, self.evaluator, recorder, self.resume
         )
         recorder.watch(self)
 

@@ -13,8 +13,7 @@ from pipelinerl.audit.audit import Audit, audit_files, audit_run
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check, split_id
 from pipelinerl.audit.report import as_json, lines, trained_per_version
-from pipelinerl.rl.ledger import LedgerCounts
-from services.trainer.data.tracker import SequenceTracker
+from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
 from tests.unit.builders import make_group
 from tests.unit.trainer_fakes import make_run_state
 

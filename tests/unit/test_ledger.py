@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.ledger import Ledger, LedgerCounts, LedgerViolation, Outcome
-from services.trainer.data.tracker import SequenceTracker
+from pipelinerl.rl.ledger import Ledger, LedgerCounts, LedgerViolation, Outcome, SequenceTracker
 from tests.unit.builders import make_group, make_sequence
 
 

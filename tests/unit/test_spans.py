@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import NO_HEADERS, LogEntry
 from pipelinerl.messages.sequences import PolicyVersion, encode_group
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import (
     child,
@@ -24,7 +24,7 @@ from pipelinerl.telemetry.spans import (
     trace_of,
 )
 from pipelinerl.v1 import verifier_pb2
-from services.trainer.data.tracker import SequenceTracker
+from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.coordinator import Phase
 from services.verifier.server import CallSpans
 from tests.support.generation import stage as actor_stage
@@ -93,8 +93,8 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
 
 
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
-    group, books = make_group(num_samples=3), SequenceTracker()
-    traces = books.traces
+    group, traces = make_group(num_samples=3), SequenceTraces()
+    books = SequenceTracker(traces.recording(lambda event: None))
     with recorded() as spans:
         books.issue(group)
         with traces.issue(group, group.group_id) as issued:

@@ -10,10 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import StreamInfo
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
 from services.trainer.reporting.recorder import group_figures

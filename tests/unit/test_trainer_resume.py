@@ -30,7 +30,7 @@ from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, link_export, write_checkpoint
 from services.trainer.checkpoint.run_state import (
     find_start,
@@ -40,7 +40,6 @@ from services.trainer.checkpoint.run_state import (
     write_lineage,
 )
 from services.trainer.data.intake import HeldSequences
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence

@@ -30,7 +30,7 @@ from pipelinerl.messages.sequences import (
     spans_to_proto,
 )
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
@@ -39,7 +39,6 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResul
 from services.trainer.checkpoint.run_state import RunState, Start
 from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
-from services.trainer.data.tracker import SequenceTracker
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.records import RunFiles
 from services.trainer.reporting.events import RunEvents

@@ -28,11 +28,11 @@ from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequ
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
+from pipelinerl.rl.ledger import failed_sample
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy, write_durably, write_json_durably
 from services.trainer.data.intake import HeldSequences
-from services.trainer.data.tracker import failed_sample
 from services.trainer.learn.batch import TrainingGroup
 
 log = logging.getLogger(__name__)

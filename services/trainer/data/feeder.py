@@ -25,10 +25,11 @@ from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserErr
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
 from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.rl.groups import issue_limit
+from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.telemetry.spans import headers_of, trace_of
-from services.trainer.data.tracker import SequenceTracker
+from services.trainer.data.traces import SequenceTraces
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -92,11 +93,12 @@ class Feeder:
         recipe: Recipe,
         problems: ProblemStream,
         tracker: SequenceTracker,
+        traces: SequenceTraces,
         updater: WeightUpdater,
         journal: Journal,
     ) -> None:
         self._bus, self._recipe, self._problems = bus, recipe, problems
-        self._tracker, self._updater, self._journal = tracker, updater, journal
+        self._tracker, self._traces, self._updater, self._journal = tracker, traces, updater, journal
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
@@ -157,7 +159,7 @@ class Feeder:
 
     async def _send(self, group: PromptGroup, message_id: str) -> None:
         try:
-            with self._tracker.traces.issue(group, message_id) as span:
+            with self._traces.issue(group, message_id) as span:
                 payload, headers = encode_group(group), headers_of(trace_of(span))
                 position = await retry_forever(
                     lambda: self._bus.publish_prompt(payload, message_id, headers), f"issue group {group.group_id}"

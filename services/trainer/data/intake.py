@@ -34,11 +34,11 @@ from pipelinerl.rl.groups import (
     stale_reason,
     untrainable_reason,
 )
-from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import short_reason
 from services.trainer.data.feeder import Feeder
-from services.trainer.data.tracker import SequenceTracker
+from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
 
 log = logging.getLogger(__name__)
@@ -97,12 +97,14 @@ class Intake:
         bus: Bus,
         recipe: Recipe,
         tracker: SequenceTracker,
+        traces: SequenceTraces,
         feeder: Feeder,
         *,
         vocab_size: int,
         lineage: Lineage = FIRST_INCARNATION,
     ) -> None:
-        self._bus, self._recipe, self._tracker, self._feeder = bus, recipe, tracker, feeder
+        self._bus, self._recipe, self._feeder = bus, recipe, feeder
+        self._tracker, self._traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
         self._ready: deque[tuple[Sequence, ...]] = deque()
         self._changed = asyncio.Condition()
@@ -136,7 +138,7 @@ class Intake:
                 sequence = self._read(entry)
                 if sequence is not None:
                     if self._tracker.ledger.is_open(sequence.sequence_id):
-                        self._tracker.traces.received(entry, sequence)
+                        self._traces.received(entry, sequence)
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:

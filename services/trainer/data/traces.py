@@ -1,0 +1,105 @@
+"""The trainer's spans: issued, received, and how each sequence ended; and one for each optimizer step.
+
+A group's trace begins where it is issued; whatever is done with its sequences, here or elsewhere, follows. What the
+next span of a sequence follows is remembered until the sequence has ended, of sampled traces only. A trace whose
+trainer starts again has no end unless the sequence is received once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry.trace import Span, SpanKind
+
+from pipelinerl.bus.protocol import LogEntry, Subjects
+from pipelinerl.messages.sequences import PromptGroup, Sequence
+from pipelinerl.rl.ledger import Outcome
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.spans import Trace, child, is_on, root, trace_in, trace_of
+
+MOST_OPEN = 100_000
+"""Sequences under way whose traces are remembered; beyond it the oldest is forgotten, and its trace has no end."""
+
+
+class SequenceTraces:
+    """Costs a dictionary look-up for each sequence where nothing is sampled."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, Trace] = OrderedDict()
+        """By sequence id: what its next span follows."""
+        self._step: tuple[Trace, int] | None = None
+        """The optimizer step under way, and when it began (Unix ns)."""
+
+    def issue(self, group: PromptGroup, message_id: str) -> Span:
+        """Of sending a group out, which begins its trace. To be used in a `with`, and followed by the message."""
+        if not is_on():
+            return root("group.issue")
+        about: a.Attributes = {a.GROUP_ID: group.group_id, a.TASK: group.task, a.VERSION: group.issued_version}
+        sizes: a.Attributes = {a.INPUT_TOKENS: len(group.prompt_token_ids), a.CHOICES: group.num_samples}
+        sent = a.messaging("send", Subjects(group.run).prompts, message_id)
+        span = root("group.issue", kind=SpanKind.PRODUCER, attributes={**about, **sizes, **sent})
+        if (trace := trace_of(span)) is not None:
+            for index in set(range(group.num_samples)) - set(group.done_samples):
+                self._remember(group.sequence_id(index), trace)
+        return span
+
+    def received(self, entry: LogEntry, sequence: Sequence) -> None:
+        """A sequence that is under way came out of the log."""
+        if (trace := trace_in(entry.headers)) is None:
+            return
+        about: a.Attributes = {a.SEQUENCE_ID: sequence.sequence_id, a.REWARD: sequence.reward}
+        received = a.messaging("process", Subjects(sequence.run).sequences, entry.msg_id, len(entry.payload))
+        with child(
+            trace, "sequence.receive", kind=SpanKind.CONSUMER, attributes={**about, **a.generated(sequence), **received}
+        ) as span:
+            self._remember(sequence.sequence_id, trace_of(span) or trace)
+
+    def recording(self, record: Callable[[Mapping[str, Any]], None]) -> Callable[[Mapping[str, Any]], None]:
+        """`record`, for events of the tracker, with the end of each sequence in its trace."""
+
+        def both(event: Mapping[str, Any]) -> None:
+            record(event)
+            if self._open and event["event"] == "close":
+                self._closed(event)
+
+        return both
+
+    @contextmanager
+    def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
+        """Around an optimizer step and its entry into the tracker: sequences that end inside were trained by it.
+
+        `version`: that the step makes.
+        """
+        following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
+        with root("step.train", links=following, attributes={a.VERSION: version}) as span:
+            self._step = trace_of(span), time.time_ns()
+            try:
+                yield span
+            finally:
+                self._step = None
+
+    def _closed(self, event: Mapping[str, Any]) -> None:
+        trained = event["outcome"] == Outcome.TRAINED.value
+        about = {a.OUTCOME: event["outcome"]}
+        if "reason" in event:
+            about[a.REASON] = event["reason"]
+        if "version" in event:
+            about[a.VERSION] = event["version"]
+        step = self._step if trained else None
+        for sequence_id in event["ids"]:
+            child(
+                self._open.pop(sequence_id, None),
+                "sequence.train" if trained else "sequence.end",
+                attributes={a.SEQUENCE_ID: sequence_id, **about},
+                links=[step[0]] if step else (),
+                began_at=step[1] if step else None,
+            ).end()
+
+    def _remember(self, sequence_id: str, trace: Trace) -> None:
+        self._open[sequence_id] = trace
+        while len(self._open) > MOST_OPEN:
+            self._open.popitem(last=False)
