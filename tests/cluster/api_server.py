@@ -62,18 +62,18 @@ class ApiServer(api_server.ApiServer):
         finally:
             await self.stop()
 
-    async def _allowed(self, request: web.Request, permission: Permission) -> web.Response | None:
+    async def _allowed(self, request: web.Request, permission: Permission) -> None:
         account = self._accounts.get(request.headers.get("Authorization", "").partition(" ")[2])
         if account is None:
-            return self._refuse(401, "Unauthorized", "Unauthorized")
+            self._refuse(401, "Unauthorized", "Unauthorized")
         if request.match_info["namespace"] == self.namespace and self._grants(account, permission):
-            return None
+            return
         message = (
             f'User "system:serviceaccount:{self.namespace}:{account}" cannot {permission.verb} resource '
             f'"{permission.resource}" in API group "" in the namespace "{self.namespace}"'
         )
         self.denied.append(message)
-        return self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
+        self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
 
     def _grants(self, account: str, permission: Permission) -> bool:
         subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}

@@ -84,17 +84,6 @@ async def refusal(port: int, tls_dir: Path | None, name: str = "") -> str:
     return explained(caught.value, tls_dir)
 
 
-async def test_both_sides_show_certificates(files: Callable[..., Path]) -> None:
-    server_files, client_files = files("server", HOST), files("client", "caller")
-    servicer = Answering()
-    async with (
-        serving(server_files, servicer) as server,
-        VerifierClient(f"{HOST}:{server.port}", tls_dir=client_files) as client,
-    ):
-        assert [outcome.reward for outcome in await client.verify([ITEM])] == [1.0]
-    assert servicer.callers == [serial_of(client_files / "tls.crt")]
-
-
 async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Callable[..., Path]) -> None:
     async with serving(files("server", "pipelinerl-actor")) as server:
         client_files, target = files("client", "caller"), f"{HOST}:{server.port}"

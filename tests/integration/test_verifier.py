@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -410,8 +410,6 @@ def test_help_is_quick_and_starts_nothing() -> None:
 
 # --- the client, against scripted servers
 
-Answer = Callable[[verifier_pb2.VerifyRequest, aio.ServicerContext], Any]
-
 
 def good(request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
     status = verifier_pb2.VERIFY_STATUS_OK
@@ -475,56 +473,35 @@ async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller
         await client.__aexit__(None, None, None)
 
 
-@pytest.mark.parametrize(
-    "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED]
-)
-async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers(code: grpc.StatusCode) -> None:
-    servicer, failed = Scripted(*[code] * 6), list[str]()
-    async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
-        assert len(await client.verify(items(["a"]))) == 1
-    assert servicer.calls == 7
-    assert failed == [code.name] * 6
-
-
-async def test_the_trace_of_each_item_goes_with_it() -> None:
-    traceparent, asked = "00-" + "a" * 32 + "-" + "b" * 16 + "-01", []
-
-    class Recording(Scripted):
-        async def Verify(
-            self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-        ) -> verifier_pb2.VerifyResponse:
-            asked.extend(request.items)
-            return good(request)
-
-    both = items(["a", "b"])
-    both[1].traceparent = traceparent
-    async with scripted(Recording()) as port, client_of(port) as client:
-        await client.verify(both)
-    assert [item.traceparent for item in asked] == ["", traceparent]
-
-
-async def test_each_missed_deadline_doubles_the_next() -> None:
-    servicer = Scripted(0.35, 0.35, 0.35)
-    async with scripted(servicer) as port, client_of(port, deadline_s=0.1) as client:
-        assert len(await client.verify(items(["a"]))) == 1
-    assert servicer.calls == 3  # 0.1 s and 0.2 s are too short, 0.4 s is enough
+BUSY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @pytest.mark.parametrize(
-    ("code", "calls"),
+    ("script", "tries", "refused"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, 1),
-        (grpc.StatusCode.UNIMPLEMENTED, 1),
-        (grpc.StatusCode.PERMISSION_DENIED, 1),
-        (grpc.StatusCode.INTERNAL, 3),
+        *(([code] * 6, 6, False) for code in BUSY),
+        ([0.35, 0.35], 2, False),  # 0.1 s and 0.2 s are too short, the next deadline of 0.4 s is enough
+        *(([code] * 5, 1, True) for code in REFUSALS),
+        ([grpc.StatusCode.INTERNAL] * 5, 3, True),
     ],
 )
-async def test_a_refusal_is_an_error(code: grpc.StatusCode, calls: int) -> None:
-    servicer = Scripted(*[code] * 5)
-    async with scripted(servicer) as port, client_of(port) as client:
-        with pytest.raises(ServiceError, match=f"127.0.0.1:{port} refused a batch: {code.name}: as the script says"):
-            await client.verify(items(["a"]))
-    assert servicer.calls == calls
+async def test_a_verifier_that_is_busy_late_or_leaving_is_asked_until_it_answers_and_a_refusal_is_an_error(
+    script: list[Any], tries: int, refused: bool
+) -> None:
+    servicer, failed = Scripted(*script), list[str]()
+    async with (
+        scripted(servicer) as port,
+        client_of(port, on_failed_try=failed.append, deadline_s=0.1 if 0.35 in script else 20.0) as client,
+    ):
+        if refused:
+            said = f"127.0.0.1:{port} refused a batch: {script[0].name}: as the script says"
+            with pytest.raises(ServiceError, match=said):
+                await client.verify(items(["a"]))
+        else:
+            assert len(await client.verify(items(["a"]))) == 1
+    assert servicer.calls == tries + (not refused)
+    assert failed == ["DEADLINE_EXCEEDED" if code == 0.35 else code.name for code in script[:tries]]
 
 
 def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:

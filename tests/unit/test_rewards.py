@@ -63,14 +63,17 @@ def test_the_answer_is_the_group_of_the_last_match(pattern: str, completion: str
 # --- exact and regex
 
 
-@pytest.mark.parametrize(("answer", "value"), [("Paris", 1.0), ("paris", 0.0), ("Paris.", 0.0), ("", 0.0), (None, 0.0)])
-def test_exact(answer: str | None, value: float) -> None:
-    assert exact(item(answer, "  Paris ")).value == value
-
-
-@pytest.mark.parametrize(("answer", "value"), [("colour", 1.0), ("color", 1.0), ("colours", 0.0), (None, 0.0)])
-def test_regex_matches_the_whole_answer(answer: str | None, value: float) -> None:
-    assert regex(item(answer, "colou?r")).value == value
+@pytest.mark.parametrize(
+    ("scorer", "reference", "answer", "value"),
+    [
+        *((exact, "  Paris ", answer, 0.0) for answer in ("paris", "Paris.", "", None)),
+        (exact, "  Paris ", "Paris", 1.0),
+        *((regex, "colou?r", answer, 0.0) for answer in ("colours", None)),  # the whole answer has to match
+        *((regex, "colou?r", answer, 1.0) for answer in ("colour", "color")),
+    ],
+)
+def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, value: float) -> None:
+    assert scorer(item(answer, reference)).value == value
 
 
 @pytest.mark.parametrize(
@@ -226,10 +229,10 @@ def test_a_users_number_or_mapping_is_the_score(user_module: str) -> None:
     assert (score.value, score.parts) == (0.75, {"style": 0.25, "length": 0.5})
 
 
-@pytest.mark.parametrize("name", ["word", "nothing"])
-def test_user_function_that_returns_no_number(user_module: str, name: str) -> None:
-    with pytest.raises(BadReward, match="not a number"):
-        user_scorer(f"house_rewards:{name}")(item("x"))
+def test_what_is_no_number_is_no_reward(user_module: str) -> None:
+    for name in ("word", "nothing"):
+        with pytest.raises(BadReward, match="not a number"):
+            user_scorer(f"house_rewards:{name}")(item("x"))
 
 
 @pytest.mark.parametrize(
