@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.bus.protocol import (
@@ -130,24 +130,30 @@ class MemoryPrompt:
 
 
 class _Feed:
-    """Async iterator over what `poll` finds; waits for a change, or for `wakes_at`, when it finds nothing."""
+    """Async iterator over what `next_after(position)` finds, within `async with`; waits for a change when it finds nothing."""
 
-    def __init__(
-        self, server: MemoryServer, poll: Callable[[], Any], wakes_at: Callable[[], float | None] = lambda: None
-    ) -> None:
-        self._server, self._poll, self._wakes_at = server, poll, wakes_at
+    def __init__(self, bus: MemoryBus, next_after: Callable[[int], tuple[int, Any] | None], position: int = 0) -> None:
+        self._bus, self._next_after, self._position = bus, next_after, position
+
+    async def __aenter__(self) -> _Feed:
+        self._bus._streams()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return
 
     def __aiter__(self) -> _Feed:
         return self
 
     async def __anext__(self) -> Any:
         while True:
-            if not self._server.reachable:
-                await self._server.wait(None)
-            elif (item := self._poll()) is not None:
+            if not self._bus.server.reachable:
+                await self._bus.server.wait(None)
+            elif (found := self._next_after(self._position)) is not None:
+                self._position, item = found
                 return item
             else:
-                await self._server.wait(self._wakes_at())
+                await self._bus.server.wait(min(self._bus._streams().expiries_s.values(), default=None))
 
 
 class MemoryBus:
@@ -197,19 +203,11 @@ class MemoryBus:
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         return self._append(self._streams().sequences, "sequences", payload, msg_id, headers)
 
-    @contextlib.asynccontextmanager
-    async def read_sequences(self, from_position: int) -> AsyncIterator[AsyncIterator[LogEntry]]:
-        position = from_position
-        self._streams()
+    def read_sequences(self, from_position: int) -> _Feed:
+        def next_after(position: int) -> tuple[int, LogEntry] | None:
+            return next((item for item in self._streams().sequences.entries.items() if item[0] > position), None)
 
-        def poll() -> LogEntry | None:
-            nonlocal position
-            log = self._streams().sequences
-            entry = log.entries.get(max(position, min(log.entries, default=0)))
-            position = entry.position + 1 if entry else position
-            return entry
-
-        yield _Feed(self.server, poll)
+        return _Feed(self, next_after, from_position - 1)
 
     async def purge_sequences(self, below_position: int) -> None:
         entries = self._streams().sequences.entries
@@ -233,25 +231,18 @@ class MemoryBus:
         streams.control[kind, actor] = ControlMessage(kind, actor, payload, streams.changes, headers)
         self.server.notify()
 
-    @contextlib.asynccontextmanager
-    async def watch_control(
-        self, kinds: Sequence[str], actor: str = ""
-    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
-        position, pairs = 0, watched(kinds, actor)
-        self._streams()
+    def watch_control(self, kinds: Sequence[str], actor: str = "") -> _Feed:
+        pairs = watched(kinds, actor)
 
-        def poll() -> ControlMessage | None:
-            nonlocal position
+        def next_after(position: int) -> tuple[int, ControlMessage] | None:
             newer = [
-                message
-                for key, message in self._streams().control.items()
-                if message.position > position and (key in pairs or (key[1] and (key[0], EVERY_ACTOR) in pairs))
+                (message.position, message)
+                for (kind, name), message in self._streams().control.items()
+                if message.position > position and ((kind, name) in pairs or (name and (kind, EVERY_ACTOR) in pairs))
             ]
-            found = min(newer, key=lambda message: message.position, default=None)
-            position = found.position if found else position
-            return replace(found) if found else None
+            return min(newer, key=lambda found: found[0], default=None)
 
-        yield _Feed(self.server, poll)
+        return _Feed(self, next_after)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
         streams = self._streams()
@@ -265,29 +256,21 @@ class MemoryBus:
             streams.change_member(actor, None)
         self.server.notify()
 
-    @contextlib.asynccontextmanager
-    async def watch_members(self) -> AsyncIterator[AsyncIterator[MemberEvent]]:
-        position = 0
+    def watch_members(self) -> _Feed:
         present: set[str] = set()
-        self._streams()
 
-        def poll() -> MemberEvent | None:
-            nonlocal position
-            streams, now_s = self._streams(), _now_s()
-            for actor in [actor for actor, at_s in streams.expiries_s.items() if at_s <= now_s]:
+        def next_after(position: int) -> tuple[int, MemberEvent] | None:
+            streams = self._streams()
+            for actor in [actor for actor, at_s in streams.expiries_s.items() if at_s <= _now_s()]:
                 del streams.expiries_s[actor]
                 streams.change_member(actor, None)
-            for change, actor, payload in sorted(
-                (at, actor, payload) for actor, (at, payload) in streams.members.items()
-            ):
-                if change > position:
-                    position = change
-                    if payload is not None or actor in present:
-                        (present.discard if payload is None else present.add)(actor)
-                        return MemberEvent(actor, payload)
+            for actor, (change, payload) in sorted(streams.members.items(), key=lambda item: item[1][0]):
+                if change > position and (payload is not None or actor in present):
+                    (present.discard if payload is None else present.add)(actor)
+                    return change, MemberEvent(actor, payload)
             return None
 
-        yield _Feed(self.server, poll, lambda: min(self._streams().expiries_s.values(), default=None))
+        return _Feed(self, next_after)
 
     def _append(self, log: Log, subject: str, payload: bytes, msg_id: str, headers: Headers) -> int:
         self._check_size(subject, payload)
