@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.bus.protocol import FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
-from pipelinerl.bus.streams import ACTORS
+from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"

@@ -108,6 +108,10 @@ def group_id_of(msg_id: str) -> str:
     return msg_id.partition("/")[0]
 
 
+ACTORS = "actors"
+"""The durable consumer of PROMPTS that all actors share."""
+
+
 class Subjects:
     """Subjects, streams and the membership bucket of one run. Subjects are prefixed by the run, so that runs share one NATS."""
 

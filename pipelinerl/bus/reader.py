@@ -29,8 +29,7 @@ from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg
 
 from pipelinerl.bus.link import AckSubject, Connection, bus_errors, is_stream_missing
-from pipelinerl.bus.protocol import NO_HEADERS, Headers, MemberEvent, StreamInfo, Subjects
-from pipelinerl.bus.streams import ACTORS
+from pipelinerl.bus.protocol import ACTORS, NO_HEADERS, Headers, MemberEvent, StreamInfo, Subjects
 from pipelinerl.errors import BusError, NotPermitted
 from pipelinerl.service.retry import Backoff, is_bus_outage, retry_forever
 
@@ -159,9 +158,8 @@ class Puller:
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    timeout_s
-                ):  # `wait_for` may swallow a cancellation that comes with a message
+                # `wait_for` may swallow a cancellation that comes with a message
+                async with asyncio.timeout(timeout_s):
                     await self._woken.wait()
         if self._error is not None:
             error, self._error = self._error, None
