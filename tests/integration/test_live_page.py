@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.reporting import page as board_module
+from services.trainer.reporting import page as live_page
 from services.trainer.reporting.page import PageBoard
 from tests.support.tools import tool
-from tests.unit.test_page_board import record, sample
-from tests.unit.test_page_routes import served
+from tests.unit.test_page import record, sample, served
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
@@ -74,7 +73,7 @@ async def test_a_tab_that_nobody_looks_at_holds_no_connection_and_catches_up() -
 async def test_a_page_that_finds_no_place_tries_the_events_again_and_not_the_history(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board_module, "MOST_READERS", 0)
+    monkeypatch.setattr(live_page, "MOST_READERS", 0)
     board = PageBoard()
     async with shown(board) as (page, asked):
         await page.locator("main[data-link=lost]").wait_for()
@@ -83,7 +82,7 @@ async def test_a_page_that_finds_no_place_tries_the_events_again_and_not_the_his
         assert asked.count("events") == 1, "not before the time that the server says"
         await page.clock.run_for(2000)
         await until(lambda: asked.count("events") == 2)
-        monkeypatch.setattr(board_module, "MOST_READERS", 1)
+        monkeypatch.setattr(live_page, "MOST_READERS", 1)
         board.step(record(2))
         async with asyncio.timeout(30):
             while not board.num_readers:
