@@ -57,40 +57,8 @@ MESSAGE_CHARACTERS, NAME_CHARACTERS, INSTANCE_CHARACTERS = 1024, 253, 128
 EventType = Literal["Normal", "Warning"]
 
 
-def event_body(
-    namespace: str,
-    about: Pod,
-    reason: str,
-    message: str,
-    type_: EventType,
-    *,
-    component: str,
-    instance: str,
-    now: datetime,
-) -> dict[str, Any]:
-    """A core v1 Event, as JSON. `component`: who says so; `instance`: the pod it runs in. Pure but for its name.
-
-    Without the uid of `about` `kubectl describe pod` does not show the Event, `kubectl get events` does.
-    """
-    suffix = f".{uuid.uuid4().hex[:16]}"
-    at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {
-        "metadata": {"name": about.name[: NAME_CHARACTERS - len(suffix)] + suffix, "namespace": namespace},
-        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": about.name}
-        | ({"uid": about.uid} if about.uid else {}),
-        "reason": reason,
-        "message": message if len(message) <= MESSAGE_CHARACTERS else message[: MESSAGE_CHARACTERS - 1] + "…",
-        "type": type_,
-        "firstTimestamp": at,
-        "lastTimestamp": at,
-        "source": {"component": component},
-        "reportingComponent": component,
-        "reportingInstance": instance[:INSTANCE_CHARACTERS],
-    }
-
-
 class EventRecorder:
-    """Sends Events of one component; used on one event loop."""
+    """Sends Events of one component, from the pod `instance`; used on one event loop."""
 
     def __init__(
         self,
@@ -117,20 +85,28 @@ class EventRecorder:
         if left_out is None:
             return
         text = f"{message} ({left_out} more like this since the last one)" if left_out else message
-        body = event_body(
-            self._client.namespace,
-            about,
-            reason,
-            text,
-            type_,
-            component=self._component,
-            instance=self._instance,
-            now=datetime.now(UTC),
-        )
         try:
-            self._queue.put_nowait(body)
+            self._queue.put_nowait(self._body(about, reason, text, type_))
         except asyncio.QueueFull:
             self.num_dropped += 1
+
+    def _body(self, about: Pod, reason: str, message: str, type_: EventType) -> dict[str, Any]:
+        """A core v1 Event, as JSON. Without the uid of `about` `kubectl describe pod` does not show it, `kubectl get events`
+        does."""
+        suffix, at = f".{uuid.uuid4().hex[:16]}", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        where = {"name": about.name, "namespace": self._client.namespace}
+        return {
+            "metadata": {**where, "name": about.name[: NAME_CHARACTERS - len(suffix)] + suffix},
+            "involvedObject": {"apiVersion": "v1", "kind": "Pod", **where} | ({"uid": about.uid} if about.uid else {}),
+            "reason": reason,
+            "message": message if len(message) <= MESSAGE_CHARACTERS else message[: MESSAGE_CHARACTERS - 1] + "…",
+            "type": type_,
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "source": {"component": self._component},
+            "reportingComponent": self._component,
+            "reportingInstance": self._instance[:INSTANCE_CHARACTERS],
+        }
 
     async def run(self) -> None:
         """Runs until cancelled."""

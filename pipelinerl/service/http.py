@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -130,19 +131,14 @@ async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] =
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:  # the second: no port has that number
-        listener.close()
-        why = error.strerror if isinstance(error, OSError) else error
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise ServiceError(
             f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); "
             "give another port, or 0 for any free one"
         ) from error
-    return listener
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackoff, KubeClient, Pod
-from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder, event_body
+from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER_POD = Pod("pipelinerl-trainer-0", "t-uid")
 ACTOR = Member("actor-x", "p1", pod_uid="a-uid")
 SHORT = KubeBackoff(first_s=0.01, most_s=0.02, denied_s=1000.0)
-AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @asynccontextmanager
 async def recording(client: KubeClient, **options: Any) -> AsyncIterator[EventRecorder]:
-    recorder = EventRecorder(client, component="pipelinerl-trainer", instance="t-0", backoff=SHORT, **options)
+    options = {"component": "pipelinerl-trainer", "instance": "t-0", "backoff": SHORT} | options
+    recorder = EventRecorder(client, **options)
     task = asyncio.create_task(recorder.run())
     try:
         yield recorder
@@ -101,14 +101,17 @@ async def test_an_actor_that_is_no_pod_is_told_of_at_the_trainers(api: ApiServer
     assert "actor laptop" in event["message"]
 
 
-def test_an_event_fits_what_the_api_takes() -> None:
-    about = Pod("n" * 253, "")
-    body = event_body(NAMESPACE, about, "RunFailed", "x" * 5000, "Warning", component="c", instance="i" * 300, now=AT)
+async def test_an_event_fits_what_the_api_takes(api: ApiServer, trainer: KubeClient) -> None:
+    async with recording(trainer, instance="i" * 300) as recorder:
+        recorder.emit(Pod("n" * 253, ""), "RunFailed", "x" * 5000, "Warning")
+        await recorder.drained()
+    (body,) = api.events.values()
     assert len(body["metadata"]["name"]) == 253
     assert re.fullmatch(r"n{236}\.[0-9a-f]{16}", body["metadata"]["name"])
     assert (len(body["message"]), body["message"][-1]) == (1024, "…")
     assert len(body["reportingInstance"]) == 128
-    assert body["firstTimestamp"] == body["lastTimestamp"] == "2026-01-02T03:04:05Z"
+    assert body["firstTimestamp"] == body["lastTimestamp"]
+    assert timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(body["lastTimestamp"]) < timedelta(minutes=1)
     assert "uid" not in body["involvedObject"]
 
 
