@@ -126,21 +126,17 @@ def test_layers_without_experts_are_dense() -> None:
 
 
 def test_windows_bound_the_layers_that_have_them() -> None:
-    config = Gemma2Config(**SMALL | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8})
-    flops = model_flops(config, num_parameters=0)
-    assert (flops.per_pair, flops.per_windowed_pair, flops.window) == (2 * 4 * 4 * 16, 2 * 4 * 4 * 16, 8)
-
-
-def test_all_layers_of_a_mistral_have_its_window_and_none_without_one() -> None:
-    windowed, full = (model_flops(config_of("mistral", sliding_window=size), 0) for size in (8, None))
-    assert (windowed.per_pair, windowed.window) == (0, 8)
-    assert (full.per_windowed_pair, full.window) == (0, 0)
-    assert windowed.per_windowed_pair == full.per_pair
-
-
-def test_a_window_that_qwen_does_not_use_is_none() -> None:
-    config = Qwen2Config(**SMALL | {"use_sliding_window": False, "sliding_window": 8})
-    assert model_flops(config, 0).per_windowed_pair == 0
+    half = Gemma2Config(**SMALL | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8})
+    unused = Qwen2Config(**SMALL | {"use_sliding_window": False, "sliding_window": 8})
+    for config, full, windowed in (
+        (half, 2, 2),
+        (config_of("mistral", sliding_window=8), 0, 3),
+        (config_of("mistral", sliding_window=None), 3, 0),
+        (unused, 3, 0),
+    ):
+        flops = model_flops(config, num_parameters=0)
+        assert (flops.per_pair, flops.per_windowed_pair) == (full * 4 * 4 * 16, windowed * 4 * 4 * 16)
+        assert flops.window == (8 if windowed else 0)
 
 
 def test_an_unknown_architecture_costs_twice_its_parameters() -> None:
@@ -156,52 +152,28 @@ def test_utilization_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tera_flops"),
+    ("name", "bfloat16", "float16"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA H800", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100-PCIE-40GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA A800-SXM4-80GB", 312.0),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 3090", 71.0),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA GB200", 2500.0),
-        ("AMD Instinct MI250X", 191.5),
-        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA H100 80GB HBM3", 989.4, 989.4),
+        ("NVIDIA H100 PCIe", 756.5, 756.5),
+        ("NVIDIA H200 NVL", 835.5, 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312.0, 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0, 312.0),
+        ("NVIDIA L40S", 362.05, 362.05),
+        ("NVIDIA GeForce RTX 4090", 165.2, 165.2),
+        ("NVIDIA GB200", 2500.0, 2500.0),
+        ("AMD Instinct MI250X", 191.5, 191.5),
+        ("Tesla V100-SXM2-16GB", None, 125.0),
+        *(
+            (name, None, None)
+            for name in ("cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10G", "NVIDIA H1000")
+        ),
+        *((f"NVIDIA GeForce RTX 4090 {variant}", None, None) for variant in ("Laptop GPU", "D")),
     ],
 )
-def test_peaks_of_known_devices(name: str, tera_flops: float) -> None:
-    assert peak_flops(name, "bfloat16") == pytest.approx(tera_flops * 1e12)
-    assert peak_flops(name, "float16") == pytest.approx(tera_flops * 1e12)
-    assert peak_flops(name, "float32") is None
-
-
-def test_a_v100_has_float16_only() -> None:
-    assert peak_flops("Tesla V100-SXM2-16GB", "float16") == 125e12
-    assert peak_flops("Tesla V100-SXM2-16GB", "bfloat16") is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cpu",
-        "",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A10G",
-        "NVIDIA H1000",
-    ],
-)
-def test_what_is_not_known_has_no_peak(name: str) -> None:
-    assert peak_flops(name, "bfloat16") is None
+def test_only_devices_that_are_known_exactly_have_a_peak(
+    name: str, bfloat16: float | None, float16: float | None
+) -> None:
+    for dtype, tera_flops in (("bfloat16", bfloat16), ("float16", float16), ("float32", None)):
+        peak = peak_flops(name, dtype)
+        assert peak == (None if tera_flops is None else pytest.approx(tera_flops * 1e12))

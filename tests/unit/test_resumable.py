@@ -75,16 +75,13 @@ def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_recipe_file_that_was_edited_is_compared_with_the_checkpoints(tmp_path: Path) -> None:
+def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", (5,))
-    edited = run.recipe.read_text().replace("max_lag: null", "max_lag: 3")
-    run.recipe.write_text(edited)
+    original = run.recipe.read_text()
+    run.recipe.write_text(original.replace("max_lag: null", "max_lag: 3"))
     with pytest.raises(ChangedRecipe, match=r"algorithm\.max_lag: null → 3"):
         plan_resume(run)
-
-
-def test_a_folder_that_lacks_something_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", (5,))
+    run.recipe.write_text(original)
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
         plan_resume(run)
@@ -100,36 +97,24 @@ def test_another_recipe_is_compared_with_the_folders(tmp_path: Path) -> None:
     assert "steps: 100" in run.recipe.read_text(), "nothing is written before the run starts"
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        (["run.json"], "it has no run.json"),
-        (["recipe.yaml"], "it has no recipe.yaml"),
-        (["recipe.yaml", "run.json"], "it has no recipe.yaml and no run.json"),
-    ],
-)
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, missing: list[str], said: str) -> None:
-    run = run_folder(tmp_path)
-    for name in missing:
-        (run.path / name).unlink()
-    with pytest.raises(FieldError, match=said) as raised:
-        find_run(tmp_path)
-    assert raised.value.field == "--resume"
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    def refused(said: str, path: Path = tmp_path) -> None:
+        with pytest.raises(FieldError, match=said) as raised:
+            find_run(path)
+        assert raised.value.field == "--resume"
 
-
-def test_other_things_that_are_no_run(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match="there is no such folder"):
-        find_run(tmp_path / "gone")
+    refused("there is no such folder", tmp_path / "gone")
     run = run_folder(tmp_path)
-    with pytest.raises(FieldError, match="is a file"):
-        find_run(run.recipe)
+    refused("is a file", run.recipe)
     for content in ("{", "[]", '{"name": "x"}'):
         run.identity.write_text(content)
-        with pytest.raises(FieldError, match="does not name the run"):
-            find_run(tmp_path)
+        refused("does not name the run")
     run.identity.write_text('{"run": "../x"}')
-    with pytest.raises(FieldError, match="use 1-40 lowercase letters"):
-        find_run(tmp_path)
+    refused("use 1-40 lowercase letters")
+    run.identity.unlink()
+    refused("it has no run.json")
+    run.recipe.unlink()
+    refused("it has no recipe.yaml and no run.json")
 
 
 def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Path) -> None:
@@ -161,29 +146,33 @@ def test_pids_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             plan_resume(run)
 
 
-def test_a_finished_run_needs_more_steps(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, (100,))
-    write_json(run.summary, {"steps": 100, "interrupted": False})
-    with pytest.raises(
-        FieldError, match=r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200"
-    ):
-        plan_resume(run)
-    assert plan_resume(run, None, ["trainer.steps=101"]).version == 100
-
-
-def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, (60,))
-    with pytest.raises(FieldError, match=r"trainer\.steps = 50: 60 are taken"):
-        plan_resume(run, None, ["trainer.steps=50"])
-
-
 @pytest.mark.parametrize(
-    "summary", [{"steps": 100, "interrupted": True}, {"steps": 100, "interrupted": False, "error": "x"}]
+    ("taken", "steps", "summary", "refused"),
+    [
+        (
+            100,
+            100,
+            {"interrupted": False},
+            r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200",
+        ),
+        (100, 101, {"interrupted": False}, ""),
+        (60, 50, None, r"trainer\.steps = 50: 60 are taken"),
+        # ended between the last step and the run's end
+        (100, 100, {"interrupted": True}, ""),
+        (100, 100, {"interrupted": False, "error": "x"}, ""),
+    ],
 )
-def test_a_run_that_ended_between_its_last_step_and_its_end_goes_on(tmp_path: Path, summary: dict[str, Any]) -> None:
-    run = run_folder(tmp_path, (100,))
-    write_json(run.summary, summary)
-    assert plan_resume(run).version == 100
+def test_a_run_goes_on_while_steps_are_left_or_its_end_is_missing(
+    tmp_path: Path, taken: int, steps: int, summary: dict[str, Any] | None, refused: str
+) -> None:
+    run = run_folder(tmp_path, (taken,))
+    if summary is not None:
+        write_json(run.summary, {"steps": taken, **summary})
+    if refused:
+        with pytest.raises(FieldError, match=refused):
+            plan_resume(run, None, [f"trainer.steps={steps}"])
+    else:
+        assert plan_resume(run, None, [f"trainer.steps={steps}"]).version == taken
 
 
 @pytest.mark.parametrize(
@@ -210,15 +199,7 @@ def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tm
     assert (tmp_path / "logs").is_dir()
 
 
-def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
-    run = run_folder(tmp_path)
-    with locked(run), pytest.raises(FieldError, match="another command runs in it"), locked(run):
-        pass
-    with locked(run):
-        pass
-
-
-def test_a_folder_is_free_again_when_its_command_was_killed(tmp_path: Path) -> None:
+def test_one_command_at_a_time_uses_a_folder_and_it_is_free_again_when_that_was_killed(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     code = (
         "import sys, pathlib; from pipelinerl.local.resume import locked; from pipelinerl.run_dir import RunDir\n"
@@ -228,7 +209,7 @@ def test_a_folder_is_free_again_when_its_command_was_killed(tmp_path: Path) -> N
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(FieldError), locked(run):
+        with pytest.raises(FieldError, match="another command runs in it"), locked(run):
             pass
         child.kill()
         child.wait()

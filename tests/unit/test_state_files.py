@@ -141,17 +141,15 @@ def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
 
 def test_a_damaged_state_is_told_of(tmp_path: Path) -> None:
     folder = written(tmp_path / "state")
-    for name, keep in ((".metadata", 100), ("__0_0.distcp", 5000), ("__0_0.distcp", 0)):
-        damaged = tmp_path / f"{name}-{keep}"
+    for number, (name, keep) in enumerate(((".metadata", 100), ("__0_0.distcp", 5000), ("__0_0.distcp", None))):
+        damaged = tmp_path / str(number)
         shutil.copytree(folder, damaged)
-        os.truncate(damaged / name, keep)
+        if keep is None:
+            (damaged / name).unlink()
+        else:
+            os.truncate(damaged / name, keep)
         with pytest.raises(ServiceError, match=f"the state in {damaged} is damaged: "):
             restore(learner(), damaged)
-    shutil.rmtree(damaged)
-    shutil.copytree(folder, damaged)
-    (damaged / "__0_0.distcp").unlink()
-    with pytest.raises(ServiceError, match=r"damaged: .*No such file"):
-        restore(learner(), damaged)
 
 
 def save_until(number: int, folder: str, said: Connection) -> None:

@@ -18,60 +18,54 @@ SQUARES = CostModel(per_token=0.0, per_pair=2.0)
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 
 
-def test_cost_of_full_attention_by_hand() -> None:
+def test_costs_by_hand() -> None:
     # 10 · 3 tokens + 100 · 2 outputs + 7 · (1 + 2 + 3) pairs
     assert CostModel(10, 100, 7).of([3], outputs=[2]).tolist() == [272]
     assert CostModel(10, 100, 7).of([3, 1]).tolist() == [372, 117]
-
-
-def test_cost_of_a_window_by_hand() -> None:
     # 5 tokens that see 2 each at most: 1 + 2 + 2 + 2 + 2; 2 tokens are within the window: 1 + 2
     assert CostModel(0, per_windowed_pair=1, window=2).of([5, 2]).tolist() == [9, 3]
-
-
-def test_a_window_as_long_as_the_sequence_is_full_attention() -> None:
-    windowed = CostModel(0, per_windowed_pair=3, window=50).of(range(1, 51))
+    windowed = CostModel(0, per_windowed_pair=3, window=50).of(range(1, 51))  # no sequence is longer
     assert windowed.tolist() == CostModel(0, per_pair=3).of(range(1, 51)).tolist()
 
 
-def test_two_ranks_by_hand() -> None:
-    # Best fit: 6 + 4 | 5 + 2, one slot. LPT over two ranks: 6 | 5, 4 | then 2 on the 6.
-    plan = plan_step([6, 4, 5, 2], budget=10, num_ranks=2)
-    assert plan.slots == [[[2, 1], [0, 3]]]
-    assert plan.costs == [[9, 8]]
-    assert plan.imbalance == pytest.approx(1 - 17 / 18)
+OUTPUTS = CostModel(per_token=0, per_output_token=1)
 
 
-def test_the_cost_decides_and_not_the_tokens() -> None:
-    # Tokens would be even as 4 + 1 | 2 + 2 + 1; costs n (n + 1) are 20, 6, 6, 2, 2: 20 | 6 + 6 + 2 + 2.
-    plan = plan_step([4, 2, 2, 1, 1], budget=8, num_ranks=2, cost_model=SQUARES)
-    assert plan.costs == [[20, 16]]
-    assert plan.slots == [[[0], [1, 2, 3, 4]]]
-
-
-def test_long_sequences_share_a_slot() -> None:
-    """Two long ones in two slots would let the other rank wait twice."""
-    plan = plan_step([8, 2, 8, 2, 2, 2], budget=8, num_ranks=2, cost_model=SQUARES)
-    assert plan.costs == [[72, 72], [12, 12]]
-    assert plan.imbalance == 0
-
-
-def test_predicted_tokens_count_where_they_are_known() -> None:
-    model = CostModel(per_token=0, per_output_token=1)
-    plan = plan_step([4, 4, 4, 4], budget=12, num_ranks=2, cost_model=model, outputs=[3, 1, 1, 1])
-    assert plan.costs == [[3, 3]]
-
-
-def test_more_ranks_than_sequences_leaves_ranks_empty() -> None:
-    plan = plan_step([5, 5], budget=10, num_ranks=4)
-    assert plan.slots == [[[0], [1], [], []]]
-    assert plan.imbalance == 0.5
-    assert [plan.of_rank(rank) for rank in range(4)] == [[[0]], [[1]], [[]], [[]]]
-
-
-def test_no_sequences_need_no_slot() -> None:
-    plan = plan_step([], budget=10, num_ranks=2)
-    assert (plan.slots, plan.imbalance, plan.of_rank(1)) == ([], 0.0, [])
+@pytest.mark.parametrize(
+    ("lengths", "budget", "ranks", "model", "outputs", "slots", "costs"),
+    [
+        # Best fit: 6 + 4 | 5 + 2, one slot. LPT over two ranks: 6 | 5, 4 | then 2 on the 6.
+        ([6, 4, 5, 2], 10, 2, UNIT_COST, None, [[[2, 1], [0, 3]]], [[9, 8]]),
+        # Tokens would be even as 4 + 1 | 2 + 2 + 1; costs n (n + 1) are 20, 6, 6, 2, 2: 20 | 6 + 6 + 2 + 2.
+        ([4, 2, 2, 1, 1], 8, 2, SQUARES, None, [[[0], [1, 2, 3, 4]]], [[20, 16]]),
+        # Two long ones in two slots would let the other rank wait twice.
+        ([8, 2, 8, 2, 2, 2], 8, 2, SQUARES, None, None, [[72, 72], [12, 12]]),
+        # Predicted tokens count where they are known.
+        ([4, 4, 4, 4], 12, 2, OUTPUTS, [3, 1, 1, 1], None, [[3, 3]]),
+        # More ranks than sequences leave ranks empty.
+        ([5, 5], 10, 4, UNIT_COST, None, [[[0], [1], [], []]], [[5, 5, 0, 0]]),
+        ([], 10, 2, UNIT_COST, None, [], []),
+        # Replicas that meet only at the end of a step wait for the largest sum: 9 + 6 and 8 + 7, not 9 + 7 and 8 + 6.
+        ([9, 8, 7, 6], 10, 2, UNIT_COST, None, [[[0], [1]], [[3], [2]]], [[9, 8], [6, 7]]),
+    ],
+)
+def test_plans_by_hand(
+    lengths: list[int],
+    budget: int,
+    ranks: int,
+    model: CostModel,
+    outputs: list[int] | None,
+    slots: list[list[list[int]]] | None,
+    costs: list[list[float]],
+) -> None:
+    plan = plan_step(lengths, budget, num_ranks=ranks, cost_model=model, outputs=outputs)
+    assert plan.costs == costs
+    assert slots is None or plan.slots == slots
+    waited = 1 - sum(map(sum, costs)) / (ranks * sum(map(max, costs))) if costs else 0.0
+    assert plan.imbalance == pytest.approx(waited)
+    assert [plan.of_rank(rank) for rank in range(ranks)] == [
+        [slot[rank] for slot in plan.slots] for rank in range(ranks)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -144,8 +138,3 @@ def test_levelling_the_slots_beats_evening_them() -> None:
     """Evened alone, these plans wait for 3.3% of the time."""
     lengths = [reasoning_lengths(seed, 64, 8192) for seed in range(8)]
     assert np.mean([plan_step(each, 8192, 4, QWEN_1_5B).imbalance for each in lengths]) < 0.02
-
-
-def test_ranks_are_even_over_the_whole_step_too() -> None:
-    """Replicas that meet only at the end of a step wait for the largest sum: 9 + 6 and 8 + 7, not 9 + 7 and 8 + 6."""
-    assert plan_step([9, 8, 7, 6], budget=10, num_ranks=2).slots == [[[0], [1]], [[3], [2]]]

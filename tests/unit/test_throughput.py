@@ -10,45 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
-from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import (
     HostMark,
     PhaseTimer,
-    cost_model_of,
-    mark_for,
     process_memory_peak,
     take_memory_peak,
-    training_flops,
 )
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner, StepOutcome
 from services.trainer.policy_trainer import throughput
 from services.trainer.records import update_idle_s
-from tests.unit.builders import make_group, make_recipe, make_sequence
-
-
-def outcome(tokens_trained: int = 300) -> StepOutcome:
-    metrics = {"tokens_trained": tokens_trained, "tokens_computed": 400}
-    return StepOutcome(metrics, {"plan": 0.5, "optimizer": 1.5}, 3 * 2**29, {})
+from tests.support.learner import group_of, model_of, sequences_of
+from tests.unit.builders import make_recipe
 
 
 def test_throughput_by_hand() -> None:
-    assert throughput(outcome(), 1e15, 2.0, num_devices=4, peak_flops=5e14) == {
-        "tokens_per_s": {"trained": 150.0, "computed": 200.0},
-        "mfu": 0.25,
-        "memory_peak_gib": 1.5,
-        "compute_s": {"plan": 0.5, "optimizer": 1.5},
-    }
-
-
-def test_a_skipped_step_on_an_unknown_device_trained_nothing_and_has_no_utilization() -> None:
-    figures = throughput(outcome(0), 1e15, 2.0, num_devices=4, peak_flops=None)
-    assert figures["mfu"] is None
-    assert figures["tokens_per_s"] == {"trained": 0.0, "computed": 200.0}
+    """On four devices whose peak is known, and of a skipped step where it is not."""
+    told = {"memory_peak_gib": 1.5, "compute_s": {"plan": 0.5, "optimizer": 1.5}}
+    for trained, peak_flops, rate, mfu in ((300, 5e14, 150.0, 0.25), (0, None, 0.0, None)):
+        metrics = {"tokens_trained": trained, "tokens_computed": 400}
+        outcome = StepOutcome(metrics, {"plan": 0.5, "optimizer": 1.5}, 3 * 2**29, {})
+        expected = {"tokens_per_s": {"trained": rate, "computed": 200.0}, "mfu": mfu, **told}
+        assert throughput(outcome, 1e15, 2.0, num_devices=4, peak_flops=peak_flops) == expected
 
 
 def test_idle_time_is_that_of_sending() -> None:
@@ -151,38 +137,17 @@ def test_what_the_device_has_not_finished_is_counted_with_the_next_step() -> Non
 # Measured
 
 
-def groups() -> list[TrainingGroup]:
-    group = make_group()
-    return [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
-
-
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64,
-        )
-    )  # fmt: skip
-
-
-def test_a_step_of_the_learner_tells_its_phases() -> None:
-    learner = Learner(wrap_model(tiny_model()), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=64))
+def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
+    """A layer has q and o 2 · 32 · 32, k and v 2 · 32 · 16, three of 32 · 48: 7680 weights; head 32 · 23; 4 · 32 a pair."""
+    learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=64))
+    group = group_of(sequences_of([(3, 2), (3, 2)]))
+    assert learner.prepare([group], 2).flops == 3 * 2 * (5 * 2 * 2 * 7680 + 2 * 2 * 32 * 23 + 15 * 2 * 4 * 32)
+    assert learner.peak_flops is None
     for _ in range(2):
-        outcome = learner.train_step(groups(), version=2)
+        outcome = learner.train_step([group], version=2)
         assert set(outcome.phases_s) == {"plan", "build", "to_device", "forward_backward", "totals", "optimizer"}
         assert all(0 < seconds < math.inf for seconds in outcome.phases_s.values())
         assert outcome.metrics["imbalance"] == 0
-
-
-def test_flops_of_a_step_by_hand() -> None:
-    # Layer: q and o 2 · 8 · 8, k and v 2 · 8 · 4, three of 8 · 16: 576 weights; head 8 · 32; attention 4 · 8 a pair.
-    sequences = [sequence for group in groups() for sequence in group.sequences]
-    counts = [(sequence.num_tokens, sequence.num_completion_tokens) for sequence in sequences]
-    assert counts == [(5, 2), (5, 2)]
-    step = training_flops(cost_model_of(tiny_model()), *zip(*counts, strict=True))
-    assert step == 3 * 2 * (5 * 2 * 576 + 2 * 2 * 256 + 15 * 32)
-    assert Learner(wrap_model(tiny_model()), AlgorithmConfig(), TrainerConfig()).peak_flops is None
 
 
 def test_memory_of_the_process_rises_with_what_it_holds() -> None:
@@ -201,7 +166,3 @@ def test_without_a_status_file_the_system_is_asked(monkeypatch: pytest.MonkeyPat
     told = process_memory_peak()
     monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", tmp_path / "none")
     assert process_memory_peak() >= told * 0.99
-
-
-def test_a_cpu_is_timed_by_the_host() -> None:
-    assert isinstance(mark_for(torch.device("cpu"))(), HostMark)

@@ -48,22 +48,19 @@ def model_config(**warmstart: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("careful", "completion"),
+    ("question", "careful", "completion"),
     [
-        ((1.0,), "12+7=19;19-5=14;14+8=22;#22"),
-        ((0.0,), "12+7-5+8=22;#22"),
-        ((0.0, 1.0), "12+7-5=14;14+8=22;#22"),
-        ((1.0, 0.0), "12+7=19;19-5+8=22;#22"),
+        ("12+7-5+8=", (1.0,), "12+7=19;19-5=14;14+8=22;#22"),
+        ("12+7-5+8=", (0.0,), "12+7-5+8=22;#22"),
+        ("12+7-5+8=", (0.0, 1.0), "12+7-5=14;14+8=22;#22"),
+        ("12+7-5+8=", (1.0, 0.0), "12+7=19;19-5+8=22;#22"),
+        ("3-9-8=", (1.0,), "3-9=-6;-6-8=-14;#-14"),
+        ("4--3=", (1.0,), "4--3=7;#7"),
+        ("7=", (1.0,), "#7"),
     ],
 )
-def test_care_and_haste_by_hand(careful: tuple[float, ...], completion: str) -> None:
-    assert demonstrate("12+7-5+8=", careful, random.Random(0)) == completion
-
-
-def test_negative_sums_and_short_questions() -> None:
-    assert demonstrate("3-9-8=", [1.0], random.Random(0)) == "3-9=-6;-6-8=-14;#-14"
-    assert demonstrate("4--3=", [1.0], random.Random(0)) == "4--3=7;#7"
-    assert demonstrate("7=", [1.0], random.Random(0)) == "#7"
+def test_care_and_haste_by_hand(question: str, careful: tuple[float, ...], completion: str) -> None:
+    assert demonstrate(question, careful, random.Random(0)) == completion
 
 
 @pytest.mark.parametrize("question", ["", "3+4", "3+=", "3*4=", "What is 3+4="])
@@ -93,16 +90,12 @@ def test_care_is_as_likely_as_it_says() -> None:
     assert careful[True] / 4000 == pytest.approx(0.3, abs=0.03)  # four standard errors
 
 
-def test_lessons_come_first() -> None:
+def test_lessons_come_first_and_the_learning_rate_warms_up_and_falls() -> None:
     config = WarmStartConfig(steps=10, lessons=0.8, careful_in_lessons=0.9, careful=(0.4, 0.2))
     assert [careful_at(step, config) for step in (0, 7, 8, 9)] == [(0.9,), (0.9,), (0.4, 0.2), (0.4, 0.2)]
-
-
-def test_learning_rate_warms_up_and_falls() -> None:
     config = WarmStartConfig(steps=100, warmup_steps=10)
     factors = [learning_rate_factor(step, config) for step in range(100)]
-    assert factors[0] == pytest.approx(0.1)
-    assert factors[50] == pytest.approx(0.03 + 0.97 * 0.5)
+    assert (factors[0], factors[50]) == (pytest.approx(0.1), pytest.approx(0.03 + 0.97 * 0.5))
     assert 0.03 < factors[99] < 0.031
     assert factors[9:] == sorted(factors[9:], reverse=True)
 
