@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.launch import num_ranks
 from tests.unit.builders import make_recipe
+from tests.unit.ranks import free_port
 
 AGENT = """
 import json, sys
@@ -68,8 +70,6 @@ Agents = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start_agent(tmp_path: Path) -> Iterator[Agents]:
     """Starts an agent with so many ranks that run `worker`; whatever is left at the end is killed."""
-    import json
-
     started: list[subprocess.Popen[str]] = []
     (tmp_path / "agent.py").write_text(AGENT)
 
@@ -95,12 +95,6 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
         agent.communicate()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def gone(pid: int) -> bool:
     """Whether the process has ended; a zombie has."""
     try:
@@ -114,19 +108,12 @@ def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
     return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
 
 
-def test_the_ranks_of_a_node_meet(start_agent: Agents) -> None:
-    agent = start_agent(SUM_OF_RANKS, 2)
-    output, _ = agent.communicate(timeout=WAIT_S)
-    assert agent.returncode == 0
-    assert sorted(output.splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
-
-
-def test_the_ranks_of_two_nodes_meet_and_node_0_has_rank_0(start_agent: Agents) -> None:
+def test_the_ranks_of_two_nodes_meet_and_node_0_has_the_first_ranks(start_agent: Agents) -> None:
     rendezvous = f"127.0.0.1:{free_port()}"
-    first, second = (start_agent(SUM_OF_RANKS, 1, nodes=2, node=node, rendezvous=rendezvous) for node in (0, 1))
-    outputs = [agent.communicate(timeout=WAIT_S)[0] for agent in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert outputs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+    agents = [start_agent(SUM_OF_RANKS, 2, nodes=2, node=node, rendezvous=rendezvous) for node in (0, 1)]
+    outputs = [sorted(agent.communicate(timeout=WAIT_S)[0].splitlines()) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0]
+    assert outputs == [["rank 0 of 4: 10", "rank 1 of 4: 10"], ["rank 2 of 4: 10", "rank 3 of 4: 10"]]
 
 
 def test_when_a_node_is_lost_the_other_ends_and_both_meet_again_in_the_same_place(
@@ -179,22 +166,11 @@ def test_sigterm_ends_ranks_and_agent_well(start_agent: Agents) -> None:
 
 def test_ranks_do_not_outlive_a_killed_agent(start_agent: Agents) -> None:
     agent = start_agent(WAITS, 2)
-    pids = pids_of(agent, 2)
-    descriptors = [os.pidfd_open(pid) for pid in pids]
+    descriptors = [os.pidfd_open(pid) for pid in pids_of(agent, 2)]
     agent.kill()
-    import select
-
-    poll = select.poll()
     for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    ended: set[int] = set()
-    while len(ended) < len(pids):
-        ready = poll.poll(WAIT_S * 1000)
+        ready, _, _ = select.select([descriptor], [], [], WAIT_S)
         assert ready, "a rank outlives its agent"
-        for descriptor, _ in ready:
-            ended.add(descriptor)
-            poll.unregister(descriptor)
-    for descriptor in descriptors:
         os.close(descriptor)
 
 

@@ -58,6 +58,28 @@ class Job:
         return make_recipe(model=model, trainer=trainer, algorithm=self.algorithm)
 
 
+Cases = dict[str, tuple[str, dict[str, Any]]]
+"""By name: a model of `jobs_of`, and what its `Job` has beside the folder."""
+
+
+def jobs_of(cases: Cases, tmp_path_factory: Any) -> dict[str, Job]:
+    """Of tiny models, each saved once in a folder of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.support.learner import VOCABULARY, build, model_of
+
+    folders: dict[str, str] = {}
+    for family, _ in cases.values():
+        if family not in folders:
+            folders[family] = str(tmp_path_factory.mktemp(family))
+            if family == "gpt2":
+                sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+                build(GPT2Config, GPT2LMHeadModel, **sizes).save_pretrained(folders[family])
+            else:
+                model_of(family, max_position_embeddings=64).save_pretrained(folders[family])
+    return {name: Job(folders[family], **changes) for name, (family, changes) in cases.items()}
+
+
 def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float = WAIT_S) -> list[Any]:
     """What `role(*arguments)` returns on each of `size` ranks, whose environment is the one that torchrun gives.
 

@@ -33,7 +33,7 @@ from services.trainer.learn.lora import (
     served_weights,
 )
 from services.trainer.learn.meter import frozen_flops, model_flops
-from services.trainer.learn.model import blank_policy, frozen_copy, load_policy, wrap_model
+from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import RankZero
@@ -186,19 +186,6 @@ def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     assert without.train_step([group], 3).metrics["reference_kl"] > 1e-3  # the next step still trains adapters
 
 
-def test_a_step_with_the_reference_inside_is_that_with_a_copy() -> None:
-    group = group_of(sequences_of(LENGTHS))
-    outcomes = []
-    for copied in (False, True):
-        policy = train(adapted("llama-tied"), steps=2).policy
-        reference = wrap_model(model("llama-tied")) if copied else None
-        trainer = TrainerConfig(learning_rate=2e-2, tokens_per_microbatch=64, lora=RANK_4)
-        learning = Learner(policy, AlgorithmConfig(kl_coefficient=0.5), trainer, reference=reference)
-        outcomes.append((learning.train_step([group], 2).metrics, served(policy)))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert all(torch.equal(weight, outcomes[1][1][name]) for name, weight in outcomes[0][1].items())
-
-
 def test_adapters_come_back_after_an_error() -> None:
     policy = train(adapted("llama-tied")).policy
     before = policy.sequence_logprobs(TOKENS)
@@ -256,19 +243,6 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     assert not (exported(policy, tmp_path / "checkpoint") / "adapter").exists()
 
 
-def test_a_blank_policy_has_the_same_parameters(tmp_path: Path) -> None:
-    model("llama-tied").save_pretrained(tmp_path)
-    config = ModelConfig(source="path", name=str(tmp_path), max_context=64, dtype="bfloat16")
-    policy = load_policy(str(tmp_path), config, lora=RANK_4)
-    blank = blank_policy(str(tmp_path), config, policy.attention, policy.own_logits, lora=RANK_4)
-
-    def form(policy: Policy) -> list[Any]:
-        named = policy.model.named_parameters()
-        return [(name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in named]
-
-    assert form(blank) == form(policy)
-
-
 @pytest.mark.parametrize(
     ("targets", "problem"),
     [
@@ -290,18 +264,18 @@ def test_a_quantised_model_is_refused() -> None:
         add_adapters(quantised, RANK_4)
 
 
-@pytest.mark.parametrize(
-    ("lora", "field"),
-    [({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"target_modules": []}, "name at least one layer")],
-)
-def test_recipes_that_cannot_be(lora: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        make_recipe(trainer={"tokens_per_microbatch": 64, "batch_size": 4, "lora": lora})
-
-
-def test_a_recipe_says_adapters_by_naming_one_field() -> None:
-    recipe: Recipe = make_recipe(trainer={"tokens_per_microbatch": 64, "batch_size": 4, "lora": {"rank": 8}})
+def test_a_recipe_says_adapters_by_naming_one_field_and_cannot_say_some() -> None:
+    sizes = {"tokens_per_microbatch": 64, "batch_size": 4}
+    recipe: Recipe = make_recipe(trainer={**sizes, "lora": {"rank": 8}})
     assert recipe.trainer.lora == LoraConfig(rank=8, alpha=32.0, rslora=False, target_modules="all-linear")
+    wrong: dict[str, dict[str, Any]] = {
+        "rank": {"rank": 0},
+        "alpha": {"alpha": 0.0},
+        "name at least": {"target_modules": []},
+    }
+    for field, lora in wrong.items():
+        with pytest.raises(ValueError, match=field):
+            make_recipe(trainer={**sizes, "lora": lora})
 
 
 def test_frozen_products_cost_two_passes_of_three() -> None:

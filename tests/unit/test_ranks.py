@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
@@ -35,8 +34,8 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero, weight_sender
 from services.trainer.worker import worker_loop
-from tests.support.learner import VOCABULARY, build, group_of, model_of, sequences_of
-from tests.unit.ranks import Job, on_ranks
+from tests.support.learner import group_of, sequences_of
+from tests.unit.ranks import Cases, Job, jobs_of, on_ranks
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -143,7 +142,7 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             np.testing.assert_allclose(right["sampled"][key], weights, rtol=100 * atol)
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: Cases = {
     "tied": ("llama-tied", {}),
     "untied": ("qwen2-untied", {"algorithm": {"normalization": "token"}}),
     "fewer sequences than ranks": ("llama-tied", {"lengths": tuple(SHORT)}),
@@ -194,13 +193,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+ON_FOUR: Cases = {
     "rows shared by four": ("llama-tied", {"trainer": {"context_parallel": 4}}),
     "hybrid": ("qwen2-untied", {"trainer": {"shard_ranks": 2}}),
     "hybrid, adapters": ("qwen2-untied", {"trainer": {"shard_ranks": 2, "lora": {"rank": 4}}}),
     "hybrid, rows shared": ("llama-tied", {"trainer": {"shard_ranks": 2, "context_parallel": 2}}),
 }
-ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+ROUNDED: Cases = {
     "adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
 }
 """Ranks round gradients and sums differently, so that equality is to the dtype's rounding only."""
@@ -210,15 +209,7 @@ SIZES = {2: CASES | ROUNDED, 4: {name: CASES[name] for name in ON_MORE_THAN_ONE_
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    folders = {}
-    models = {family: model_of(family, max_position_embeddings=64) for family in ("llama-tied", "qwen2-untied")}
-    gpt2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    models["gpt2"] = build(GPT2Config, GPT2LMHeadModel, **gpt2)
-    for family, model in models.items():
-        folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder)
-        folders[family] = str(folder)
-    return {name: Job(folders[family], **changes) for name, (family, changes) in (CASES | ON_FOUR | ROUNDED).items()}
+    return jobs_of(CASES | ON_FOUR | ROUNDED, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

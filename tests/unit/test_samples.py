@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -105,98 +106,65 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
     return fast(tokenizer)
 
 
-def test_bytes_of_one_character_stand_at_the_last_of_them(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "né the🙂!"
-    ids = np.array([*bytes_tokenizer.convert_tokens_to_ids(["n", "Ã", "©", "Ġthe"]),
-                    *bytes_tokenizer.convert_tokens_to_ids(["ð", "Ł", "Ļ", "Ĥ", "!"]), 257], dtype=np.int32)  # fmt: skip
-    assert bytes_tokenizer.decode(ids.tolist(), skip_special_tokens=True) == text
-    pieces = TokenPieces(bytes_tokenizer).of(ids, text, 100)
-    assert pieces == ["n", "", "é", " the", "", "", "", "🙂", "!", ""]
-    assert TokenPieces(bytes_tokenizer).of(ids, text, 5) == ["n", "", "é", " the", ""]
-
-
-def test_words_keep_the_spaces_that_the_text_has(words_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = np.array([0, 1, 2, 0, 4], dtype=np.int32)
-    assert words_tokenizer.decode(ids.tolist(), skip_special_tokens=True) == "the cats the"
-    assert TokenPieces(words_tokenizer).of(ids, "the cats the", 100) == ["the", " cat", "s", " the", ""]
-
-
-def test_bytes_that_never_become_a_character_are_left_to_the_text(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = np.array(bytes_tokenizer.convert_tokens_to_ids(["n", "Ã"]), dtype=np.int32)
-    text = bytes_tokenizer.decode(ids.tolist())
-    pieces = TokenPieces(bytes_tokenizer).of(ids, text, 100)
-    assert pieces is not None
-    assert (text, "".join(pieces), len(pieces)) == ("n\ufffd", text, 2)
-
-
-def test_pieces_that_do_not_make_the_text_are_none(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = np.array(bytes_tokenizer.convert_tokens_to_ids(["n", "n"]), dtype=np.int32)
-    assert TokenPieces(bytes_tokenizer).of(ids, "another text", 100) is None
+def test_pieces_are_those_of_the_text(
+    bytes_tokenizer: PreTrainedTokenizerFast, words_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A character stands at the last of its bytes; bytes that never become one are left to the text; words keep its spaces."""
+    ids = bytes_tokenizer.convert_tokens_to_ids
+    for tokenizer, token_ids, text, pieces in (
+        (bytes_tokenizer, [*ids(["n", "Ã", "©", "Ġthe"]), 257], "né the", ["n", "", "é", " the", ""]),
+        (bytes_tokenizer, ids(["ð", "Ł", "Ļ", "Ĥ", "!"]), "🙂!", ["", "", "", "🙂", "!"]),
+        (bytes_tokenizer, ids(["n", "Ã"]), "n\ufffd", ["n", "\ufffd"]),
+        (words_tokenizer, [0, 1, 2, 0, 4], "the cats the", ["the", " cat", "s", " the", ""]),
+    ):
+        assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+        for most in (100, 3):
+            assert TokenPieces(tokenizer).of(np.array(token_ids, dtype=np.int32), text, most) == pieces[:most]
+    assert TokenPieces(bytes_tokenizer).of(np.array(ids(["n", "n"]), dtype=np.int32), "another text", 100) is None
 
 
 class Counting:
-    def __init__(self) -> None:
-        self.asked = 0
+    """Counts the calls and the tokens that it is asked about."""
+
+    def __init__(
+        self, text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(97 + token) for token in ids)
+    ) -> None:
+        self.text_of, self.calls, self.tokens = text_of, 0, 0
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.asked += 1
-        return "".join(chr(97 + token) for token in token_ids)
+        self.calls, self.tokens = self.calls + 1, self.tokens + len(token_ids)
+        return self.text_of(token_ids)
 
 
-class Stripping(Counting):
-    """Each token is a word with a space before it, which a text does not begin with."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.asked += 1
-        return "".join(f" {chr(97 + token)}" for token in token_ids).removeprefix(" ")
-
-
-def test_a_tokenizer_that_drops_the_first_space_is_asked_about_each_token_a_few_times() -> None:
-    tokenizer = Stripping()
-    pieces = TokenPieces(tokenizer)
-    ids = [index % 4 for index in range(200)]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    for _ in range(3):
-        assert pieces.of(np.array(ids, dtype=np.int32), text, 3) == ["a", " b", " c"]
-    assert tokenizer.asked <= 20
-
-
-class Measuring(Counting):
-    """Token 0 is a byte that never becomes a character."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.asked += len(token_ids)
-        return "".join("\ufffd" if token == 0 else "x" for token in token_ids).replace("\ufffd" * 3, "\ufffd")
+def test_a_tokenizer_is_asked_about_each_token_a_few_times() -> None:
+    """Once, or a few times where a text does not begin with the space that stands before each word."""
+    spaced = Counting(lambda ids: "".join(f" {chr(97 + token)}" for token in ids).removeprefix(" "))
+    for tokenizer, text, calls in ((Counting(), "abcd" * 50, 4), (spaced, " ".join("abcd" * 50), 19)):
+        pieces = TokenPieces(tokenizer)
+        for _ in range(3):
+            first = pieces.of(np.arange(200, dtype=np.int32) % 4, text, 3)
+            assert first == (["a", "b", "c"] if calls == 4 else ["a", " b", " c"])
+        assert tokenizer.calls <= calls
 
 
 def test_bytes_without_end_cost_no_more_than_their_number() -> None:
-    tokenizer = Measuring()
+    """Token 0 is a byte that never becomes a character."""
+    tokenizer = Counting(
+        lambda ids: "".join("x" if token else "\ufffd" for token in ids).replace("\ufffd" * 3, "\ufffd")
+    )
     ids = [1, *[0] * 5000]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    tokenizer.asked = 0
+    text = tokenizer.text_of(ids)
     assert TokenPieces(tokenizer).of(np.array(ids, dtype=np.int32), text, 5001) == ["x", *[""] * 5000]
-    assert tokenizer.asked < len(ids)
+    assert tokenizer.tokens < len(ids)
 
 
 def test_a_tokenizer_that_fails_costs_the_tokens_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-            raise OverflowError("no such token")
-
-    pieces = TokenPieces(Broken())
+    pieces = TokenPieces(Counting(lambda ids: chr(-1)))
     for _ in range(3):
         assert pieces.of(np.array([1, 2], dtype=np.int32), "ab", 10) is None
     assert [one.getMessage() for one in caplog.records] == [
         "samples are written without tokens where the tokenizer fails"
     ]
-
-
-def test_a_tokenizer_is_asked_about_each_token_once() -> None:
-    tokenizer = Counting()
-    pieces = TokenPieces(tokenizer)
-    for _ in range(5):
-        assert pieces.of(np.array([0, 1, 0, 2], dtype=np.int32), "abac", 100) == ["a", "b", "a", "c"]
-    assert tokenizer.asked == 3
 
 
 # Lines

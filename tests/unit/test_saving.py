@@ -18,8 +18,8 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import worker_loop
-from tests.support.learner import group_of, model_of, sequences_of
-from tests.unit.ranks import UNEVEN, Job, on_ranks, saved_beside
+from tests.support.learner import group_of, sequences_of
+from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks, saved_beside
 
 SAVED_AT, STEPS = 2, 4
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def trace_all(work: dict[str, tuple[Job, Path]], resumed: bool) -> dict[str, Tra
     return traces
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: Cases = {
     "decaying rate": ("qwen2-untied", {"trainer": {"schedule": "cosine", "warmup_steps": 1, "steps": 5}}),
     "value head and reference": ("llama-tied", {"algorithm": {"advantage": "value", "kl_coefficient": 0.1}}),
     "adapters and reference": (
@@ -96,23 +96,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a step that was skipped": ("llama-tied", {"broken": True}),
 }
-ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+ROUNDED: Cases = {
     "bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}}),
     "adapters in bfloat16": ("llama-tied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
 }
 """One rank rounds differently than two: equality is of equally many ranks only."""
 HYBRID = "hybrid"
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {HYBRID: ("qwen2-untied", {"trainer": {"shard_ranks": 2}})}
+HYBRIDS: Cases = {HYBRID: ("qwen2-untied", {"trainer": {"shard_ranks": 2}})}
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    folders = {}
-    for family in ("llama-tied", "qwen2-untied"):
-        folder = tmp_path_factory.mktemp(family)
-        model_of(family, max_position_embeddings=64).save_pretrained(folder)
-        folders[family] = str(folder)
-    return {name: Job(folders[family], **changes) for name, (family, changes) in (CASES | ROUNDED | HYBRIDS).items()}
+    return jobs_of(CASES | ROUNDED | HYBRIDS, tmp_path_factory)
 
 
 SAVED_BY = {1: CASES | ROUNDED, 2: CASES | ROUNDED, 4: HYBRIDS}
