@@ -145,10 +145,16 @@ class GradientsKept(PolicyOptimizer):
 
 
 def packed_gradients(
-    policy: Policy, group: TrainingGroup, config: AlgorithmConfig, budget: int = 128, **options: Any
+    policy: Policy,
+    group: TrainingGroup,
+    config: AlgorithmConfig,
+    budget: int = 128,
+    pad_multiple: int = 1,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     trainer = TrainerConfig(tokens_per_microbatch=budget)
     learner = Learner(policy, config, trainer, **options)
+    learner.pad_multiple = pad_multiple
     learner.optimizer = GradientsKept(policy.model.parameters(), trainer)
     policy.model.zero_grad()
     learner.train_step([group], version=0)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from pipelinerl.recipe.fields import ModelConfig
 from services.trainer.checkpoint.files import (
     partial_folder,
     prune,
     put_in_place,
     tidy,
 )
-from services.trainer.policy_trainer import load_tokenizer
-from tests.unit.builders import make_recipe
+from services.trainer.learn.model import hub_arguments
 
 
 def replace_by(folder: Path, text: str) -> None:
@@ -63,20 +60,11 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-10", "step-100"]
 
 
-@pytest.mark.parametrize(("revision", "hub"), [("abc123", True), ("", True), ("abc123", False)])
-def test_a_hub_tokenizer_is_of_the_recipes_revision(
-    revision: str, hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoTokenizer
-
-    asked: dict[str, Any] = {}
-
-    def from_pretrained(source: str, **arguments: Any) -> str:
-        asked.update(arguments)
-        return source
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    source = "org/model" if hub else str(tmp_path)
-    model = {"source": "hub", "name": "org/model", "revision": revision, "max_context": 64}
-    assert load_tokenizer(source, make_recipe(model=model)) == source
-    assert asked.get("revision", "") == (revision if hub else "")
+def test_what_is_loaded_from_a_hub_is_of_the_recipes_revision(tmp_path: Path) -> None:
+    for source, revision, asked in (
+        ("org/model", "abc123", {"revision": "abc123"}),
+        ("org/model", "", {}),
+        (str(tmp_path), "abc123", {}),
+    ):
+        config = ModelConfig(source="hub", name="org/model", revision=revision, max_context=64)
+        assert hub_arguments(source, config) == {"trust_remote_code": False, **asked}

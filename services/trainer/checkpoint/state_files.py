@@ -56,11 +56,7 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """The state by name: the learner's own tensors, which change with the next step; moments in 8 bit as it keeps them.
-
-    Whoever fills all of them with another state of the same names and shapes, puts float32 tensors in the place of those in
-    8 bit, and calls `adopt`, has restored it.
-    """
+    """The state by name: the learner's own tensors, which change with the next step; moments in 8 bit as it keeps them."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -72,20 +68,6 @@ def learner_state(learner: Learner) -> dict[str, Tensor]:
     if learner.policy.device.type == "cuda":
         state[_random(learner, "cuda")] = torch.cuda.get_rng_state(learner.policy.device)
     return state
-
-
-@torch.no_grad()
-def adopt(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Takes over from `state`, which is `learner_state`'s with other values, what is not in the learner's own tensors."""
-    for name, stepped in trained_parameters(learner).items():
-        for moment, value in learner.optimizer.moments(stepped).items():
-            if is_quantized(value):
-                local_part(value).copy_(local_part(state[f"{moment}/{name}"]))
-    learner.optimizer.publish_masters()
-    learner.optimizer.steps_taken = int(state[STEPS_TAKEN])
-    torch.set_rng_state(state[_random(learner, "cpu")])
-    if learner.policy.device.type == "cuda":
-        torch.cuda.set_rng_state(state[_random(learner, "cuda")], learner.policy.device)
 
 
 def _random(learner: Learner, device_type: str) -> str:
@@ -166,6 +148,7 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
     )
 
 
+@torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
     """Gives `learner` the state in `folder`, which any number of ranks has written. Every rank calls it, and reads by itself.
 
@@ -185,7 +168,15 @@ def restore(learner: Learner, folder: Path) -> None:
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     except CheckpointException as error:
         raise ServiceError(f"the state in {folder} is damaged: {error.failures[0][0]!r}") from error
-    adopt(learner, state)
+    for name, stepped in trained_parameters(learner).items():
+        for moment, value in learner.optimizer.moments(stepped).items():
+            if is_quantized(value):
+                local_part(value).copy_(local_part(state[f"{moment}/{name}"]))
+    learner.optimizer.publish_masters()
+    learner.optimizer.steps_taken = int(state[STEPS_TAKEN])
+    torch.set_rng_state(state[_random(learner, "cpu")])
+    if learner.policy.device.type == "cuda":
+        torch.cuda.set_rng_state(state[_random(learner, "cuda")], learner.policy.device)
 
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

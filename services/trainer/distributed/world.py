@@ -185,7 +185,11 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
     saving = Links(dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT), layout.size)
     mesh, host = _shard_mesh(layout, device), torch.device("cpu")
     host_mesh = mesh if device == host else _shard_mesh(layout, host)
-    return World(layout, device, links, mesh, _row_group(layout, device), saving, host_mesh)
+    row_group = None
+    if layout.sequence_ranks > 1:
+        shape = (layout.data_ranks, layout.sequence_ranks)
+        row_group = init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
+    return World(layout, device, links, mesh, row_group, saving, host_mesh)
 
 
 def leave_ranks() -> None:
@@ -199,10 +203,3 @@ def _shard_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
     if copies == 1:
         return init_device_mesh(device.type, (layout.size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (copies, layout.shard_ranks), mesh_dim_names=("copy", "shard"))
-
-
-def _row_group(layout: RankLayout, device: torch.device) -> Any:
-    if layout.sequence_ranks == 1:
-        return None
-    shape = (layout.data_ranks, layout.sequence_ranks)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()

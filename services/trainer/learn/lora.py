@@ -44,21 +44,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
     `source`: where the model is from, for whoever loads the adapter later. Raises `FieldError` for a model or target that
     cannot have adapters.
     """
+    from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
 
     targets = _targets(model, config)
-    inject_adapter_in_model(_peft_config(config, targets, source), model, NAME)
-    model.requires_grad_(False)
-    for adapter in layer_adapters(model).values():
-        for factor in (adapter.a, adapter.b):
-            factor.data = factor.data.to(adapter.weight.dtype)
-            factor.requires_grad_(True)
-
-
-def _peft_config(config: LoraConfig, targets: dict[str, nn.Module], source: str) -> peft.LoraConfig:
-    from peft import LoraConfig as PeftLoraConfig
-
-    return PeftLoraConfig(
+    of_peft = PeftLoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=source or None,
         r=config.rank,
@@ -69,6 +59,12 @@ def _peft_config(config: LoraConfig, targets: dict[str, nn.Module], source: str)
         bias="none",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
     )
+    inject_adapter_in_model(of_peft, model, NAME)
+    model.requires_grad_(False)
+    for adapter in layer_adapters(model).values():
+        for factor in (adapter.a, adapter.b):
+            factor.data = factor.data.to(adapter.weight.dtype)
+            factor.requires_grad_(True)
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:

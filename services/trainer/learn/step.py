@@ -187,12 +187,11 @@ class Learner:
         trainer: TrainerConfig,
         *,
         temperature: float = 1.0,
-        pad_multiple: int = 1,
         world: World | None = None,
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature` is the one that μ samples at; `pad_multiple` rounds packed rows up, for kernels that like it.
+        """`temperature` is the one that μ samples at.
 
         `reference`: the policy that the KL term is to, what `policy` is now when None. `compute_dtype`: of matrix products,
         where it is not that of the weights.
@@ -201,7 +200,8 @@ class Learner:
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
-        self.pad_multiple = pad_multiple * policy.row_multiple
+        self.pad_multiple = policy.row_multiple
+        """What packed rows are rounded up to."""
         self.world = world or alone(policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
