@@ -142,7 +142,7 @@ class Feeder:
             else:
                 published += 1
                 done = tuple(sorted(known.members))
-                group = replace(self._group(group_number(group_id)), done_samples=done)
+                group = replace(self._group(int(group_id.removeprefix("g"))), done_samples=done)
                 await self._send(group, f"{group_id}/{name}")
         return published
 
@@ -215,11 +215,6 @@ def unusable_prompts(recipe: Recipe, reason: str, detail: str) -> str:
 def sampling_of(recipe: Recipe) -> SamplingParams:
     sampling = recipe.sampling
     return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
-
-
-def group_number(group_id: str) -> int:
-    """The number in a group's id."""
-    return int(group_id.removeprefix("g"))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:

@@ -61,11 +61,6 @@ _FIXES = {
 _ANY_FIX = "read the warnings in the trainer's log"
 
 
-def most_lost_in_a_row(recipe: Recipe) -> int:
-    """Groups, after which the run is given up."""
-    return recipe.trainer.give_up_after_groups or max(STEPS_IN_A_ROW * groups_per_step(recipe), FEWEST_IN_A_ROW)
-
-
 def lost_groups_message(num_groups: int, reasons: Counter[str]) -> str:
     """What to tell the user when `num_groups` in a row were lost for these reasons of the ledger."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
@@ -228,7 +223,8 @@ class Intake:
             self._lost_reasons.clear()
             return good
         self._lost_in_a_row += 1
-        if self._lost_in_a_row >= most_lost_in_a_row(self._recipe):
+        by_steps = max(STEPS_IN_A_ROW * groups_per_step(self._recipe), FEWEST_IN_A_ROW)
+        if self._lost_in_a_row >= (self._recipe.trainer.give_up_after_groups or by_steps):
             raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons))
         return ()
 
