@@ -31,7 +31,7 @@ from pipelinerl.audit.replay import (
     split_id,
 )
 from pipelinerl.bus.jetstream import Bus
-from pipelinerl.bus.protocol import LogEntry, group_id_of
+from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
@@ -120,11 +120,11 @@ def _some(ids: set[str] | frozenset[str], most: int = 3) -> str:
 
 @dataclass
 class StreamLook:
-    """What was seen. `durable`: position of the newest checkpoint, up to which messages may be purged."""
+    """What was seen of SEQUENCES as `info` says it was. `durable`: position of the newest checkpoint, up to which messages may
+    be purged."""
 
-    durable: int = 0
-    first_position: int = 1
-    last_position: int = 0
+    info: StreamInfo
+    durable: int
     messages: int = 0
     positions: dict[str, int] = field(default_factory=dict)
     """Of the first readable message of each sequence."""
@@ -338,7 +338,7 @@ async def look(bus: Bus, durable: int) -> StreamLook:
     """SEQUENCES up to its present end, and what is on PROMPTS before or after that. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
-    seen = StreamLook(durable, info.first_position, info.last_position)
+    seen = StreamLook(info, durable)
     async for entry in _entries(bus, info.last_position):
         seen.messages += 1
         try:
@@ -376,7 +376,7 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
         group, sample = split_id(sequence_id)
-        may_be_issued = 0 <= group_number(group) < reserved and not replay.knows(group)
+        may_be_issued = 0 <= group_number(group) < reserved and not replay.was_issued(group, 0)
         if not (replay.was_issued(group, sample) or may_be_issued):
             unknown.append(sequence_id)
     return unknown

@@ -93,9 +93,6 @@ class Replay:
         closed = {outcome.value: count for outcome, count in self._closed.items()}
         return LedgerCounts(issued=self._issued, in_flight=self._issued - sum(self._closed.values()), **closed)
 
-    def knows(self, group: str) -> bool:
-        return group in self._samples
-
     def was_issued(self, group: str, sample: int) -> bool:
         return 0 <= sample < self._samples.get(group, 0)
 

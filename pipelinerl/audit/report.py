@@ -40,8 +40,8 @@ def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
         },
         "streams": None if seen is None else {
             "messages": seen.messages,
-            "first_position": seen.first_position,
-            "last_position": seen.last_position,
+            "first_position": seen.info.first_position,
+            "last_position": seen.info.last_position,
             "durable_position": seen.durable,
             "repeated": seen.repeated,
             "unreadable": list(seen.unreadable),
@@ -116,8 +116,8 @@ def _streams(audit: Audit) -> Iterator[str]:
     if seen is None:
         return
     yield (
-        f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.first_position)} to "
-        f"{number(seen.last_position)}; durable up to {number(seen.durable)}"
+        f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.info.first_position)} to "
+        f"{number(seen.info.last_position)}; durable up to {number(seen.durable)}"
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [

@@ -114,8 +114,8 @@ class FakeTracker:
 
 
 @contextmanager
-def thread_of(tracker: FakeTracker, **options: float) -> Iterator[tuple[TrackerThread, RunTrackers]]:
-    thread = TrackerThread("fake", RUN, lambda: tracker, **options)  # type: ignore[arg-type]
+def thread_of(tracker: FakeTracker) -> Iterator[tuple[TrackerThread, RunTrackers]]:
+    thread = TrackerThread("fake", RUN, lambda: tracker)
     try:
         yield thread, RunTrackers([thread])
     finally:
@@ -156,11 +156,12 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
 
 
 async def test_a_tracker_that_is_slow_loses_the_oldest_points_and_nothing_else(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(trackers_module, "BACKLOG", 3)
     tracker = FakeTracker()
     tracker.go.clear()
-    with thread_of(tracker, backlog=3) as (thread, trackers):
+    with thread_of(tracker) as (thread, trackers):
         await asyncio.to_thread(tracker.called.wait, 60)
         for step in range(10):
             trackers.step({"step": step})
@@ -205,10 +206,15 @@ async def test_a_tracker_that_fails_is_warned_of_once_without_secrets(
     ],
 )
 async def test_a_tracker_that_is_away_at_the_start_is_tried_again_after_a_while(
-    refusals: int, retry_open_s: float, took: list[object], caplog: pytest.LogCaptureFixture
+    refusals: int,
+    retry_open_s: float,
+    took: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(trackers_module, "RETRY_OPEN_S", retry_open_s)
     tracker = FakeTracker(refusals)
-    with thread_of(tracker, retry_open_s=retry_open_s) as (_, trackers):
+    with thread_of(tracker) as (_, trackers):
         for step in (1, 2):
             trackers.step({"step": step})
         trackers.heldout(evaluation(3))

@@ -49,18 +49,10 @@ Call = Callable[[Tracker], None]
 class TrackerThread:
     """Makes the queued calls in order. `lost`: points that the tracker has not taken, those under way included."""
 
-    def __init__(
-        self,
-        name: str,
-        run: TrackedRun,
-        open_this: Callable[[], Tracker],
-        *,
-        backlog: int = BACKLOG,
-        retry_open_s: float = RETRY_OPEN_S,
-    ) -> None:
+    def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
         """`open_this` imports the tracker's library, which may be missing."""
-        self.name, self._run, self._open, self._retry_open_s = name, run, open_this, retry_open_s
-        self._points: deque[Call] = deque(maxlen=backlog)
+        self.name, self._run, self._open = name, run, open_this
+        self._points: deque[Call] = deque(maxlen=BACKLOG)
         self._end: Call | None = None
         self._changed = threading.Condition()
         self._tracker: Tracker | None = None
@@ -118,7 +110,7 @@ class TrackerThread:
             if self._tracker is None:
                 if time.monotonic() < self._retry_at_s:
                     return False
-                self._retry_at_s = time.monotonic() + self._retry_open_s
+                self._retry_at_s = time.monotonic() + RETRY_OPEN_S
                 tracker = self._open()
                 tracker.start(self._run)
                 self._tracker = tracker
