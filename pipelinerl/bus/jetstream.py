@@ -7,11 +7,12 @@ that is full or unreachable raises `BusError`, and the caller keeps what it hold
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ from pipelinerl.bus.reader import (
     stream_info,
 )
 from pipelinerl.errors import BusError, FieldError, PayloadTooLarge
+from pipelinerl.service.lifecycle import unless_stopped
 from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.service.settings import BusSettings
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +101,30 @@ async def connect(
             yield bus
         finally:
             await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def service_bus(
+    settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
+) -> AsyncIterator[Bus]:
+    """The bus of a service, which may start before its NATS does: it is waited for. Raises `StartStopped` where `stop` is set
+    before, and what no waiting heals."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def opened() -> Awaitable[Bus]:
+            bus = connect(
+                settings.nats_url,
+                settings.run,
+                limits=limits,
+                name=settings.instance,
+                credentials=settings.nats_credentials,
+                tls_dir=settings.nats_tls_dir,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                request_timeout_s=request_timeout_s,
+            )
+            return stack.enter_async_context(bus)
+
+        yield await unless_stopped(retry_forever(opened, "connect"), stop)
 
 
 class Bus:

@@ -12,14 +12,14 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
 import grpc
 import numpy as np
 from opentelemetry.trace import SpanKind
 
-from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, Bus, connect
+from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.errors import MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
@@ -39,9 +39,8 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
+from pipelinerl.service.lifecycle import Readiness, StartStopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry import attributes as a
@@ -89,20 +88,7 @@ async def serve(
         )
         engine = await stack.enter_async_context(started)
         readiness.reason = "waiting for NATS"
-
-        def connected() -> Awaitable[Bus]:
-            return stack.enter_async_context(
-                connect(
-                    settings.nats_url,
-                    settings.run,
-                    name=settings.instance,
-                    credentials=settings.nats_credentials,
-                    tls_dir=settings.nats_tls_dir,
-                    connect_timeout_s=CONNECT_TIMEOUT_S,
-                )
-            )
-
-        bus = await unless_stopped(retry_forever(connected, "connect"), stop)
+        bus = await stack.enter_async_context(service_bus(settings, stop))
         verifier = VerifierClient(
             settings.verifier,
             tls_dir=settings.tls_dir,

@@ -7,11 +7,10 @@ from its newest checkpoint.
 from __future__ import annotations
 
 import asyncio
-import functools
 from contextlib import AsyncExitStack, suppress
 
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.bus.jetstream import CONNECT_TIMEOUT_S, connect
+from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.loading import load_recipe
@@ -59,18 +58,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
         readiness.reason = "waiting for NATS"
-
-        nats = functools.partial(
-            connect,
-            settings.nats_url,
-            settings.run,
-            limits=stream_limits(settings),
-            name=settings.instance,
-            credentials=settings.nats_credentials,
-            tls_dir=settings.nats_tls_dir,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-        )
-        bus = await unless_stopped(retry_forever(lambda: stack.enter_async_context(nats()), "connect"), stop)
+        bus = await stack.enter_async_context(service_bus(settings, stop, stream_limits(settings)))
         made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe)

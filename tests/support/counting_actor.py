@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.following import background
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
@@ -129,7 +129,8 @@ def main(options: Options) -> int:
 
     ServingActor.options = options
     app.Actor = ServingActor  # type: ignore[misc]
-    app.connect = partial(connect, limits=StreamLimits(ack_wait_s=options.ack_wait_s), request_timeout_s=2.0)
+    limits = StreamLimits(ack_wait_s=options.ack_wait_s)
+    app.service_bus = partial(service_bus, limits=limits, request_timeout_s=2.0)  # type: ignore[assignment]
     app.VerifierClient = partial(VerifierClient, backoff=Backoff(0.02, 0.1))  # type: ignore[misc, assignment]
     return run_service(ActorSettings, "actor", partial(app.serve, start=start))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.bus.jetstream import connect
+from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.local.nats import NatsServer
@@ -183,7 +183,7 @@ async def waiting_for_nats(
 ) -> AsyncIterator[tuple[asyncio.Event, asyncio.Task[None]]]:
     """An actor that has tried in vain to reach NATS, 0.2 s at a time; it has to end in the block, where its stop can be set."""
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
-    monkeypatch.setattr(app, "connect", lambda *a, **k: connect(*a, **k | {"connect_timeout_s": 0.2}))
+    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
     stop = asyncio.Event()
     actor = asyncio.create_task(app.serve(settings().model_copy(update=changes), stop, CONTEXT, scripted_engine))
     async with asyncio.timeout(30):
