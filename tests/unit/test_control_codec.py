@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from math import inf, nan
 from typing import Any
 
@@ -86,9 +85,11 @@ def test_a_wrong_control_message_names_its_field(message: Any, field: str, chang
 @given(st.sampled_from(MESSAGES).flatmap(lambda message: damaged(st.just(message.SerializeToString()))))
 def test_damaged_bytes_are_an_error_or_a_valid_control_message(data: bytes) -> None:
     for message in MESSAGES:
-        with contextlib.suppress(MessageError):
+        try:
             survivor = decode_control(data, type(message))  # type: ignore[type-var]
-            assert decode_control(survivor.SerializeToString(), type(message)) == survivor  # type: ignore[type-var]
+        except MessageError:
+            continue
+        assert decode_control(survivor.SerializeToString(), type(message)) == survivor  # type: ignore[type-var]
 
 
 def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
@@ -121,6 +122,8 @@ def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -
 
 @given(damaged(st.just(build_manifest(FACTORS).to_bytes())))
 def test_damaged_bytes_are_an_error_or_a_valid_manifest(data: bytes) -> None:
-    with contextlib.suppress(MessageError):
+    try:
         survivor = Manifest.from_bytes(data)
-        assert Manifest.from_bytes(survivor.to_bytes()).manifest_id == survivor.manifest_id
+    except MessageError:
+        return
+    assert Manifest.from_bytes(survivor.to_bytes()).manifest_id == survivor.manifest_id
