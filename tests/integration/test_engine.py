@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from pipelinerl.transfer.manifest import build_manifest
 from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
+from services.trainer.distributed.world import ADAPTER, WEIGHTS
 from services.trainer.learn.model import load_policy
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
@@ -93,7 +95,7 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
     np.testing.assert_allclose(before, learner.score(np.array(TOKENS)), atol=TOLERANCE)
 
     run.sender = WeightSender(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
-    run.sent = learner.adapter
+    run.sent = partial(learner.gather, ADAPTER)
     await run.connect()
     assert run.loading[-1].mode == "shadow"
     before = await check_step(run, learner, V[1], before)
@@ -102,7 +104,7 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
     before = await check_step(run, learner, V[3], before)
 
     run.sender = WeightSender(whole_weights(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
-    run.sent = learner.weights
+    run.sent = partial(learner.gather, WEIGHTS)
     await replaced(run)
     await check_step(run, learner, V[4], before)
 
