@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpc import aio
 
@@ -40,7 +40,6 @@ from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.resume import Resume
 from services.trainer.server import TrainerService
-from services.trainer.weight_sync.membership import MemberChange
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class TrainingRun:
             join_timeout_s=recipe.weights.join_timeout_s,
             on_served=self._version_served,
             on_joined=self._joined,
-            on_member=self._member_changed,
+            on_member=recorder.member_changed,
             on_aborted=recorder.update_aborted,
             on_regroup=recorder.regrouped,
         )
@@ -115,9 +114,9 @@ class TrainingRun:
         finished = False
         try:
             finished = await self._train(stop)
-            self.recorder.in_order(self.loop.version, finished=finished)
+            self.recorder.in_order(finished=finished)
         finally:
-            summary = self._write_summary(finished)
+            summary = self.recorder.write_summary(finished=finished)
             self.resume.end(self.loop.version, finished=finished)
             self.recorder.end(summary, finished=finished)
             try:
@@ -195,16 +194,11 @@ class TrainingRun:
             await stop.wait()
             heartbeat.cancel()
 
-    def _write_summary(self, finished: bool) -> dict[str, Any]:
-        return self.recorder.write_summary(
-            self.tracker.ledger, self.loop.version, self.updater.evictions, finished=finished
-        )
-
     async def _checkpoint_on_stop(self) -> None:
         """Of after the step under way. One that is not on disk in time is left out: the one before stays."""
         if self.loop.version == self._start.version and self.loop.waiting_for:
             return  # nothing was trained since the checkpoint that this trainer started from
-        self._write_summary(finished=False)  # whoever stops this process may not wait for the rest
+        self.recorder.write_summary(finished=False)  # whoever stops this process may not wait for the rest
         within_s = self._settings.stop_checkpoint_s
         try:
             async with asyncio.timeout(within_s):
@@ -253,9 +247,6 @@ class TrainingRun:
     def _version_served(self, update: UpdateRecord) -> None:
         self.recorder.served(update)
         self.feeder.look_again()
-
-    def _member_changed(self, change: MemberChange) -> None:
-        self.recorder.member_changed(change, self.updater.serving.keys())
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:

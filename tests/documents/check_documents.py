@@ -15,7 +15,7 @@ from deploy.tools import recipe_reference as reference
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.groups import StaleReason
-from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.rl.ledger import LedgerCounts, Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyStatus
 from tests.unit.builders import make_group, make_recipe, make_sequence
@@ -158,6 +158,7 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
     from services.trainer.reporting.metrics import TrainerMetrics
     from services.trainer.reporting.recorder import Recorder
     from services.trainer.weight_sync.updater import UpdateRecord
+    from tests.unit.trainer_fakes import parts_of_a_run
 
     group = make_group()
     batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
@@ -165,7 +166,8 @@ def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
         recorder = Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
         recorder.served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
         recorder.step(figures_of_a_step(), batch, tokens_arrived=4)
-        recorder.write_summary(Ledger(), 1, finished=True)
+        recorder.watch(parts_of_a_run())
+        recorder.write_summary(finished=True)
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import VersionSpan
-from pipelinerl.rl.ledger import Ledger, LedgerCounts
+from pipelinerl.rl.ledger import LedgerCounts
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, HeldoutSample, Parity
 from services.trainer.learn.batch import TrainingGroup
@@ -23,7 +23,7 @@ from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.updater import UpdateRecord
 from tests.unit.builders import make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import step_figures
+from tests.unit.trainer_fakes import parts_of_a_run, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
@@ -50,7 +50,8 @@ class Desk:
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
 
     def summary(self) -> dict[str, Any]:
-        self.recorder.write_summary(Ledger(), self.taken, finished=True)
+        self.recorder.watch(parts_of_a_run(version=self.taken))
+        self.recorder.write_summary(finished=True)
         return json.loads((self.run_dir / "summary.json").read_text())
 
     def of(self, name: str, **labels: str) -> float | None:

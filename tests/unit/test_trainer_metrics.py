@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from services.trainer.reporting.recorder import group_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.updater import UpdateRecord
 from tests.unit.builders import make_group, make_sequence
-from tests.unit.trainer_fakes import step_figures
+from tests.unit.trainer_fakes import parts_of_a_run, step_figures
 
 
 class Exported:
@@ -33,13 +32,7 @@ class Exported:
         return self.registry.get_sample_value(f"pipelinerl_trainer_{name}", labels)
 
     def watch(self, tracker: SequenceTracker | None = None) -> None:
-        updater = SimpleNamespace(served_version=-1, member_states={"serving": 4}, epoch=2, bad_messages=1)
-        intake = SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0)
-        loop, feeder = SimpleNamespace(version=3), SimpleNamespace(allowance=5)
-        run = SimpleNamespace(
-            loop=loop, updater=updater, feeder=feeder, intake=intake, tracker=tracker or SequenceTracker()
-        )
-        self.metrics.watch(run, lambda: trainer_pb2.TRAINER_PHASE_TRAINING)  # type: ignore[arg-type]
+        self.metrics.watch(parts_of_a_run(tracker), lambda: trainer_pb2.TRAINER_PHASE_TRAINING)
 
     def step(self, **figures: object) -> None:
         """A step's record with these figures."""

@@ -220,6 +220,19 @@ class FakePort:
         return
 
 
+def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> Any:
+    """What metrics, page and summary read of a `TrainingRun`."""
+    return SimpleNamespace(
+        loop=SimpleNamespace(version=version, waiting_for=""),
+        updater=SimpleNamespace(
+            served_version=-1, member_states={"serving": 4}, members={}, epoch=2, bad_messages=1, evictions=0
+        ),
+        feeder=SimpleNamespace(allowance=5),
+        intake=SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0),
+        tracker=tracker or SequenceTracker(),
+    )
+
+
 class FakeUpdater:
     """Everything offered is served at once, by `members`."""
 

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from pipelinerl.kube.client import Pod
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import all_equal
-from pipelinerl.rl.ledger import Ledger, Outcome
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_summary import RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
@@ -162,9 +161,9 @@ class Recorder:
         self.metrics.checkpoints.written(written)
         self._events.checkpoint_written(written)
 
-    def in_order(self, version: int, *, finished: bool) -> None:
+    def in_order(self, *, finished: bool) -> None:
         """The run came to its last step, or was stopped before; it did not fail."""
-        self._events.ended(version, self._recipe.trainer.steps, finished=finished)
+        self._events.ended(self._training.loop.version, self._recipe.trainer.steps, finished=finished)
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """However the run ended. No sink is told anything after this."""
@@ -201,13 +200,12 @@ class Recorder:
         self.metrics.membership.updates.labels("aborted").inc()
         self._events.update_failed(version, epoch, actor, reason)
 
-    def member_changed(self, change: MemberChange, serving: AbstractSet[str]) -> None:
-        """`serving`: actors at the served version when it changed, that of the change counted or not."""
+    def member_changed(self, change: MemberChange) -> None:
         if change.kind == "joined":
             self.metrics.membership.joins.inc()
         if change.cause is not None:
             self.metrics.membership.evictions.labels(change.cause.value).inc()
-        others = serving - {change.member.actor}
+        others = self._training.updater.serving.keys() - {change.member.actor}
         self._events.member(change, len(others) + (change.kind == "joined"))
 
     def regrouped(self, epoch: int) -> None:
@@ -312,14 +310,15 @@ class Recorder:
         if self._context is not None:
             self._context.policy_version = version
 
-    def write_summary(self, ledger: Ledger, version: int, evictions: int = 0, *, finished: bool) -> dict[str, Any]:
+    def write_summary(self, *, finished: bool) -> dict[str, Any]:
         """summary.json from everything so far."""
-        wall_s = time.monotonic() - self._started_at
+        run, wall_s = self._training, time.monotonic() - self._started_at
+        ledger = run.tracker.ledger
         reasons = {outcome.value: ledger.reasons(outcome) for outcome in Outcome}
         summary = self.totals.summary(self._recipe, ledger.counts.as_dict())
-        summary["membership"]["evictions"] = evictions
+        summary["membership"]["evictions"] = run.updater.evictions
         summary |= {
-            "policy_version": version,
+            "policy_version": run.loop.version,
             "interrupted": not finished,
             "wall_s": wall_s,
             "sequence_reasons": {name: dict(counts) for name, counts in reasons.items() if counts},
