@@ -30,6 +30,7 @@ from torch import Tensor
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError
+from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
@@ -226,16 +227,8 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
     async with connect(spec.url, spec.run, limits=spec.limits, name=spec.name, request_timeout_s=2.0) as bus:
         metrics = ActorMetrics(CollectorRegistry())
         listener = UpdateListener(bus, receiver, gate, metrics, instance=spec.name, process=process)
-        heartbeat = Heartbeat(
-            bus,
-            gate,
-            lambda: listener.manifest_id,
-            actor=spec.name,
-            process=process,
-            grpc_address="-:1",
-            ranks=1,
-            pod_uid=spec.pod_uid,
-        )
+        me = Registration(actor=spec.name, process=process, grpc_address="-:1", ranks=1, pod_uid=spec.pod_uid)
+        heartbeat = Heartbeat(bus, gate, lambda: listener.manifest_id, me)
         tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run(), receiver.watch_pauses())]
         await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         gate.drain()

@@ -23,6 +23,7 @@ from pipelinerl.messages.control import (
     Commit,
     EpochJoined,
     EpochStart,
+    Registration,
     Serving,
     Staged,
     decode_control,
@@ -138,15 +139,8 @@ async def _live(url: str, names: Sequence[str], limits: StreamLimits, orders: Co
         orders.send("listening")
         await asyncio.to_thread(orders.recv)
         for name, member in members.items():
-            heart = Heartbeat(
-                bus,
-                member.gate,
-                lambda: MANIFEST.manifest_id,
-                actor=name,
-                process=f"p-{name}",
-                grpc_address="-:1",
-                ranks=1,
-            )
+            me = Registration(actor=name, process=f"p-{name}", grpc_address="-:1", ranks=1)
+            heart = Heartbeat(bus, member.gate, lambda: MANIFEST.manifest_id, me)
             tasks.create_task(heart.run())
 
 

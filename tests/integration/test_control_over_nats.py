@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.nats import NatsServer
+from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
 from services.actor.generation import ServingGate
 from services.actor.membership import Heartbeat
@@ -29,9 +30,8 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
         ):
             metrics = ActorMetrics(CollectorRegistry())
             listener = UpdateListener(actor_bus, receiver, gate, metrics, instance="a", process="p1")
-            heartbeat = Heartbeat(
-                actor_bus, gate, lambda: listener.manifest_id, actor="a", process="p1", grpc_address="a:1", ranks=1
-            )
+            me = Registration(actor="a", process="p1", grpc_address="a:1", ranks=1)
+            heartbeat = Heartbeat(actor_bus, gate, lambda: listener.manifest_id, me)
             actor = [asyncio.create_task(listener.run()), asyncio.create_task(heartbeat.run())]
             await asyncio.sleep(0.2)
             assert not any(task.done() for task in actor)
