@@ -1,4 +1,4 @@
-"""The learner on a device: the kernels of 16 bit, NCCL ranks, and a host that does not wait."""
+"""The learner on a device: the kernels of 16 bit, NCCL ranks, figures of a step, and a host that does not wait."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import BatchTotals, host_microbatch
+from services.trainer.learn.meter import PhaseTimer, mark_for, take_memory_peak
 from services.trainer.loading import load_learner, rank_device, sharded_learner
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
@@ -24,16 +25,16 @@ LONG = 2_000_000_000
 """Cycles: about a second."""
 
 
-def test_the_flash_kernel_agrees_with_padded_rows() -> None:
+def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     torch.manual_seed(0)
     lengths = np.array([300, 120, 77, 5])
     shapes = [(1, heads, int(lengths.sum()), 64) for heads in (8, 2, 2)]
     query, key, value = (torch.randn(shape, device="cuda") for shape in shapes)
-    layout = packed_layout(lengths, "cuda")
-    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=layout)
-    half = (x.bfloat16() for x in (query, key, value))
-    flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=packed_layout(lengths, "cuda"))
+    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=packed_layout(lengths, "cuda"))
+    half, layout = [x.bfloat16() for x in (query, key, value)], packed_layout(lengths, "cuda")
+    flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
+    assert "blocks" not in vars(layout)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
@@ -42,14 +43,6 @@ def test_a_step_on_the_device_is_near_that_of_float32_on_the_host(
     family: str, dtype: torch.dtype, share: float
 ) -> None:
     assert_near(step_on("cuda", dtype, family), step_on("cpu", torch.float32, family), share)
-
-
-def test_the_flash_kernel_needs_no_padded_rows() -> None:
-    lengths = np.array([40, 3])
-    layout = packed_layout(lengths, "cuda")
-    query, key, value = (torch.randn(1, 2, 43, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    varlen_attention(torch.nn.Identity(), query, key, value, None, packed=layout)
-    assert "blocks" not in vars(layout)
 
 
 def test_a_micro_batch_goes_to_the_device_while_that_is_busy() -> None:
@@ -64,6 +57,24 @@ def test_a_micro_batch_goes_to_the_device_while_that_is_busy() -> None:
     there = batch.on("cuda")
     assert not done.query()
     assert there.targets.cpu().tolist() == batch.targets.tolist()
+
+
+def test_a_phase_is_the_devices_time_and_the_host_does_not_wait() -> None:
+    timer = PhaseTimer(mark_for(torch.device("cuda")))
+    with timer.measure("optimizer"):
+        torch.cuda._sleep(LONG)
+    assert timer.take() == {}
+    torch.cuda.synchronize()
+    assert timer.take()["optimizer"] > 0.2
+
+
+def test_the_peak_of_memory_is_that_since_it_was_last_asked() -> None:
+    device = torch.device("cuda")
+    take_memory_peak(device)
+    held = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+    del held
+    assert take_memory_peak(device) >= 2**28
+    assert take_memory_peak(device) < 2**28
 
 
 @pytest.mark.parametrize("every_gpu", [False, True], ids=["one rank", "all GPUs"])

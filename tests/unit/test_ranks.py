@@ -6,7 +6,7 @@ import gc
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -207,25 +207,25 @@ ON_MORE_THAN_ONE_ROW = ("untied", "fewer sequences than ranks", "rows shared by 
 SIZES = {2: CASES | ROUNDED, 4: {name: CASES[name] for name in ON_MORE_THAN_ONE_ROW} | ON_FOUR}
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    return jobs_of(CASES | ON_FOUR | ROUNDED, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def alone(jobs: dict[str, Job]) -> dict[str, Result]:
+class Trained(NamedTuple):
+    jobs: dict[str, Job]
+    alone: dict[str, Result]
     """What one rank gives."""
-    results = {}
+    together: dict[int, dict[str, Result]]
+    """What 2 and 4 ranks give, by their number."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    jobs = jobs_of(CASES | ON_FOUR | ROUNDED, tmp_path_factory)
+    alone = {}
     for name, job in jobs.items():
         single = replace(job, trainer={**job.trainer, "context_parallel": 1, "shard_ranks": 0})
-        results[name] = train(load_learner(single.recipe(), job.folder, RankSettings()), single)
-    return results
-
-
-@pytest.fixture(scope="module")
-def together(jobs: dict[str, Job]) -> dict[int, dict[str, Result]]:
-    """What 2 and 4 ranks give, by their number."""
-    return {size: on_ranks(size, train_all, {name: jobs[name] for name in cases})[0] for size, cases in SIZES.items()}
+        alone[name] = train(load_learner(single.recipe(), job.folder, RankSettings()), single)
+    together = {
+        size: on_ranks(size, train_all, {name: jobs[name] for name in cases})[0] for size, cases in SIZES.items()
+    }
+    return Trained(jobs, alone, together)
 
 
 def moved(job: Job, result: Result) -> float:
@@ -237,33 +237,27 @@ def moved(job: Job, result: Result) -> float:
 @pytest.mark.parametrize(
     ("size", "case"), [(size, case) for size, cases in SIZES.items() for case in cases if case not in ROUNDED]
 )
-def test_ranks_train_as_one(
-    jobs: dict[str, Job], alone: dict[str, Result], together: dict[int, dict[str, Result]], size: int, case: str
-) -> None:
-    assert moved(jobs[case], alone[case]) > 1e-3
-    same(alone[case], together[size][case])
+def test_ranks_train_as_one(trained: Trained, size: int, case: str) -> None:
+    assert moved(trained.jobs[case], trained.alone[case]) > 1e-3
+    same(trained.alone[case], trained.together[size][case])
 
 
-def test_all_ranks_skip_what_one_rank_cannot_compute(together: dict[int, dict[str, Result]]) -> None:
-    outcomes = together[2]["a step that is skipped"].outcomes
+def test_all_ranks_skip_what_one_rank_cannot_compute(trained: Trained) -> None:
+    outcomes = trained.together[2]["a step that is skipped"].outcomes
     assert [step["skipped"] for step in outcomes] == ["loss not finite", ""]
 
 
-def test_each_rank_keeps_its_share_of_weights_and_moments(
-    alone: dict[str, Result], together: dict[int, dict[str, Result]]
-) -> None:
+def test_each_rank_keeps_its_share_of_weights_and_moments(trained: Trained) -> None:
     """docs/training.md: 4 + 8 bytes a parameter, over the ranks that share one copy."""
-    num_parameters = sum(weight.size for weight in alone["untied"].weights.values())
-    assert alone["untied"].state_bytes == 12 * num_parameters
+    num_parameters = sum(weight.size for weight in trained.alone["untied"].weights.values())
+    assert trained.alone["untied"].state_bytes == 12 * num_parameters
     for size, case, sharing in ((2, "untied", 2), (4, "untied", 4), (4, "hybrid", 2)):
-        assert together[size][case].state_bytes == pytest.approx(12 * num_parameters / sharing, rel=0.1)
+        assert trained.together[size][case].state_bytes == pytest.approx(12 * num_parameters / sharing, rel=0.1)
 
 
-def test_all_ranks_have_equally_many_micro_batches(
-    jobs: dict[str, Job], together: dict[int, dict[str, Result]]
-) -> None:
-    assert together[2]["untied"].microbatches[0] < len(jobs["untied"].lengths)
-    assert together[4]["fewer sequences than ranks"].microbatches == [1, 1]
+def test_all_ranks_have_equally_many_micro_batches(trained: Trained) -> None:
+    assert trained.together[2]["untied"].microbatches[0] < len(trained.jobs["untied"].lengths)
+    assert trained.together[4]["fewer sequences than ranks"].microbatches == [1, 1]
 
 
 def test_a_world_that_its_recipe_does_not_divide_is_refused() -> None:
@@ -302,18 +296,16 @@ def test_messages_come_back_as_they_were() -> None:
     }
 
 
-def test_a_rank_alone_cannot_share_rows(jobs: dict[str, Job]) -> None:
-    job = jobs["rows shared by two"]
+def test_a_rank_alone_cannot_share_rows(trained: Trained) -> None:
+    job = trained.jobs["rows shared by two"]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
         load_learner(job.recipe(), job.folder, RankSettings())
 
 
-def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(
-    jobs: dict[str, Job], alone: dict[str, Result], together: dict[int, dict[str, Result]]
-) -> None:
+def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(trained: Trained) -> None:
     case = "adapters in bfloat16"
-    one, two = alone[case], together[2][case]
-    assert moved(jobs[case], one) > 0.02
+    one, two = trained.alone[case], trained.together[2][case]
+    assert moved(trained.jobs[case], one) > 0.02
     for left, right in ((one.weights, two.weights), (one.adapter, two.adapter)):
         assert left.keys() == right.keys()
         for name, values in right.items():
@@ -345,8 +337,8 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
     return sent, {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
 
 
-def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(jobs: dict[str, Job]) -> None:
-    sent, rounded = on_ranks(2, snapshot_after_score, jobs["tied"].folder)[0]
+def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Trained) -> None:
+    sent, rounded = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
     assert sent == rounded
 
 
@@ -381,8 +373,8 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
     return there, only_shards
 
 
-def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(jobs: dict[str, Job]) -> None:
-    for there, only_shards in on_ranks(2, whole_tensors_while_sharding, jobs["untied"].folder):
+def test_no_rank_keeps_whole_weights_of_what_is_sharded_already(trained: Trained) -> None:
+    for there, only_shards in on_ranks(2, whole_tensors_while_sharding, trained.jobs["untied"].folder):
         assert there == [0] * 6
         assert only_shards
 
@@ -399,5 +391,7 @@ def left_alone(folder: str) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_rank_0_leaves_says_so(jobs: dict[str, Job]) -> None:
-    assert on_ranks(2, left_alone, jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")
+def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
+    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith(
+        "a rank lost rank 0, whose log says why: "
+    )

@@ -105,60 +105,41 @@ HYBRID = "hybrid"
 HYBRIDS: Cases = {HYBRID: ("qwen2-untied", {"trainer": {"shard_ranks": 2}})}
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    return jobs_of(CASES | ROUNDED | HYBRIDS, tmp_path_factory)
-
-
 SAVED_BY = {1: CASES | ROUNDED, 2: CASES | ROUNDED, 4: HYBRIDS}
 """By the number of ranks."""
 RESUMED_BY = {1: {1: CASES | ROUNDED, 2: CASES, 4: HYBRIDS}, 2: {2: CASES | ROUNDED, 1: CASES}}
 """By the number of ranks that resume, and that of those that saved."""
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("states")
-
-
-def state_of(root: Path, ranks: int, case: str) -> Path:
-    return root / f"of-{ranks}" / case.replace(" ", "-") / "resume" / "state"
+Traces = dict[int, list[dict[str, Trace]]]
+"""Of each rank, by their number and the case."""
 
 
 @pytest.fixture(scope="module")
-def saved(jobs: dict[str, Job], root: Path) -> dict[int, list[dict[str, Trace]]]:
-    """How each rank went on after it had saved, by their number."""
-    return {
-        ranks: on_ranks(ranks, trace_all, {name: (jobs[name], state_of(root, ranks, name)) for name in cases}, False)
-        for ranks, cases in SAVED_BY.items()
-    }
+def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traces, Traces]:
+    """How ranks went on after they had saved, and how ranks go on from what others have saved, whose number is in the name."""
+    jobs, root = jobs_of(CASES | ROUNDED | HYBRIDS, tmp_path_factory), tmp_path_factory.mktemp("states")
 
+    def work(ranks: int, cases: Cases) -> dict[str, tuple[Job, Path]]:
+        folders = {name: root / f"of-{ranks}" / name.replace(" ", "-") / "resume" / "state" for name in cases}
+        return {f"{ranks} {name}": (jobs[name], folder) for name, folder in folders.items()}
 
-@pytest.fixture(scope="module")
-def resumed(jobs: dict[str, Job], root: Path, saved: object) -> dict[int, list[dict[str, Trace]]]:
-    """How each rank goes on from what other ranks have saved, by their number. The names begin with that of the others."""
-    return {
-        ranks: on_ranks(
-            ranks,
-            trace_all,
-            {
-                f"{before} {name}": (jobs[name], state_of(root, before, name))
-                for before, cases in sources.items()
-                for name in cases
-            },
-            True,
-        )
-        for ranks, sources in RESUMED_BY.items()
-    }
+    saved = {ranks: on_ranks(ranks, trace_all, work(ranks, cases), False) for ranks, cases in SAVED_BY.items()}
+    resumed = {}
+    for ranks, sources in RESUMED_BY.items():
+        found = {name: job for before, cases in sources.items() for name, job in work(before, cases).items()}
+        resumed[ranks] = on_ranks(ranks, trace_all, found, True)
+    return saved, resumed
 
 
 @pytest.mark.parametrize("case", CASES | ROUNDED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(
-    saved: dict[int, list[dict[str, Trace]]], resumed: dict[int, list[dict[str, Trace]]], ranks: int, case: str
+    traces: tuple[Traces, Traces], ranks: int, case: str
 ) -> None:
+    saved, resumed = traces
     for first, second in zip(saved[ranks], resumed[ranks], strict=True):
-        before, after = first[case], second[f"{ranks} {case}"]
+        before, after = first[f"{ranks} {case}"], second[f"{ranks} {case}"]
         np.testing.assert_equal(after.metrics, before.metrics)
         np.testing.assert_equal(after.weights, before.weights)
         assert after.draws == before.draws
@@ -168,13 +149,10 @@ def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(
     ("before", "after", "case"), [*((1, 2, case) for case in CASES), *((2, 1, case) for case in CASES), (4, 1, HYBRID)]
 )
 def test_other_numbers_of_ranks_go_on_from_the_same_state(
-    saved: dict[int, list[dict[str, Trace]]],
-    resumed: dict[int, list[dict[str, Trace]]],
-    before: int,
-    after: int,
-    case: str,
+    traces: tuple[Traces, Traces], before: int, after: int, case: str
 ) -> None:
-    first, second = saved[before][0][case], resumed[after][0][f"{before} {case}"]
+    saved, resumed = traces
+    first, second = saved[before][0][f"{before} {case}"], resumed[after][0][f"{before} {case}"]
     assert first.weights.keys() == second.weights.keys()
     for name, values in first.weights.items():
         np.testing.assert_allclose(second.weights[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -185,11 +163,11 @@ def test_other_numbers_of_ranks_go_on_from_the_same_state(
     assert second.draws == first.draws
 
 
-def test_what_is_compared_could_differ(saved: dict[int, list[dict[str, Trace]]]) -> None:
-    one, two = saved[1][0], saved[2]
-    assert len({step["learning_rate"] for step in one["decaying rate"].metrics}) == STEPS - SAVED_AT
+def test_what_is_compared_could_differ(traces: tuple[Traces, Traces]) -> None:
+    one, two = traces[0][1][0], traces[0][2]
+    assert len({step["learning_rate"] for step in one["1 decaying rate"].metrics}) == STEPS - SAVED_AT
     for case in ("value head and reference", "adapters and reference"):
-        assert one[case].metrics[0]["reference_kl"] > 1e-3, "the reference is not what is restored"
-    assert "value_head.weight" in one["value head and reference"].weights
-    assert all(".lora_" in name for name in one["adapters and reference"].weights)
-    assert two[0]["bfloat16"].draws != two[1]["bfloat16"].draws
+        assert one[f"1 {case}"].metrics[0]["reference_kl"] > 1e-3, "the reference is not what is restored"
+    assert "value_head.weight" in one["1 value head and reference"].weights
+    assert all(".lora_" in name for name in one["1 adapters and reference"].weights)
+    assert two[0]["2 bfloat16"].draws != two[1]["2 bfloat16"].draws
