@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import TypedDict
 
 from prometheus_client import CollectorRegistry
 
@@ -51,15 +50,6 @@ class RunnerMetrics:
         metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
 
 
-class Target(TypedDict):
-    """One entry of the answer."""
-
-    targets: list[str]
-    """`host:port`."""
-    labels: dict[str, str]
-    """`service` and `instance`."""
-
-
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
     """Serves /metrics, /targets and the health paths on this machine alone; the address is in the run directory meanwhile.
@@ -69,7 +59,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
-    def targets() -> list[Target]:
+    def targets() -> list[dict[str, object]]:
         return targets_of(run_dir, {NAME, *living_names(run_dir)})
 
     async with serve_http(app, HOST, port) as bound:
@@ -80,9 +70,10 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
             run_dir.address(NAME).unlink(missing_ok=True)
 
 
-def targets_of(run_dir: RunDir, names: Collection[str]) -> list[Target]:
-    """Those of the processes `names` that have an address file: not NATS, and none that is still starting."""
-    found: list[Target] = []
+def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
+    """`{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` of those of the processes `names` that have an
+    address file: not NATS, and none that is still starting."""
+    found: list[dict[str, object]] = []
     for name in sorted(names):
         try:
             address = read_address(run_dir.address(name)).http
