@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import grpc
 from grpc import aio
@@ -77,11 +77,18 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.VerifyResponse:
         """RESOURCE_EXHAUSTED when the items do not fit in the queue now, INVALID_ARGUMENT when they never will."""
         started_s, code = time.perf_counter(), grpc.StatusCode.INTERNAL
-        spans = CallSpans(request.items)
+        spans, most = CallSpans(request.items), self._pool.max_queue
         try:
-            code, problem, results = await self._answer(request.items, spans)
-            if problem:
-                await context.abort(code, problem)
+            if len(request.items) > most:
+                code = grpc.StatusCode.INVALID_ARGUMENT
+                await context.abort(code, f"items = {len(request.items)}: max_queue is {most}; send fewer at once")
+            ours = [item for item in request.items if item.task == self._task]
+            scored = iter(await self._pool.score(ours, spans.scored))
+            results = [next(scored) if item.task == self._task else self._unknown(item) for item in request.items]
+            code = grpc.StatusCode.OK
+        except QueueFull as full:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, str(full))
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
@@ -89,34 +96,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             spans.end(code.name)
             self._metrics.calls.labels(code.name).inc()
             self._metrics.call_seconds.observe(time.perf_counter() - started_s)
+        for item, result in zip(request.items, results, strict=True):
+            self._metrics.count(item.task if item.task == self._task else UNKNOWN_TASK, result)
         return verifier_pb2.VerifyResponse(results=results)
 
-    async def _answer(
-        self, items: Sequence[verifier_pb2.VerifyItem], spans: CallSpans
-    ) -> tuple[grpc.StatusCode, str, list[verifier_pb2.VerifyResult]]:
-        if len(items) > self._pool.max_queue:
-            problem = f"items = {len(items)}: max_queue is {self._pool.max_queue}; send fewer at once"
-            return grpc.StatusCode.INVALID_ARGUMENT, problem, []
-        try:
-            ours = [item for item in items if item.task == self._task]
-            scored = iter(await self._pool.score(ours, spans.scored))
-        except QueueFull as full:
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, str(full), []
-        results = []
-        for item in items:
-            is_ours = item.task == self._task
-            result = (
-                next(scored)
-                if is_ours
-                else verifier_pb2.VerifyResult(
-                    sequence_id=item.sequence_id,
-                    status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
-                    message=f"task {item.task!r:.100}: this verifier serves {self._task!r}",
-                )
-            )
-            self._metrics.count(self._task if is_ours else UNKNOWN_TASK, result)
-            results.append(result)
-        return grpc.StatusCode.OK, "", results
+    def _unknown(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+        return verifier_pb2.VerifyResult(
+            sequence_id=item.sequence_id,
+            status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
+            message=f"task {item.task!r:.100}: this verifier serves {self._task!r}",
+        )
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:

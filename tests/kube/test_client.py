@@ -18,12 +18,10 @@ from pipelinerl.kube.client import (
     TRAINER,
     KubeClient,
     KubeError,
-    in_cluster,
 )
 from services.trainer.reporting.events import REASONS
 from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_client
 from tests.support.certificates import Authority
-from tests.unit.builders import RUN
 
 
 async def test_an_annotation_is_merged_into_the_pod_of_that_uid(api: ApiServer, actor: KubeClient) -> None:
@@ -142,21 +140,18 @@ async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str]
     assert api.calls == []
 
 
-async def test_an_answer_that_is_no_json_is_an_error(api: ApiServer, trainer: KubeClient) -> None:
-    async with trainer.watch_pods(SELECTOR, "1000") as changes:
-        await api.watched()
-        api.say(b"half a line and\n")
-        with pytest.raises(KubeError, match="no JSON object"):
-            await anext(changes)
-
-
-async def test_a_line_that_comes_in_pieces_is_one_change(api: ApiServer, trainer: KubeClient) -> None:
+async def test_a_line_that_comes_in_pieces_is_one_change_and_one_that_is_no_json_an_error(
+    api: ApiServer, trainer: KubeClient
+) -> None:
     async with trainer.watch_pods(SELECTOR, "1000") as changes:
         await api.watched()
         api.say(b'{"type": "BOOKMARK", "object": {"meta')
         api.say(b'data": {"resourceVersion": "7"}}}\n\n')
         async with asyncio.timeout(SOON_S):
             assert await anext(changes) == (None, "7")
+        api.say(b"half a line and\n")
+        with pytest.raises(KubeError, match="no JSON object"):
+            await anext(changes)
 
 
 async def test_leaving_a_silent_watch_closes_its_connection(api: ApiServer, trainer: KubeClient) -> None:
@@ -167,13 +162,3 @@ async def test_leaving_a_silent_watch_closes_its_connection(api: ApiServer, trai
         with suppress(asyncio.CancelledError):
             await waiting
     await api.watched(0)
-
-
-def test_outside_kubernetes_there_is_no_client() -> None:
-    from pipelinerl.service.settings import ActorSettings
-
-    where = {"run": RUN, "recipe": Path("r.yaml"), "instance": "a", "verifier": "v:1"}
-    assert in_cluster(ActorSettings(**where)) is None
-    client = in_cluster(ActorSettings(**where, pod_namespace="train"))
-    assert client is not None
-    assert client.namespace == "train"
