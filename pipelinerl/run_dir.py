@@ -140,11 +140,17 @@ def write_scale(run: RunDir, num_actors: int) -> None:
 
 def read_scale(run: RunDir) -> int | None:
     """How many actors `pipelinerl scale` asked for; None when it was not used, or the file is not one of its own."""
+    count = read_json(run.scale).get("actors")
+    return count if isinstance(count, int) and 0 <= count <= MOST_ACTORS else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none. NaN and infinities, which some writers write, are None."""
     try:
-        count = json.loads(run.scale.read_bytes())["actors"]
-        return check_actors(count) if isinstance(count, int) else None
-    except (OSError, ValueError, LookupError, TypeError, FieldError):
-        return None
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -182,10 +188,7 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
 
 def trainer_starts(run_dir: Path) -> list[int]:
     """The policy version that each of the run's trainers began at; empty where lineage.json cannot be read."""
-    try:
-        return [int(start) for start in json.loads((run_dir / LINEAGE).read_text(encoding="utf-8"))["starts"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    return [int(start) for start in read_json(run_dir / LINEAGE).get("starts") or ()]
 
 
 def missing_from(run_dir: Path) -> str:

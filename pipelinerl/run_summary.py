@@ -245,26 +245,13 @@ def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
 def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            value = json.loads(line, parse_constant=_null)
+            value = json.loads(line, parse_constant=lambda _: None)  # some writers write NaN and infinities
         except json.JSONDecodeError:
             continue
         if isinstance(value, dict):
             yield value
 
 
-def _null(_constant: str) -> None:
-    """NaN and infinities are not JSON; some writers write them."""
-
-
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """None where there is none."""
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"), parse_constant=_null)
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    return summary if isinstance(summary, dict) else None
-
-
-def is_finished(summary: Record | None) -> bool:
-    """Whether the run of that summary came to its own end."""
-    return summary is not None and summary.get("interrupted") is False and "error" not in summary
+def is_finished(summary: Record) -> bool:
+    """Whether the run of that summary came to its own end; one without a summary did not."""
+    return summary.get("interrupted") is False and "error" not in summary

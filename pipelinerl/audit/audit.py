@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
@@ -35,6 +34,7 @@ from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
+from pipelinerl.run_dir import read_json
 from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
@@ -239,8 +239,8 @@ def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> boo
 
 def _check_lineage(path: Path, audit: Audit) -> None:
     """Every start in the journal is one that lineage.json knows; one that died before it wrote there left none."""
-    history, findings, content = audit.history, audit.findings, _read_json(path)
-    if content is None:
+    history, findings, content = audit.history, audit.findings, read_json(path)
+    if not content:
         if history.starts:
             findings.add(Check.RESTARTS, f"there is no {path.name}")
         return
@@ -260,8 +260,8 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 def _check_summary(path: Path, audit: Audit) -> None:
     """The trainer's own summary, once it has ended. One that the runner wrote in its place knows no reasons."""
-    summary, replay = _read_json(path), audit.replay
-    if audit.history.end is None or summary is None or summary.get("sequence_reasons") is None:
+    summary, replay = read_json(path), audit.replay
+    if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
         return
     for name, derived in [
@@ -271,15 +271,6 @@ def _check_summary(path: Path, audit: Audit) -> None:
     ]:
         if summary.get(name) != derived:
             audit.findings.add(Check.SUMMARY, f"{name} {summary.get(name)}, the journal {derived}")
-
-
-def _read_json(path: Path) -> Mapping[str, Any] | None:
-    """None for what is not there or no JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

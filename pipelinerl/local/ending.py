@@ -23,8 +23,8 @@ from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.run_dir import RunDir, trainer_starts, write_json
-from pipelinerl.run_summary import jsonl_ends, read_jsonl, read_summary, summary_from_metrics
+from pipelinerl.run_dir import RunDir, read_json, trainer_starts, write_json
+from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
@@ -48,7 +48,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = load_recipe(recipe_file)
     records = read_jsonl(run_dir / "metrics.jsonl")
-    summary = read_summary(run_dir / "summary.json") or summary_from_metrics(recipe, records)
+    summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
@@ -113,7 +113,7 @@ def finish(
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
     """The trainer's summary, or one out of metrics.jsonl where it left none, and what only the runner knows."""
-    summary = read_summary(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
+    summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
     return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}

@@ -17,8 +17,8 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
-from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state
-from pipelinerl.run_summary import is_finished, read_summary
+from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json
+from pipelinerl.run_summary import is_finished
 
 OPTION = "--resume"
 
@@ -129,9 +129,9 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
 
 def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
     """Raises `FieldError` when the run has no step left to take, or has taken more than it should."""
-    summary = read_summary(run_dir.summary)
-    finished = summary is not None and is_finished(summary)
-    taken = max(version or 0, int(summary.get("steps") or 0) if summary and finished else 0)
+    summary = read_json(run_dir.summary)
+    finished = is_finished(summary)
+    taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
     if steps < taken or (steps == taken and finished):
         what = "all of them are taken" if steps == taken else f"{taken} are taken"
         raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")

@@ -37,8 +37,8 @@ from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.run_dir import RunDir, newest_checkpoint, read_scale, write_json, write_whole
-from pipelinerl.run_summary import is_finished, read_jsonl, read_summary
+from pipelinerl.run_dir import RunDir, newest_checkpoint, read_json, read_scale, write_json, write_whole
+from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.telemetry.metrics import RunRegistry
@@ -290,7 +290,7 @@ class LocalRun:
 
     def _finished(self) -> bool:
         """By the trainer's summary: after it the trainer changes nothing, and needs no other service."""
-        return is_finished(read_summary(self.run_dir.summary))
+        return is_finished(read_json(self.run_dir.summary))
 
     # Actors: as many as asked for, more or fewer of them while the run goes on.
 

@@ -110,7 +110,7 @@ def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
 
 def test_what_counts_as_finished() -> None:
     assert is_finished({"interrupted": False})
-    unfinished = (None, {}, {"interrupted": True}, {"interrupted": False, "error": "x"})
+    unfinished = ({}, {"interrupted": True}, {"interrupted": False, "error": "x"})
     assert not any(is_finished(summary) for summary in unfinished)
 
 

@@ -55,20 +55,19 @@ class RunEvents:
     def member(self, change: MemberChange, num_serving: int) -> None:
         """`num_serving`: actors that serve the run's newest version, after the change."""
         actor, run = change.member.actor, self._run
+        reason, text = {
+            "joined": ("ActorJoined", f"actor {actor} serves version {change.version} of run {run}"),
+            "left": ("ActorLeft", f"actor {actor} leaves run {run}: {change.reason}"),
+            "evicted": (
+                "ActorEvicted",
+                f"actor {actor} is put out of epoch {change.epoch} of run {run}: {change.reason}; it is brought back when its "
+                "heart beats",
+            ),
+        }[change.kind]
         now = f"{num_serving} {'actor serves' if num_serving == 1 else 'actors serve'} the newest version now"
-        match change.kind:
-            case "joined":
-                text = f"actor {actor} serves version {change.version} of run {run}; {now}"
-                self._emit("ActorJoined", text, self._pod(change))
-            case "left":
-                text = f"actor {actor} leaves run {run}: {change.reason}; {now}"
-                self._emit("ActorLeft", text, self._pod(change))
-            case "evicted":
-                text = (
-                    f"actor {actor} is put out of epoch {change.epoch} of run {run}: {change.reason}; it is brought back "
-                    f"when its heart beats; {now}"
-                )
-                self._emit("ActorEvicted", text, self._pod(change))
+        member = change.member  # an actor that is no pod of this cluster is told of at the trainer's
+        pod = Pod(actor, member.pod_uid) if member.pod_uid else self._trainer
+        self._emit(reason, f"{text}; {now}", pod)
 
     def update_failed(self, version: int, epoch: int, actor: str, reason: str) -> None:
         """`actor`: the one whose side group it was; empty: all of the epoch."""
@@ -89,11 +88,6 @@ class RunEvents:
 
     def failed(self, error: BaseException) -> None:
         self._emit("RunFailed", f"run {self._run} failed: {sole_error(error)}")
-
-    def _pod(self, change: MemberChange) -> Pod:
-        """An actor that is no pod of this cluster is told of at the trainer's."""
-        member = change.member
-        return Pod(member.actor, member.pod_uid) if member.pod_uid else self._trainer
 
     def _emit(self, reason: str, message: str, about: Pod | None = None) -> None:
         if self._recorder is not None:
