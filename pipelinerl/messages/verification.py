@@ -36,7 +36,8 @@ from pipelinerl.v1.verifier_pb2 import (
 
 log = logging.getLogger(__name__)
 
-LONGEST_DEADLINE_S = 3600.0
+DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
+"""Of one try. After one that exceeded it the next one of that batch gets twice as long."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -74,17 +75,12 @@ class VerifierClient:
         self,
         target: str,
         *,
-        deadline_s: float = 120.0,
-        backoff: Backoff = BACKOFF,
         tls_dir: Path | None = None,
         on_failed_try: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """`deadline_s`: of one try; after a try that exceeded it the next one of that batch gets twice as long.
-        `tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text.
+        """`tls_dir`: certificates (`pipelinerl.service.tls`); those that are renewed there are used. None = plain text.
         `on_failed_try`: takes the gRPC status (`FAILURE_CODES`) of each try that failed, the last one of a refusal included."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
-        self._deadline_s = deadline_s
-        self._backoff = backoff
 
     async def __aenter__(self) -> VerifierClient:
         """Raises `FieldError` on `tls_dir` when its files cannot be used."""
@@ -111,7 +107,7 @@ class VerifierClient:
         return _results(items, await self._call_until_answered(request))
 
     async def _call_until_answered(self, request: VerifyRequest) -> VerifyResponse:
-        doubtful, deadline_s = 0, self._deadline_s
+        doubtful, deadline_s = 0, DEADLINE_S
 
         async def call() -> VerifyResponse:
             nonlocal doubtful, deadline_s
@@ -133,7 +129,7 @@ class VerifierClient:
             call,
             f"have completions scored by the verifier at {self.target}",
             retried=lambda error: isinstance(error, aio.AioRpcError),
-            backoff=self._backoff,
+            backoff=BACKOFF,
             explain=self._text,
         )
 

@@ -20,15 +20,15 @@ from pipelinerl.service.grpc import GrpcServer, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
-SOON = Backoff(0.01, 0.05)
 ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 
 @pytest.fixture(autouse=True)
-def names_looked_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def tried_and_looked_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
     often = {**dict(CHANNEL_OPTIONS), "grpc.dns_min_time_between_resolutions_ms": 100}
     monkeypatch.setattr(verification, "CHANNEL_OPTIONS", tuple(often.items()))
+    monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
 
 
 class Counting(verifier_pb2_grpc.VerifierServiceServicer):
@@ -103,7 +103,7 @@ async def calls_until_all_answer(client: VerifierClient, *verifiers: Counting) -
 async def test_calls_go_on_when_one_of_two_dies_and_return_to_it() -> None:
     port = free_port()
     target = f"ipv4:{FIRST}:{port},{SECOND}:{port}"
-    async with AsyncExitStack() as stack, VerifierClient(target, backoff=SOON) as client:
+    async with AsyncExitStack() as stack, VerifierClient(target) as client:
         lasting = await stack.enter_async_context(verifier(FIRST, port))
         async with verifier(SECOND, port) as dying:
             await calls_until_all_answer(client, lasting, dying)
@@ -120,7 +120,7 @@ async def test_addresses_that_are_added_to_a_name_get_calls_and_those_that_repla
     port = free_port()
     async with (
         name_server(FIRST) as (names, dns_port),
-        VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}", backoff=SOON) as client,
+        VerifierClient(f"dns://127.0.0.1:{dns_port}/verifier.test:{port}") as client,
     ):
         async with verifier(FIRST, port, connection_age_s=0.3) as first, verifier(SECOND, port) as second:
             await calls_until_all_answer(client, first)
@@ -142,7 +142,7 @@ async def test_no_call_is_lost_when_connections_age(verifiers: int) -> None:
             await stack.enter_async_context(verifier(address, port, connection_age_s=0.1)) for address in addresses
         ]
         target = "ipv4:" + ",".join(f"{address}:{port}" for address in addresses)
-        client = await stack.enter_async_context(VerifierClient(target, backoff=SOON))
+        client = await stack.enter_async_context(VerifierClient(target))
         began = asyncio.get_running_loop().time()
         asked = 0
         while asyncio.get_running_loop().time() - began < 0.8:

@@ -13,6 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.messages import verification
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.grpc import GrpcServer, explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
@@ -23,7 +24,6 @@ from tests.integration.test_balancing import name_server
 from tests.support.certificates import Authority, serial_of
 
 HOST = "127.0.0.1"
-SOON = Backoff(0.01, 0.05)
 ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 
 
@@ -167,15 +167,16 @@ async def test_an_actor_client_with_unusable_files_is_no_users_mistake(tmp_path:
 
 
 async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_on(
-    files: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    files: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole new CA on both sides: the old certificates are of no use to a new connection. What is wrong is in the log; once
     the files are right, the call goes through."""
     server_files, client_files = files("server", HOST), files("client", "caller")
+    monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
     first, servicer, renewed = serial_of(client_files / "tls.crt"), Answering(), asyncio.Event()
     async with (
         serving(server_files, servicer, connection_age_s=0.2) as server,
-        VerifierClient(f"{HOST}:{server.port}", backoff=SOON, tls_dir=client_files) as client,
+        VerifierClient(f"{HOST}:{server.port}", tls_dir=client_files) as client,
     ):
 
         async def keep_asking() -> None:

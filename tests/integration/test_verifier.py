@@ -22,6 +22,7 @@ import yaml
 from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError, UserError
+from pipelinerl.messages import verification
 from pipelinerl.messages.verification import (
     VerifierClient,
     status_name,
@@ -44,7 +45,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TASK = "misdeeds"
 START_S = 60.0
-SOON = Backoff(first_s=0.02, most_s=0.2)
 
 
 # --- a verifier process
@@ -154,6 +154,11 @@ async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncI
         await task
 
 
+@pytest.fixture(autouse=True)
+def tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "BACKOFF", Backoff(first_s=0.02, most_s=0.2))
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
     with verifier(tmp_path_factory.mktemp("hostile"), recipe()) as running:
@@ -168,7 +173,7 @@ def items(completions: Sequence[str], task: str = TASK) -> list[VerifyItem]:
 
 
 async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyResult]:
-    async with VerifierClient(running.address.grpc, backoff=SOON) as client:
+    async with VerifierClient(running.address.grpc) as client:
         return await client.verify(items(completions, task))
 
 
@@ -247,7 +252,7 @@ async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> No
 
 async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> None:
     """One worker is busy for a second; the other one scores the batches meanwhile."""
-    async with VerifierClient(hostile.address.grpc, backoff=SOON) as client:
+    async with VerifierClient(hostile.address.grpc) as client:
         slow = asyncio.create_task(client.verify(items(["sleep 1"])))
         batches = [[f"say {100 * batch + index}" for index in range(20)] for batch in range(5)]
         scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
@@ -317,9 +322,9 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
     own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
     with verifier(tmp_path / "run", recipe(), tls_dir=own) as running:
         target = running.wait_until_serving().address.grpc
-        async with VerifierClient(target, backoff=SOON, tls_dir=callers) as client:
+        async with VerifierClient(target, tls_dir=callers) as client:
             assert len(await client.verify(items(["say 1"]))) == 1
-        async with VerifierClient(target, backoff=SOON) as stranger:
+        async with VerifierClient(target) as stranger:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stranger.verify(items(["say 1"])), 0.5)
         workers = children(running.process.pid)
@@ -335,7 +340,7 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
 ) -> None:
     async with (
         serving(tmp_path, recipe(timeout_s=30), max_queue=4) as address,
-        VerifierClient(address.grpc, backoff=SOON) as client,
+        VerifierClient(address.grpc) as client,
     ):
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
@@ -449,7 +454,7 @@ async def scripted(servicer: Scripted, port: int = 0) -> AsyncIterator[int]:
 
 
 def client_of(port: int, **options: Any) -> VerifierClient:
-    return VerifierClient(f"127.0.0.1:{port}", backoff=SOON, **options)
+    return VerifierClient(f"127.0.0.1:{port}", **options)
 
 
 async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller_gives_up() -> None:
@@ -487,12 +492,13 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
     ],
 )
 async def test_a_verifier_that_is_busy_late_or_leaving_is_asked_until_it_answers_and_a_refusal_is_an_error(
-    script: list[Any], tries: int, refused: bool
+    script: list[Any], tries: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(verification, "DEADLINE_S", 0.1 if 0.35 in script else 20.0)
     servicer, failed = Scripted(*script), list[str]()
     async with (
         scripted(servicer) as port,
-        client_of(port, on_failed_try=failed.append, deadline_s=0.1 if 0.35 in script else 20.0) as client,
+        client_of(port, on_failed_try=failed.append) as client,
     ):
         if refused:
             said = f"127.0.0.1:{port} refused a batch: {script[0].name}: as the script says"
