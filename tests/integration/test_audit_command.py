@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -61,27 +61,23 @@ async def answer(one: Life, bus: Bus) -> None:
     await delivery.ack()
 
 
-class Audited(NamedTuple):
-    code: int
-    said: str
-
-    def json(self) -> dict[str, Any]:
-        return dict(json.loads(self.said))
-
-
-Audit = Callable[..., Awaitable[Audited]]
+Audit = Callable[..., Awaitable[tuple[int, str]]]
 
 
 @pytest.fixture
 def audit(capsys: pytest.CaptureFixture[str]) -> Audit:
     """`audit(folder, *options)`: the command's exit code and all that it printed."""
 
-    async def run(folder: Path, *options: str) -> Audited:
+    async def run(folder: Path, *options: str) -> tuple[int, str]:
         capsys.readouterr()
         code = await asyncio.to_thread(main, ["audit", str(folder), *options])
-        return Audited(code, "".join(capsys.readouterr()))
+        return code, "".join(capsys.readouterr())
 
     return run
+
+
+async def told(audit: Audit, folder: Path, *options: str) -> dict[str, Any]:
+    return dict(json.loads((await audit(folder, "--json", *options))[1]))
 
 
 async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit: Audit) -> None:
@@ -93,7 +89,7 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
         counts = one.tracker.ledger.counts
         assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; durable up to 4" in said
-        elsewhere = (await audit(folder, "--json", "--nats", url)).json()
+        elsewhere = await told(audit, folder, "--nats", url)
         assert (elsewhere["ok"], elsewhere["streams"]["messages"]) == (True, 6)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     code, said = await audit(folder, "--versions")
@@ -111,14 +107,14 @@ async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> Non
         code, said = await audit(folder)
         assert code == 1
         assert "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said
-    assert (await audit(folder, "--json")).json()["ok"] is False
+    assert (await told(audit, folder))["ok"] is False
 
 
 async def test_without_streams_the_files_are_judged(tmp_path: Path, audit: Audit) -> None:
     write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
     events = [{"event": "start", "incarnation": 1, "version": 0, "keep": 0}, {"event": "reserve", "groups": 1}]
     (tmp_path / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
-    answered = (await audit(tmp_path, "--json")).json()
+    answered = await told(audit, tmp_path)
     assert (answered["ok"], answered["state"], answered["streams"]) == (True, "stopped before its end", None)
     assert {check["check"] for check in answered["checks"] if check["skipped"]} >= {
         "every sequence in flight is somewhere"
@@ -143,10 +139,10 @@ async def test_in_the_trainers_pod_the_environment_says_where_nats_is(
         with monkeypatch.context() as environment:
             for name, value in pod.items():
                 environment.setenv(f"PIPELINERL_{name}", str(value))
-            answered = (await audit(folder, "--json")).json()
+            answered = await told(audit, folder)
         assert (answered["streams"]["messages"], answered["streams"]["dead_letters"]) == (0, 0)
         options = ("--nats", url, "--credentials", str(tmp_path / "trainer"), "--tls-dir", str(trusting))
-        assert (await audit(folder, "--json", *options)).json()["streams"]["messages"] == 0
+        assert (await told(audit, folder, *options))["streams"]["messages"] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from services.trainer.reporting import page as live_page
 from services.trainer.reporting.page import PageBoard
+from tests.support.local_run import until
 from tests.support.tools import tool
 from tests.unit.test_page import record, sample, served
 
@@ -37,12 +38,6 @@ async def shown(board: PageBoard) -> AsyncIterator[tuple[Any, list[str]]]:
         await page.goto(str(client.base_url))
         yield page, asked
         await browser.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def until_step(page: Any, step: int) -> None:
