@@ -129,12 +129,12 @@ def figures_of_a_step() -> dict[str, Any]:
     """What the learner and the loop hand to the report, of two tokens of lag 0 and 1."""
     import numpy as np
 
-    from services.trainer.learn.batch import BatchTotals, host_microbatch
+    from services.trainer.learn.batch import host_microbatch
     from services.trainer.learn.metrics import token_figures
     from services.trainer.learn.step import StepOutcome
     from services.trainer.policy_trainer import throughput
 
-    batch = host_microbatch([make_sequence(make_group(), 0)], np.ones(1), 1, "batch", BatchTotals(1, 2))
+    batch = host_microbatch([make_sequence(make_group(), 0)], np.ones(1), np.ones(1), 1)
     values = np.zeros((5, len(batch.targets)), dtype=np.float32)
     told = {"learning_rate": 1e-4, "grad_norm": 1.0, "skipped": "", "advantage_abs_mean": 0.5, "imbalance": 0.0}
     outcome = StepOutcome(token_figures(values, np.zeros(3), [batch], 8) | told, {"plan": 1.0}, 1, {})

@@ -12,7 +12,7 @@ import torch
 from pipelinerl.service.settings import RankSettings
 from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
-from services.trainer.learn.batch import BatchTotals, host_microbatch
+from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, mark_for, take_memory_peak
 from services.trainer.loading import load_learner, rank_device, sharded_learner
 from tests.support.learner import model_of, sequences_of
@@ -48,7 +48,7 @@ def test_a_step_on_the_device_is_near_that_of_float32_on_the_host(
 def test_a_micro_batch_goes_to_the_device_while_that_is_busy() -> None:
     """64 Ki tokens, more than a driver takes into its own memory."""
     sequences = sequences_of([(2, 2**14 - 2)] * 4)
-    batch = host_microbatch(sequences, np.ones(4), 0, "batch", BatchTotals(4, 4 * (2**14 - 2)))
+    batch = host_microbatch(sequences, np.ones(4), np.ones(4), 0)
     batch.on("cuda")
     torch.cuda.synchronize()
     done = torch.cuda.Event()

@@ -17,7 +17,7 @@ from transformers import (
 
 from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from services.trainer.learn.batch import BatchTotals, MicroBatch, TrainingGroup, token_row, token_weights
+from services.trainer.learn.batch import MicroBatch, TrainingGroup, sequence_weights, token_row
 from services.trainer.learn.logprobs import TokenScores
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.optimizer import PolicyOptimizer
@@ -119,14 +119,14 @@ def plain_gradients(
     model: PreTrainedModel, group: TrainingGroup, config: AlgorithmConfig, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
     """Gradients of the loss, sequence by sequence, without packing."""
-    totals = BatchTotals(len(group.sequences), sum(s.num_completion_tokens for s in group.sequences))
+    lengths = np.array([sequence.num_completion_tokens for sequence in group.sequences])
+    weights = sequence_weights(lengths, config.normalization)
     model.zero_grad()
-    for sequence, advantage in zip(group.sequences, group.advantages, strict=True):
+    for sequence, advantage, weight in zip(group.sequences, group.advantages, weights, strict=True):
         tokens = sequence.num_completion_tokens
-        weights = token_weights(np.array([tokens]), config.normalization, totals)
         mu, advantages = torch.from_numpy(sequence.behaviour_logprobs), torch.full((tokens,), float(advantage))
         logprobs = plain_logprobs(model, sequence, temperature)
-        batch = micro_batch(mu, advantages, torch.from_numpy(weights), [tokens])
+        batch = micro_batch(mu, advantages, torch.full((tokens,), float(weight)), [tokens])
         compute_loss(batch, TokenScores(logprobs, torch.zeros(tokens)), config).loss.backward()
     return gradients_of(model)
 

@@ -33,7 +33,7 @@ from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn.attention import VARLEN, on_device, packed_layout, varlen_attention
-from services.trainer.learn.batch import BatchTotals, TrainingGroup, host_microbatch, token_row
+from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
 from services.trainer.learn.step import Learner
@@ -105,7 +105,7 @@ def test_padding_never_changes_gradients(attention: str, multiple: int) -> None:
     bare = packed_gradients(policy, group_of(sequences), AlgorithmConfig(), budget=40)
     padded = packed_gradients(policy, group_of(sequences), AlgorithmConfig(), budget=40, pad_multiple=multiple)
     assert_same(bare, padded)
-    row = host_microbatch(sequences, np.ones(6), 0, "batch", BatchTotals(6, 40), multiple)
+    row = host_microbatch(sequences, np.ones(6), np.ones(6), 0, multiple)
     assert (row.num_tokens, len(row.token_ids)) == (61, -(-61 // multiple) * multiple)
 
 
@@ -135,7 +135,7 @@ def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
     assert policy.attention == VARLEN
     expected = plain_logprobs(model, sequence)
     model.set_attn_implementation(policy.attention)
-    batch = host_microbatch([sequence], np.zeros(1), 0, "batch", BatchTotals(1, 20)).on("cpu")
+    batch = host_microbatch([sequence], np.zeros(1), np.ones(1), 0).on("cpu")
     torch.testing.assert_close(policy.scores(batch.row, batch.predictors, batch.targets).logprobs, expected)
 
 
@@ -280,12 +280,12 @@ def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fil
 
 def test_lags_follow_the_spans_of_a_sequence_and_a_later_version_is_our_mistake() -> None:
     sequence = replace(sequences_of([(2, 5)])[0], spans=(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)))
-    batch = host_microbatch([sequence], np.ones(1), 8, "batch", BatchTotals(1, 5))
+    batch = host_microbatch([sequence], np.ones(1), np.ones(1), 8)
     assert batch.lags.tolist() == [5, 5, 1, 1, 1]
     assert batch.predictors.tolist() == [1, 2, 3, 4, 5]
     assert batch.targets.tolist() == sequence.completion_token_ids.tolist()
     with pytest.raises(AssertionError, match="version after 6"):
-        host_microbatch([sequence], np.ones(1), 6, "batch", BatchTotals(1, 5))
+        host_microbatch([sequence], np.ones(1), np.ones(1), 6)
 
 
 # Steps

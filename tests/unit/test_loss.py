@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.learn.batch import BatchTotals, MicroBatch, token_weights
+from services.trainer.learn.batch import MicroBatch, sequence_weights
 from services.trainer.learn.logprobs import TokenScores, chunked_scores, token_scores
 from services.trainer.learn.loss import LossOutput, compute_loss, k3
 from tests.support.learner import LOSSES, micro_batch
@@ -248,11 +248,10 @@ def test_kl_and_entropy_terms_by_hand() -> None:
 
 
 def test_normalisations_by_hand() -> None:
-    # One micro-batch with sequences of 1 and 3 completion tokens, of a step with 4 sequences and 10 tokens.
-    lengths, totals = np.array([1, 3]), BatchTotals(num_sequences=4, num_completion_tokens=10)
-    assert token_weights(lengths, "token", totals) == pytest.approx([0.1] * 4)
-    assert token_weights(lengths, "batch", totals) == pytest.approx([0.25] * 4)
-    assert token_weights(lengths, "sequence", totals) == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12])
+    lengths = np.array([1, 3, 4, 2])
+    assert sequence_weights(lengths, "token") == pytest.approx([0.1] * 4)
+    assert sequence_weights(lengths, "batch") == pytest.approx([0.25] * 4)
+    assert sequence_weights(lengths, "sequence") == pytest.approx([1 / 4, 1 / 12, 1 / 16, 1 / 8])
 
 
 @pytest.mark.parametrize(

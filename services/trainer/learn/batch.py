@@ -9,7 +9,7 @@ loss; a micro-batch without sequences is padding alone. Not here: which sequence
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,29 +22,16 @@ from services.trainer.learn.attention import PackedLayout, on_device, packed_lay
 Normalization = Literal["token", "sequence", "batch"]
 
 
-@dataclass(frozen=True)
-class BatchTotals:
-    """Of all sequences of one optimizer step, over all micro-batches."""
-
-    num_sequences: int
-    num_completion_tokens: int
-
-
-def token_weights(
-    completion_lengths: NDArray[np.int64], normalization: Normalization, totals: BatchTotals
-) -> NDArray[np.float32]:
-    """float32[sum of completion_lengths]: factor of each token's term.
+def sequence_weights(completion_lengths: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
+    """[S], of all sequences of an optimizer step, over all micro-batches and ranks: factor of the term of each of its tokens.
 
     `token`: 1 / tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (its length · sequences) (GRPO, arXiv 2402.03300).
     `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as Dr. GRPO, arXiv 2503.20783).
     """
-    if normalization == "token":
-        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_completion_tokens)
-    elif normalization == "sequence":
-        per_sequence = 1.0 / (completion_lengths * totals.num_sequences)
-    else:
-        per_sequence = np.full(len(completion_lengths), 1.0 / totals.num_sequences)
-    return np.repeat(per_sequence, completion_lengths).astype(np.float32)
+    num_sequences = len(completion_lengths)
+    if normalization == "sequence":
+        return 1.0 / (completion_lengths * num_sequences)
+    return np.full(num_sequences, 1.0 / (completion_lengths.sum() if normalization == "token" else num_sequences))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +70,7 @@ class HostMicroBatch:
     advantages: NDArray[np.float32]
     """[C]: its sequence's advantage."""
     weights: NDArray[np.float32]
-    """[C]: its factor in the loss (`token_weights`)."""
+    """[C]: its factor in the loss (`sequence_weights`)."""
     sequence_index: NDArray[np.int64]
     """[C]: its sequence, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
@@ -150,33 +137,33 @@ def row_order(sequences: list[Sequence]) -> list[int]:
 def host_microbatch(
     sequences: list[Sequence],
     advantages: NDArray[np.float64],
+    weights: NDArray[np.float64],
     version: int,
-    normalization: Normalization,
-    totals: BatchTotals,
     pad_multiple: int = 1,
 ) -> HostMicroBatch:
-    """Packs `sequences` with their `advantages` [S] for the gradient at policy version `version`, in `row_order`."""
-    if not sequences:
-        return _padding_alone(pad_multiple)
+    """Packs `sequences` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
+
+    Without sequences, as for a rank that has none left while others have, it is a row of padding.
+    """
     order = row_order(sequences)
     members = [sequences[index] for index in order]
-    prompts = np.array([len(member.prompt_token_ids) for member in members])
-    completions = np.array([len(member.completion_token_ids) for member in members])
+    prompts = np.array([len(member.prompt_token_ids) for member in members], dtype=np.int64)
+    completions = np.array([len(member.completion_token_ids) for member in members], dtype=np.int64)
     parts = [part for member in members for part in (member.prompt_token_ids, member.completion_token_ids)]
-    token_ids = np.concatenate(parts).astype(np.int64)
+    token_ids = _joined(parts, np.int64)
     lengths = prompts + completions
     positions = _completion_positions(lengths, prompts, completions)
-    lags = version - np.concatenate([member.token_versions() for member in members])
-    assert lags.min() >= 0, f"a token of a version after {version} cannot be trained on at {version}"
+    lags = version - _joined([member.token_versions() for member in members], np.int64)
+    assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
     padded_ids, padded_lengths = _padded(token_ids, lengths, pad_multiple)
     return HostMicroBatch(
         token_ids=padded_ids,
         lengths=padded_lengths,
         predictors=positions - 1,
         targets=token_ids[positions],
-        behaviour_logprobs=np.concatenate([member.behaviour_logprobs for member in members]).astype(np.float32),
+        behaviour_logprobs=_joined([member.behaviour_logprobs for member in members], np.float32),
         advantages=np.repeat(advantages[order], completions).astype(np.float32),
-        weights=token_weights(completions, normalization, totals),
+        weights=np.repeat(weights[order], completions).astype(np.float32),
         sequence_index=np.repeat(np.arange(len(members)), completions),
         lags=lags,
         num_sequences=len(members),
@@ -184,13 +171,8 @@ def host_microbatch(
     )
 
 
-def _padding_alone(pad_multiple: int) -> HostMicroBatch:
-    """For a rank that has no sequences left while others have: a row of padding, no completion token."""
-    no_index, no_value = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    token_ids, lengths = _padded(no_index, no_index, pad_multiple)
-    return HostMicroBatch(
-        token_ids, lengths, no_index, no_index, no_value, no_value, no_value, no_index, no_index, 0, 0
-    )
+def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=dtype), *parts]).astype(dtype)
 
 
 def _completion_positions(

@@ -22,12 +22,12 @@ from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
 from services.trainer.distributed.world import ADAPTER, WEIGHTS, Message, World, alone
 from services.trainer.learn.batch import (
-    BatchTotals,
     HostMicroBatch,
     MicroBatch,
     Normalization,
     TrainingGroup,
     host_microbatch,
+    sequence_weights,
 )
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
 from services.trainer.learn.loss import compute_loss
@@ -113,14 +113,14 @@ def prepare_step(
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     advantages = np.concatenate([group.advantages for group in groups])
-    totals = BatchTotals(len(sequences), sum(sequence.num_completion_tokens for sequence in sequences))
+    lengths = [sequence.num_tokens for sequence in sequences]
+    outputs = [sequence.num_completion_tokens for sequence in sequences]
+    weights = sequence_weights(np.array(outputs), normalization)
 
     def packed(members: list[int]) -> HostMicroBatch:
         chosen: list[Sequence] = [sequences[index] for index in members]
-        return host_microbatch(chosen, advantages[members], version, normalization, totals, pad_multiple)
+        return host_microbatch(chosen, advantages[members], weights[members], version, pad_multiple)
 
-    lengths = [sequence.num_tokens for sequence in sequences]
-    outputs = [sequence.num_completion_tokens for sequence in sequences]
     timer = PhaseTimer()
     with timer.measure("plan"):
         plan = plan_step(lengths, budget, data_ranks, cost_model, outputs)
