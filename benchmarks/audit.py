@@ -59,10 +59,8 @@ def keep_ledger(count: int) -> Ledger:
         if len(event) == 2:
             ledger.issue(event[1])
         else:
-            for sequence_id in event[1]:
-                ledger.close(sequence_id, Outcome.FAILED, "engine")
-            for sequence_id in event[2]:
-                ledger.close(sequence_id, Outcome.TRAINED)
+            ledger.close(event[1], Outcome.FAILED, "engine")
+            ledger.close(event[2], Outcome.TRAINED)
     return ledger
 
 
@@ -80,8 +78,7 @@ def keep_books(count: int, folder: Path) -> Ledger:
                 continue
             version, failed, trained = event
             for outcome, reason, ended in ((Outcome.FAILED, "engine", failed), (Outcome.TRAINED, "", trained)):
-                for sequence_id in ended:
-                    ledger.close(sequence_id, outcome, reason)
+                ledger.close(ended, outcome, reason)
                 more = {"reason": reason} if reason else {"version": version}
                 journal.write({"event": "close", "outcome": outcome.value, **more, "ids": ended})
             journal.write({"event": "step", "version": version, "counts": ledger.counts.as_dict()})

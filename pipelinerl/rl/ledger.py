@@ -67,25 +67,28 @@ class Ledger:
 
     def issue(self, sequence_ids: Iterable[str]) -> None:
         """Counts sequences as issued and in flight. Raises `LedgerViolation` for one that is in flight already."""
-        for sequence_id in sequence_ids:
+        ids = list(sequence_ids)
+        for sequence_id in ids:
             if sequence_id in self._in_flight:
                 raise LedgerViolation(f"sequence {sequence_id} was issued twice")
             self._in_flight[sequence_id] = None
-            self._count("issued")
+        self._count("issued", len(ids))
 
-    def close(self, sequence_id: str, outcome: Outcome, reason: str = "") -> None:
-        """Ends one sequence. A failure needs a reason; reasons are counted, so keep them short and few.
+    def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
+        """Ends sequences. A failure needs a reason; reasons are counted, so keep them short and few.
 
-        Raises `LedgerViolation` when the sequence is not in flight.
+        Raises `LedgerViolation` when one of them is not in flight.
         """
-        if sequence_id not in self._in_flight:
-            raise LedgerViolation(f"sequence {sequence_id} ends as {outcome}, but it is not in flight")
-        if outcome is Outcome.FAILED and not reason:
-            raise LedgerViolation(f"sequence {sequence_id} failed without a reason")
-        del self._in_flight[sequence_id]
-        if reason:
-            self._reasons[outcome][reason] += 1
-        self._count(outcome.value)
+        ids = list(sequence_ids)
+        for sequence_id in ids:
+            if sequence_id not in self._in_flight:
+                raise LedgerViolation(f"sequence {sequence_id} ends as {outcome}, but it is not in flight")
+            if outcome is Outcome.FAILED and not reason:
+                raise LedgerViolation(f"sequence {sequence_id} failed without a reason")
+            del self._in_flight[sequence_id]
+        if reason and ids:
+            self._reasons[outcome][reason] += len(ids)
+        self._count(outcome.value, len(ids))
 
     def is_open(self, sequence_id: str) -> bool:
         """Whether the sequence is in flight: only such a one may be trained."""
@@ -105,10 +108,10 @@ class Ledger:
             numbers = ", ".join(f"{name} {count}" for name, count in self.counts.as_dict().items())
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
 
-    def _count(self, name: str) -> None:
-        """One more of `name`, and what is in flight now."""
-        more: dict[str, int] = {name: getattr(self.counts, name) + 1}
-        self.counts = replace(self.counts, in_flight=len(self._in_flight), **more)
+    def _count(self, name: str, more: int) -> None:
+        """`more` of `name`, and what is in flight now."""
+        changed: dict[str, int] = {name: getattr(self.counts, name) + more}
+        self.counts = replace(self.counts, in_flight=len(self._in_flight), **changed)
         self.check()
 
     def to_state(self) -> dict[str, Any]:
@@ -237,8 +240,7 @@ class SequenceTracker:
         self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
 
     def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
-        for sequence_id in ids:
-            self.ledger.close(sequence_id, outcome, reason)
+        self.ledger.close(ids, outcome, reason)
         if ids:
             because = {"reason": reason} if reason else {}
             self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})

@@ -24,10 +24,10 @@ def issued(*sequence_ids: str) -> Ledger:
 
 def test_each_outcome_is_counted() -> None:
     ledger = issued("a", "b", "c", "d", "e")
-    ledger.close("a", Outcome.TRAINED)
-    ledger.close("b", Outcome.DROPPED_STALE, "lag above max_lag")
-    ledger.close("c", Outcome.DROPPED_FILTERED)
-    ledger.close("d", Outcome.FAILED, "verifier timeout")
+    ledger.close(["a"], Outcome.TRAINED)
+    ledger.close(["b"], Outcome.DROPPED_STALE, "lag above max_lag")
+    ledger.close(["c"], Outcome.DROPPED_FILTERED)
+    ledger.close(["d"], Outcome.FAILED, "verifier timeout")
     assert ledger.counts == LedgerCounts(5, 1, 1, 1, 1, 1)
     assert ledger.in_flight() == ("e",)
     assert ledger.reasons(Outcome.FAILED) == {"verifier timeout": 1}
@@ -38,16 +38,16 @@ def test_each_outcome_is_counted() -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (lambda ledger: ledger.close("ended", Outcome.TRAINED), "ended ends as trained, but it is not in flight"),
-        (lambda ledger: ledger.close("b", Outcome.FAILED, "x"), "sequence b ends as failed"),
+        (lambda ledger: ledger.close(["ended"], Outcome.TRAINED), "ended ends as trained, but it is not in flight"),
+        (lambda ledger: ledger.close(["b"], Outcome.FAILED, "x"), "sequence b ends as failed"),
         (lambda ledger: ledger.issue(["open"]), "sequence open was issued twice"),
-        (lambda ledger: ledger.close("open", Outcome.FAILED), "failed without a reason"),
+        (lambda ledger: ledger.close(["open"], Outcome.FAILED), "failed without a reason"),
     ],
     ids=["ends twice", "never issued", "issued twice", "no reason"],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(event: Callable[[Ledger], None], message: str) -> None:
     ledger = issued("ended", "open")
-    ledger.close("ended", Outcome.TRAINED)
+    ledger.close(["ended"], Outcome.TRAINED)
     with pytest.raises(LedgerViolation, match=message):
         event(ledger)
     assert ledger.counts == LedgerCounts(issued=2, trained=1, in_flight=1)
@@ -77,7 +77,7 @@ def test_the_equation_survives_any_order_of_events(events: list[tuple[int, Outco
             if outcome is None:
                 ledger.issue([name])
             else:
-                ledger.close(name, outcome, "r")
+                ledger.close([name], outcome, "r")
         except LedgerViolation:
             assert not valid
             continue

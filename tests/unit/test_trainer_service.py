@@ -60,23 +60,6 @@ async def test_readers_get_past_and_coming_steps_until_the_end() -> None:
         assert [message.step async for message in again] == [1, 2, 3]
 
 
-async def test_a_reader_wakes_for_each_change() -> None:
-    feed, seen = StepFeed(), []
-
-    async def read() -> None:
-        async for record in feed.read(0):
-            seen.append(record["step"])
-
-    reader = asyncio.create_task(read())
-    for step in range(3):
-        feed.add({"step": step})
-        while len(seen) <= step:
-            await asyncio.sleep(0)
-    feed.end()
-    await reader
-    assert seen == [0, 1, 2]
-
-
 async def test_status_and_checkpoint() -> None:
     async with service(StepFeed()) as stub:
         assert (await stub.GetStatus(trainer_pb2.GetStatusRequest())).policy_version == 7
