@@ -22,8 +22,8 @@ import numpy as np
 from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.following import background
+from pipelinerl.messages import verification
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
-from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness, run_service
 from pipelinerl.service.retry import Backoff
@@ -131,7 +131,7 @@ def main(options: Options) -> int:
     app.Actor = ServingActor  # type: ignore[misc]
     limits = StreamLimits(ack_wait_s=options.ack_wait_s)
     app.service_bus = partial(service_bus, limits=limits, request_timeout_s=2.0)  # type: ignore[assignment]
-    app.VerifierClient = partial(VerifierClient, backoff=Backoff(0.02, 0.1))  # type: ignore[misc, assignment]
+    verification.BACKOFF = Backoff(0.02, 0.1)
     return run_service(ActorSettings, "actor", partial(app.serve, start=start))
 
 
