@@ -14,7 +14,7 @@ import pytest
 
 from tests.chart.rendering import Object, Rendered
 from tests.cluster.cluster import Cluster, mini_cluster
-from tests.cluster.images import USER, Image, product_images
+from tests.cluster.images import USER, Image
 from tests.cluster.objects import ClusterError
 from tests.cluster.pod import Pod
 
@@ -235,20 +235,6 @@ def running(word: bytes) -> list[bytes]:
     return [line for line in lines if word in line.split(b"\0")]
 
 
-async def test_init_containers_run_in_order_and_sidecars_beside_the_rest(cluster_of: Start) -> None:
-    mounts = [{"name": "data", "mountPath": "/data"}]
-    side = server(restartPolicy="Always", startupProbe=HERE | {"failureThreshold": 200}) | {"name": "side"}
-    first = container("echo first > /data/log", volumeMounts=mounts) | {"name": "first"}
-    main = container(
-        "python -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080/tmp').status)\"; cat /data/log",
-        volumeMounts=mounts,
-    )
-    volumes = [{"name": "data", "emptyDir": {}}]
-    async with cluster_of(pod(main, initContainers=[first, side], volumes=volumes)) as cluster:
-        assert await output_of(cluster) == "200\nfirst\n"
-        assert cluster.pods["p"].containers["side"].exit_codes == [7]  # stopped when the last container had ended
-
-
 def headless(name: str, selects: str) -> Object:
     return made("Service", name, spec={"clusterIP": "None", "selector": {"app": selects}, "ports": [{"port": 80}]})
 
@@ -327,13 +313,3 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
         words = [denied.split() for denied in cluster.api.denied]
         assert {one[1] for one in words} == {f'"system:serviceaccount:{NAMESPACE}:a"'}
         assert [" ".join(one[2:4]) for one in words] == ["cannot get", "cannot create", "cannot list"]
-
-
-def test_images_are_as_their_dockerfiles_say() -> None:
-    image = product_images()["trainer"]
-    assert (image.user, image.group, image.init) == (USER, USER, True)
-    assert image.command(None, None) == ["python", "-m", "services.trainer"]
-    assert image.command(None, ["python", "-m", "x"]) == ["python", "-m", "x"]
-    assert image.environment["PYTHONUNBUFFERED"] == "1"
-    assert "CC" not in image.environment
-    assert product_images()["actor"].environment["TORCH_COMPILE_DISABLE"] == "1"  # of the stage that it is made from

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.chart.rendering import Rendered
-from tests.cluster.network import end_of
-from tests.cluster.policies import Peer, dns_server, why_not
+from tests.cluster.policies import Peer, why_not
 
 
 def peer(app: str, namespace: str = "n") -> Peer:
@@ -58,15 +57,3 @@ def ingress(*rules: Any) -> dict[str, Any]:
 )
 def test_a_connection_passes_or_not(policies: list[Any], target: Peer, port: int, passes: bool) -> None:
     assert (why_not(Rendered(policies), A, target, port) == "") == passes
-
-
-def test_names_are_looked_up_over_udp() -> None:
-    to_dns = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
-    objects = Rendered([egress({"to": [to_dns], "ports": [{"port": 53, "protocol": "UDP"}]})])
-    assert why_not(objects, A, dns_server("10.0.0.1"), 53, "UDP") == ""
-    assert "no policy lets a out to coredns" in why_not(objects, A, dns_server("10.0.0.1"), 53)
-
-
-def test_addresses_of_the_kernels_tables() -> None:
-    assert end_of("0100007F:1F90") == ("127.0.0.1", 8080)
-    assert end_of("0000000000000000FFFF00000200D50A:1538") == ("10.213.0.2", 5432)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,9 @@ from deploy.tools import recipe_reference as reference
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
 from pipelinerl.rl.groups import StaleReason
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import RunDir
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyStatus
-from tests.unit.builders import make_group, make_recipe, make_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks/README.md"]
@@ -116,68 +114,12 @@ def test_a_result_becomes_a_table(tmp_path: Path) -> None:
     assert filled == f"<!-- result: speed -->\n\n{rows}\n\nMeasured with cores 2.\n\n<!-- end -->\n"
 
 
-def undescribed(keys: Iterator[str] | set[str], section: str) -> list[str]:
-    """Keys without a row of their own in a section of docs/run-directory.md."""
+def described(section: str) -> set[str]:
+    """Keys with a row of their own in a section of docs/run-directory.md."""
     text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
     body = re.split(r"^## ", text.partition(f"\n## {section}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     first_cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
-    described = set(re.findall(r"`(\w+)`", " ".join(first_cells)))
-    return sorted(set(keys) - described)
-
-
-def figures_of_a_step() -> dict[str, Any]:
-    """What the learner and the loop hand to the report, of two tokens of lag 0 and 1."""
-    import numpy as np
-
-    from services.trainer.learn.batch import host_microbatch
-    from services.trainer.learn.metrics import token_figures
-    from services.trainer.learn.step import StepOutcome
-    from services.trainer.policy_trainer import throughput
-
-    batch = host_microbatch([make_sequence(make_group(), 0)], np.ones(1), np.ones(1), 1)
-    values = np.zeros((5, len(batch.targets)), dtype=np.float32)
-    told = {"learning_rate": 1e-4, "grad_norm": 1.0, "skipped": "", "advantage_abs_mean": 0.5, "imbalance": 0.0}
-    outcome = StepOutcome(token_figures(values, np.zeros(3), [batch], 8) | told, {"plan": 1.0}, 1, {})
-    return {
-        **outcome.metrics,
-        **throughput(outcome, 1.0, 1.0, num_devices=1, peak_flops=None),
-        "idle_s": 0.2,
-        "step": 1,
-        "policy_version": 1,
-        "step_s": {"wait": 1.0, "compute": 1.0, "snapshot": 0.1, "send": 0.1, "total": 2.2},
-        "sequences": LedgerCounts().as_dict(),
-    }
-
-
-def test_every_key_of_metrics_and_summary_is_described(tmp_path: Path) -> None:
-    import numpy as np
-    from prometheus_client import CollectorRegistry
-
-    from services.trainer.learn.batch import TrainingGroup
-    from services.trainer.records import RunFiles
-    from services.trainer.reporting.metrics import TrainerMetrics
-    from services.trainer.reporting.recorder import Recorder
-    from services.trainer.weight_sync.updater import UpdateRecord
-    from tests.unit.trainer_fakes import parts_of_a_run
-
-    group = make_group()
-    batch = [TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))]
-    with RunFiles(tmp_path) as files:
-        recorder = Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry()))
-        recorder.served(UpdateRecord(1, stall_s={"actor-0": 0.01}))
-        recorder.step(figures_of_a_step(), batch, tokens_arrived=4)
-        recorder.watch(parts_of_a_run())
-        recorder.write_summary(finished=True)
-    record = json.loads((tmp_path / "metrics.jsonl").read_text())
-    sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert undescribed({*record, *record["weight_update"]}, "metrics.jsonl") == []
-    assert undescribed(set(sample), "samples.jsonl") == []
-    assert undescribed({*summary, "restarts", "error"}, "summary.json") == []
-
-
-def test_an_undescribed_key_is_found() -> None:
-    assert undescribed({"loss", "flux"}, "metrics.jsonl") == ["flux"]
+    return set(re.findall(r"`(\w+)`", " ".join(first_cells)))
 
 
 def test_every_file_of_the_run_directory_is_described() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir
+from tests.documents.check_documents import described
 from tests.faults.matrix import (
     RANK_1,
     SURVIVE_WITHIN_S,
@@ -60,6 +61,11 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     assert summary["parity_failures"] == 0
     assert (run_dir.path / "checkpoint" / "value_head" / "model.safetensors").is_file()
     audit(run_dir.path)
+    samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
+    updates = [record["weight_update"] or {} for record in records]
+    assert {key for told in (*records, *updates) for key in told} <= described("metrics.jsonl")
+    assert {key for sample in samples for key in sample} <= described("samples.jsonl")
+    assert summary.keys() ^ described("summary.json") <= {"restarts", "error"}
 
 
 async def test_conventional_mode_freezes_the_behaviour_policy_for_g_steps_and_two_ranks_stop_together(

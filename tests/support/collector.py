@@ -26,15 +26,11 @@ class ReceivedSpan:
     trace: str
     id: str
     parent: str
-    kind: int
     attributes: dict[str, Any]
     resource: dict[str, Any]
     links: tuple[str, ...]
     """Ids of the linked spans."""
     events: tuple[str, ...]
-    failed: bool
-    start_ns: int
-    end_ns: int
 
     @property
     def service(self) -> str:
@@ -56,17 +52,8 @@ class Collector:
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by the first export."""
 
-    def named(self, name: str, **attributes: Any) -> list[ReceivedSpan]:
-        """Those of this name whose attributes (dots as underscores) have these values."""
-        wanted = attributes.items()
-        return [
-            span
-            for span in self.spans
-            if span.name == name
-            and all(
-                {k.replace(".", "_"): v for k, v in span.attributes.items()}.get(key) == value for key, value in wanted
-            )
-        ]
+    def named(self, name: str) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.name == name]
 
     def children(self, span: ReceivedSpan) -> list[ReceivedSpan]:
         return [other for other in self.spans if other.trace == span.trace and other.parent == span.id]
@@ -82,11 +69,31 @@ class Collector:
             found.extend(by_parent[one.id])
         return found
 
+    def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
+        """The span and those above it, the outermost first."""
+        by_id = {one.id: one for one in self.spans}
+        way = [span]
+        while way[0].parent:
+            way.insert(0, by_id[way[0].parent])
+        return way
+
     def take(self, body: bytes) -> None:
         for part in ExportTraceServiceRequest.FromString(body).resource_spans:
             resource = _values(part.resource.attributes)
             for scope in part.scope_spans:
-                self.spans.extend(_received(span, resource) for span in scope.spans)
+                self.spans.extend(
+                    ReceivedSpan(
+                        span.name,
+                        span.trace_id.hex(),
+                        span.span_id.hex(),
+                        span.parent_span_id.hex(),
+                        _values(span.attributes),
+                        resource,
+                        tuple(link.span_id.hex() for link in span.links),
+                        tuple(event.name for event in span.events),
+                    )
+                    for span in scope.spans
+                )
 
 
 @contextmanager
@@ -125,23 +132,6 @@ def collecting() -> Iterator[Collector]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _received(span: Any, resource: dict[str, Any]) -> ReceivedSpan:
-    return ReceivedSpan(
-        name=span.name,
-        trace=span.trace_id.hex(),
-        id=span.span_id.hex(),
-        parent=span.parent_span_id.hex(),
-        kind=span.kind,
-        attributes=_values(span.attributes),
-        resource=resource,
-        links=tuple(link.span_id.hex() for link in span.links),
-        events=tuple(event.name for event in span.events),
-        failed=span.status.code == span.status.STATUS_CODE_ERROR,
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
-    )
 
 
 def _values(pairs: Any) -> dict[str, Any]:

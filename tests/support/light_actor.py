@@ -26,7 +26,6 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import run_service
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
-from pipelinerl.transfer.chunks import add_low_rank
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.app import serve
 from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
@@ -69,6 +68,7 @@ class LightEngine:
         self._model_lock = threading.Lock()
         self.version = PolicyVersion(0, 0)
         self.vocab_size = int(self._model.config.vocab_size)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         self.weights = ModelReceiver(self, bind_host or "127.0.0.1")
 
     async def run(self) -> None:
@@ -122,9 +122,6 @@ class LightEngine:
             self.version = version
             return time.monotonic() - started
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters())
-
     async def generate(self, request: GenerationRequest) -> Generation:
         if len(request.prompt_token_ids) >= self._max_context:
             raise EngineError(f"request {request.request_id}: the prompt fills the context")
@@ -163,30 +160,22 @@ class LightEngine:
 
 
 class ModelReceiver(TensorReceiver):
-    """Swaps what it received into the engine's model; factors of adapters are merged into the initial weights first."""
+    """Swaps what it received into the engine's model. It knows no adapters."""
 
     def __init__(self, engine: LightEngine, address: str) -> None:
         super().__init__(address)
         self._engine = engine
-        self._base = {name: parameter.detach().clone() for name, parameter in engine.parameters().items()}
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
-        for spec in manifest.low_rank or manifest.parameters:
-            here = tuple(self._base[spec.name].shape) if spec.name in self._base else None
+        for spec in manifest.parameters:
+            here = self._engine.shapes.get(spec.name)
             if here != tuple(spec.shape):
                 raise ManifestDiffers(spec.name, "shape", here, tuple(spec.shape))
-        self._low_rank = manifest.low_rank
         return await super().prepare(manifest)
 
     async def commit(self, version: PolicyVersion) -> float:
         await super().commit(version)
-        merged = {
-            item.name: add_low_rank(
-                self._base[item.name], self.weights[item.a], self.weights[item.b], item.scaling, item.transposed
-            )
-            for item in self._low_rank
-        }
-        return await asyncio.to_thread(self._engine.install, merged or self.weights, version)
+        return await asyncio.to_thread(self._engine.install, self.weights, version)
 
 
 @asynccontextmanager

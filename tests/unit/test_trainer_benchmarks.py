@@ -22,7 +22,7 @@ from benchmarks.observed_trainer import result as trainer_result
 from benchmarks.trainer_cases import Case
 from benchmarks.trainer_gpu import figures, prepared_step
 from benchmarks.trainer_ranks import run_ranks
-from benchmarks.training_data import VERSION, long_tailed_lengths
+from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.model import wrap_model
@@ -75,12 +75,6 @@ def test_two_ranks_of_both_loops_run_to_their_end() -> None:
     assert found["ratio"] > 0
     assert found["metrics"]["sequences_trained"] == 16
     assert found["metrics"]["skipped"] == ""
-
-
-def test_long_tailed_lengths_leave_some_room_and_have_a_longest() -> None:
-    lengths = long_tailed_lengths(512, 4096, 32_768)
-    assert 0.85 * 32_768 < sum(lengths) <= 0.95 * 32_768
-    assert (min(lengths) >= 512, max(lengths), sorted(lengths)[len(lengths) // 2] < 2048) == (True, 4096, True)
 
 
 @pytest.mark.parametrize("name", ALL_GPU_CASES)
