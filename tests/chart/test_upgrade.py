@@ -1,42 +1,37 @@
-"""What an upgrade and an uninstall do to what runs: the real helm against a mock API server that stores objects.
+"""What an upgrade changes of a release that runs, which the chart looks up, and what helm tells after an installation.
 
-Not tested: what a cluster's controllers then do, and field managers (the server stores what was applied last).
+Not tested: what helm and a cluster's controllers then do with what is rendered.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.chart.api_server import ApiServer, Object, api_server
-from tests.chart.rendering import CHART, CPU_VALUES, helm
-
-
-@pytest.fixture
-def server() -> Iterator[ApiServer]:
-    with api_server() as started:
-        yield started
-
-
-def release(server: ApiServer, command: str, values: dict[str, Any] | None = None) -> str:
-    chart = [] if command == "uninstall" else [str(CHART), "--values", str(CPU_VALUES), "--values", "-"]
-    unchecked = [] if command == "uninstall" else ["--disable-openapi-validation"]
-    place = ("--namespace", "train", "--kube-apiserver", server.url, "--qps", "10000", "--burst-limit", "10000")
-    return helm(command, "pipelinerl", *chart, *unchecked, *place, text=json.dumps(values or {}))
-
-
-def actors(server: ApiServer) -> Object:
-    return server.find("deployments", "pipelinerl-actor")["spec"]
-
+from tests.chart.api_server import api_server
+from tests.chart.rendering import CHART, CPU_VALUES, NAMESPACE, Object, Rendered, helm, render
 
 HPA = {"enabled": True, "kind": "hpa"}
 
 
+def installed(values: dict[str, Any] | None = None) -> Rendered:
+    return render(values, [CPU_VALUES])
+
+
+def upgraded(running: Rendered, values: dict[str, Any] | None = None) -> Rendered:
+    """Of what `helm upgrade` would apply."""
+    with api_server(running.objects) as url:
+        extra = ["--is-upgrade", "--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url]
+        return render(values, [CPU_VALUES], extra=extra)
+
+
+def actors(rendered: Rendered) -> Object:
+    return rendered.one("Deployment", "pipelinerl-actor")["spec"]
+
+
 @pytest.mark.parametrize(
-    ("installed", "set_by_somebody", "upgraded"),
+    ("before", "set_by_somebody", "after"),
     [
         ({"actor": {"replicas": 2}}, 5, {"actor": {"replicas": 3}, "log": {"level": "debug"}}),
         ({}, 0, {}),  # 0 is a number that somebody set, too
@@ -48,62 +43,50 @@ HPA = {"enabled": True, "kind": "hpa"}
     ],
 )
 def test_an_upgrade_keeps_the_replicas_that_somebody_set(
-    server: ApiServer, installed: dict[str, Any], set_by_somebody: int, upgraded: dict[str, Any]
+    before: dict[str, Any], set_by_somebody: int, after: dict[str, Any]
 ) -> None:
-    release(server, "install", installed)
-    assert actors(server)["replicas"] == (2 if installed else 1)
-    actors(server)["replicas"] = set_by_somebody  # as kubectl scale, an HPA or KEDA do
-    release(server, "upgrade", upgraded)
-    assert actors(server)["replicas"] == set_by_somebody
-    variables = actors(server)["template"]["spec"]["containers"][0]["env"]
-    level = upgraded.get("log", {}).get("level", "info")
-    assert {"name": "PIPELINERL_LOG_LEVEL", "value": level} in variables, "it was an upgrade"
+    running = installed(before)
+    assert actors(running)["replicas"] == (2 if before else 1)
+    actors(running)["replicas"] = set_by_somebody  # as kubectl scale, an HPA or KEDA do
+    upgrade = upgraded(running, after)
+    assert actors(upgrade)["replicas"] == set_by_somebody
+    variables = actors(upgrade)["template"]["spec"]["containers"][0]["env"]
+    level = after.get("log", {}).get("level", "info")
+    assert {"name": "PIPELINERL_LOG_LEVEL", "value": level} in variables, "the other values count"
 
 
-def test_replicas_of_nobody(server: ApiServer) -> None:
-    release(server, "install", {"actor": {"replicas": None}})
-    assert "replicas" not in actors(server)
+def test_replicas_of_nobody() -> None:
+    assert "replicas" not in actors(installed({"actor": {"replicas": None}}))
 
 
-def test_an_upgrade_keeps_the_passwords_and_adds_one_that_is_missing(server: ApiServer) -> None:
+def test_an_upgrade_keeps_the_passwords_and_adds_one_that_is_missing() -> None:
     """As of a release that was installed before there was such a user."""
-    release(server, "install")
-    before = dict(server.find("secrets", "pipelinerl-nats-auth")["data"])
-    assert set(before) == {"trainer", "actor", "admin", "route", "trainer-credentials", "actor-credentials"}
-    del server.find("secrets", "pipelinerl-nats-auth")["data"]["route"]
-    release(server, "upgrade", {"nats": {"sequencesMaxGib": 2}})
-    after = server.find("secrets", "pipelinerl-nats-auth")["data"]
-    assert after["route"] not in ("", before["route"])
-    assert after == before | {"route": after["route"]}
-
-
-def test_an_upgrade_makes_a_deleted_statefulset_anew(server: ApiServer) -> None:
-    """As docs/kubernetes.md says for larger claims, which a StatefulSet cannot be given otherwise."""
-    release(server, "install")
-    (path,) = [path for path in server.objects if path.endswith("/statefulsets/pipelinerl-nats")]
-    del server.objects[path]
-    release(server, "upgrade", {"nats": {"persistence": {"size": "64Gi"}}})
-    (claim,) = server.find("statefulsets", "pipelinerl-nats")["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["resources"]["requests"]["storage"] == "64Gi"
+    running = installed()
+    stored = running.one("Secret", "pipelinerl-nats-auth")["data"]
+    assert set(stored) == {"trainer", "actor", "admin", "route", "trainer-credentials", "actor-credentials"}
+    route = stored.pop("route")
+    data = upgraded(running, {"nats": {"sequencesMaxGib": 2}}).one("Secret", "pipelinerl-nats-auth")["data"]
+    assert data["route"] not in ("", route)
+    assert data == stored | {"route": data["route"]}
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_an_uninstall_leaves_the_checkpoints_which_an_install_takes_up_unless_the_values_say_so(
-    server: ApiServer, keep: bool
-) -> None:
-    values = {"trainer": {"persistence": {"keep": keep}}}
-    release(server, "install", values)
-    release(server, "uninstall")
-    left = [path.split("/")[-2:] for path in server.objects]
-    assert left == ([["persistentvolumeclaims", "pipelinerl-trainer"]] if keep else [])
-    release(server, "install", values)
-    assert server.find("persistentvolumeclaims", "pipelinerl-trainer")
+def test_an_uninstall_leaves_the_checkpoints_unless_the_values_say_so(keep: bool) -> None:
+    """Helm leaves what has this annotation, and nothing else."""
+    rendered = installed({"trainer": {"persistence": {"keep": keep}}})
+    kept = [
+        item["metadata"]["name"]
+        for item in rendered.objects
+        if item["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    ]
+    assert kept == (["pipelinerl-trainer"] if keep else [])
+    assert rendered.one("PersistentVolumeClaim", "pipelinerl-trainer")
 
 
-NODES = {"trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}}}
-NOTES: list[tuple[dict[str, Any], list[str]]] = [
+NODES = ("--set", "trainer.nodes=2", "--set", "trainer.persistence.existingClaim=shared")
+NOTES: list[tuple[tuple[str, ...], list[str]]] = [
     (
-        {},
+        (),
         [
             "kubectl -n train get pods -l app.kubernetes.io/instance=pipelinerl",
             "kubectl -n train logs -f statefulset/pipelinerl-trainer",
@@ -119,6 +102,7 @@ NOTES: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("values", "commands"), NOTES)
-def test_notes_say_the_next_commands(server: ApiServer, values: dict[str, Any], commands: list[str]) -> None:
-    notes = release(server, "install", values).partition("NOTES:")[2]
+def test_notes_say_the_next_commands(values: tuple[str, ...], commands: list[str]) -> None:
+    chart = ("pipelinerl", CHART, "--namespace", NAMESPACE, "--values", CPU_VALUES)
+    notes = helm("install", *chart, *values, "--dry-run=client").partition("NOTES:")[2]
     assert [command for command in commands if command not in notes] == []

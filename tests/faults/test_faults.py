@@ -74,24 +74,18 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
         await stage.all_on(2, [a, back, c])
 
 
-async def test_a_member_that_dies_between_two_updates_is_left_out_of_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_member_that_dies_or_leaves_between_two_updates_is_left_out_of_the_next(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     async with fault_stage(tmp_path) as stage:
         a, b = await stage.start_all("a", "b")
         await stage.update(0)
-        b.send(signal.SIGKILL)
-        await stage.update(1)
-        await stage.all_on(1, [a])
-        assert list(stage.updater.members) == ["a"]
-
-
-async def test_a_member_that_leaves_in_order_costs_nothing(tmp_path: Path) -> None:
-    async with fault_stage(tmp_path) as stage:
-        a, b = await stage.start_all("a", "b")
-        await stage.update(0)
-        b.send(signal.SIGTERM)
+        b.send(number)
         await asyncio.to_thread(b.process.join, UPDATE_WITHIN_S)
         await stage.update(1)
         await stage.all_on(1, [a])
+        assert list(stage.updater.members) == ["a"]
 
 
 async def test_without_any_member_the_trainer_waits_for_the_next(tmp_path: Path) -> None:
