@@ -46,8 +46,7 @@ from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board
 from pipelinerl.service.address import read_address
 from tests.chart.rendering import NAMESPACE
-from tests.monitoring.catalogue import names_in, samples
-from tests.monitoring.chart_rules import groups, shown_alerts
+from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
 from tests.support.browser import OpenPage, chromium, opened
 from tests.support.collector import Collector, collecting
 from tests.support.runs import (

@@ -1,4 +1,5 @@
-"""Members that die, freeze, hang and fail in each phase of an update, and random histories: real processes, real signals.
+"""Members that die, freeze, hang and fail in each phase of an update, random histories, a cable pulled, a disk full: real
+processes, real signals.
 
 What must hold is checked by the stage at the end of each test; here: the survivors serve the version, the broken one is
 left out, and it (or its successor) is brought back beside the others.
@@ -12,13 +13,19 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from benchmarks.light_members import PHASES, Break, How, Phase
+from benchmarks.light_members import PHASES, Break, How, LightMember, Phase
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.errors import BusError
+from tests.faults.network import Place, PrivateNetwork, private_network, why_not_here
 from tests.faults.schedule import HOWS, play, random_history
-from tests.faults.stage import UPDATE_WITHIN_S, fault_stage
+from tests.faults.stage import UPDATE_WITHIN_S, FaultStage, fault_stage
 
 BROKEN_AT = 1
 BREAKS = [(phase, how) for phase in PHASES for how in HOWS]
@@ -110,3 +117,104 @@ async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_pat
         assert [report.kind for report in first.reports] == ["joined", "serves"], "the others notice nothing"
         await stage.update(1)
         await stage.all_on(1, [first, *joiners])
+
+
+@pytest.fixture
+def network() -> Iterator[PrivateNetwork]:
+    if reason := why_not_here():
+        pytest.skip(f"a private network: {reason}")
+    with private_network() as network:
+        yield network
+
+
+@asynccontextmanager
+async def three_apart(
+    network: PrivateNetwork, folder: Path, breaks: Break | None = None
+) -> AsyncIterator[tuple[FaultStage, list[LightMember], Place]]:
+    """Members a, b and c that serve version 0, each in a network namespace, and the place of b, which `breaks`."""
+    async with fault_stage(folder, host=network.host) as stage:
+        places = [network.add() for _ in "abc"]
+        members = [
+            await stage.start(name, breaks if name == "b" else None, address=at.address, namespace=at.namespace)
+            for name, at in zip("abc", places, strict=True)
+        ]
+        await stage.until(lambda: stage.updater.num_present == 3)
+        await stage.update(0)
+        yield stage, members, places[1]
+
+
+async def test_a_member_whose_network_is_cut_is_left_out_and_comes_back(
+    tmp_path: Path, network: PrivateNetwork
+) -> None:
+    async with three_apart(network, tmp_path) as (stage, members, place):
+        place.cut()
+        await stage.update(1)
+        assert sorted(stage.updater.members) == ["a", "c"]
+        place.mend()
+        await stage.all_on(1, members)
+        await stage.update(2)
+        await stage.all_on(2, members)
+
+
+@pytest.mark.parametrize("phase", ["receiving", "staged", "committing", "serving"])
+async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_others(
+    tmp_path: Path, network: PrivateNetwork, phase: Phase
+) -> None:
+    async with three_apart(network, tmp_path, Break(phase, "freezes", 1)) as (stage, (a, b, c), place):
+        await stage.offer(1)
+        await b.until(lambda: b.broke)
+        place.cut()
+        b.send(signal.SIGCONT)
+        await stage.served()
+        await stage.all_on(1, [a, c])
+        place.mend()
+        await stage.all_on(1, [b])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)), capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(("umount", "--lazy", str(folder)), check=True)
+
+
+async def test_updates_wait_while_the_disk_of_the_streams_is_full_and_then_go_on(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fault_stage(small_disk, in_memory=False) as stage:
+        a, b = await stage.start_all("a", "b")
+        await stage.update(0)
+        ballast = small_disk / "ballast"
+        fill(ballast)
+        while await takes_a_message(stage.bus):  # what the stream's last page still holds
+            pass
+        await stage.offer(1)
+        await stage.until(lambda: any("say 'announce'" in record.getMessage() for record in caplog.records))
+        ballast.unlink()
+        stage.server.port = int(stage.server.url.rpartition(":")[2])
+        stage.server.stop()
+        stage.server.start()
+        await stage.served()
+        await stage.all_on(1, [a, b])
+
+
+async def takes_a_message(bus: Bus) -> bool:
+    try:
+        await bus.publish_control("failed", bytes(512), "nobody")
+    except BusError:
+        return False
+    return True
+
+
+def fill(ballast: Path) -> None:
+    """Until not a byte is left."""
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass

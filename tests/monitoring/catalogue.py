@@ -1,12 +1,18 @@
-"""Which metrics and labels the services export, and what a query asks for."""
+"""Which metrics and labels the services export, what a query asks for, and the rules of the chart's PrometheusRule."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from deploy.tools.metrics_reference import catalogue
 from pipelinerl.telemetry.metrics import Family
+from tests.chart.rendering import Object, render
 
 OF_PROMETHEUS = {"namespace", "pod", "instance", "run"}
 _ENDINGS = {"counter": ("",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -46,3 +52,34 @@ def problems_of(query: str, known: dict[str, Family]) -> Iterator[str]:
 
 def labels_shown(legend: str) -> set[str]:
     return set(re.findall(r"\{\{(\w+)\}\}", legend))
+
+
+def groups(
+    values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline"
+) -> list[Object]:
+    """Groups of rules; `values`: of `metrics.prometheusRule`; `mode`: of the recipe."""
+    rule = {"enabled": True} | dict(values or {})
+    chosen = {"metrics": {"prometheusRule": rule}, "recipe": {"set": {"mode": mode}}}
+    (found,) = render(chosen, release=release).of_kind("PrometheusRule")
+    return list(found["spec"]["groups"])
+
+
+def alerts(
+    values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline"
+) -> dict[str, Object]:
+    """By name."""
+    rules = [rule for group in groups(values, release, mode) for rule in group["rules"]]
+    by_name = {rule["alert"]: rule for rule in rules}
+    assert len(by_name) == len(rules), "two alerts share a name"
+    return by_name
+
+
+@functools.cache
+def shown_alerts() -> dict[str, Object]:
+    """By name, of the chart's defaults."""
+    return alerts()
+
+
+def write_rules(path: Path, mode: str = "pipeline") -> Path:
+    path.write_text(yaml.safe_dump({"groups": groups(mode=mode)}, allow_unicode=True), encoding="utf-8")
+    return path

@@ -13,8 +13,7 @@ import yaml
 from pipelinerl.recipe.fields import Recipe, dotted_paths
 from tests.chart.rendering import ROOT, render
 from tests.chart.test_schema import LEAVES
-from tests.monitoring.catalogue import problems_of, samples
-from tests.monitoring.chart_rules import alerts, shown_alerts, write_rules
+from tests.monitoring.catalogue import alerts, problems_of, samples, shown_alerts, write_rules
 from tests.support.tools import tool
 
 CASES = Path(__file__).parent / "rules"

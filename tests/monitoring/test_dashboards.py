@@ -16,8 +16,7 @@ from deploy.dashboards.__main__ import FOLDER, PAGE
 from deploy.dashboards.all import BOARDS, PANELS
 from deploy.dashboards.board import Board, json_text
 from tests.chart.rendering import render
-from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples
-from tests.monitoring.chart_rules import shown_alerts
+from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples, shown_alerts
 from tests.support.tools import tool
 
 RENEW = "python -m deploy.dashboards"

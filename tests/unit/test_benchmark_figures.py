@@ -1,11 +1,13 @@
-"""How benchmarks sum up what they measured; the measuring itself is not tested."""
+"""How benchmarks sum up what they measured, and draw it; the measuring itself is not tested."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ import torch
 from benchmarks import trainer_memory
 from benchmarks.audit import keep_ledger, measure
 from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, stall_before, step_times, tokens_in
+from benchmarks.freshness_dashboard import PICTURE, RECORDING, answered, bucket_names, draw, rows
 from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
 from benchmarks.results import kept_cases, kept_rows, write_result
 from benchmarks.samples import paired_ratio, percentile
+from deploy.dashboards.freshness import FRESHNESS
+from deploy.dashboards.panels import Panel, Query
 from pipelinerl.rl.ledger import LedgerCounts
 
 STEPS = [Step(1.0, 10, "1:0"), Step(2.0, 10, "1:0"), Step(3.0, 10, "1:0"), Step(5.5, 10, "1:1"), Step(6.5, 20, "1:1")]
@@ -113,3 +118,44 @@ def test_every_sequence_of_the_audits_made_up_run_ends_and_its_row_has_every_fig
     row = measure(2_000, rounds=1)
     assert row["sequences"] == 2_000
     assert all(row[name] > 0 for name in ("ledger_us", "books_us", "audit_us", "journal_bytes", "audit_bytes"))
+
+
+class Answering:
+    """Stands for a Prometheus: one series, whatever is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def query_range(self, expression: str, start_s: float, end_s: float, step_s: float) -> list[dict[str, Any]]:
+        self.asked.append(f"{expression} from {start_s} to {end_s} by {step_s}")
+        return [{"metric": {"actor": "a"}, "values": [[100.0, "0.123456"], [110.0, "2"]]}]
+
+
+def panel(width: int = 8) -> Panel:
+    queries = (Query('rate(x{run=~"$run", namespace=~"$namespace"}[$window])', "{{actor}} {{gone}}"),)
+    return Panel("t", "s", "g", "b", queries, width=width)
+
+
+def test_a_panel_is_asked_as_grafana_would_and_kept_on_a_grid_of_times() -> None:
+    server = Answering()
+    curves = answered(panel(), server, 100.0, 5.0, 4)  # type: ignore[arg-type]
+    assert server.asked == ['rate(x{run=~".*", namespace=~".*"}[8s]) from 100.0 to 115.0 by 5.0']
+    assert curves == [{"legend": "a", "values": [0.1235, None, 2.0, None]}]
+
+
+def test_panels_fill_rows_of_24_cells() -> None:
+    laid_out = list(rows([panel(24), panel(12), panel(12), panel(8), panel(8), panel(8), panel(8)]))
+    assert [[one.width for one in row] for row in laid_out] == [[24], [12, 12], [8, 8, 8], [8]]
+
+
+def test_buckets_are_called_by_the_lags_they_hold() -> None:
+    assert bucket_names(["0.0", "1.0", "2.0", "4.0", "+Inf"]) == ["0", "1", "2", "3–4", "5+"]
+
+
+def test_the_recording_has_every_panel_and_makes_a_picture(tmp_path: Path) -> None:
+    recording = json.loads(RECORDING.read_text(encoding="utf-8"))
+    assert list(recording["panels"]) == [one.title for one in FRESHNESS.panels]
+    assert all(recording["panels"].values())
+    draw(recording, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 20_000
+    assert PICTURE.exists()
