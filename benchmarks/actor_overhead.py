@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.actor_cases import CASES, Case
 from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round, renamed
-from benchmarks.results import write_result
+from benchmarks.result_files import write_result
 from pipelinerl.bus import jetstream
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
@@ -98,12 +98,10 @@ async def process(launch: Launch) -> AsyncIterator[ServiceProcess]:
 
 @asynccontextmanager
 async def streams(run_dir: RunDir) -> AsyncIterator[jetstream.Bus]:
-    async with (
-        NatsServer(run_dir.nats_store, log_file=run_dir.log("nats")) as server,
-        jetstream.connect(server.url, run_dir.name) as bus,
-    ):
-        await bus.create_streams()
-        yield bus
+    with NatsServer(run_dir.nats_store, log_file=run_dir.log("nats")) as server:
+        async with jetstream.connect(server.url, run_dir.name) as bus:
+            await bus.create_streams()
+            yield bus
 
 
 async def run_case(case: Case, threads: ThreadPlan, pairs: int) -> dict[str, Any]:

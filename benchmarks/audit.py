@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import write_result
+from benchmarks.result_files import write_result
 from pipelinerl.audit.audit import audit_files
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.local.services import available_cores

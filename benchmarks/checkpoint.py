@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.loops_in_turn import compared, in_turn
 from benchmarks.random_models import build_smollm2_shape, build_tiny
-from benchmarks.results import kept_cases, write_result
+from benchmarks.result_files import kept_cases, write_result
 from benchmarks.training_data import VERSION, make_groups, uniform_lengths
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe

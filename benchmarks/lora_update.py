@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.random_models import build_billion, build_smollm2_shape
-from benchmarks.results import kept_rows, write_result
+from benchmarks.result_files import kept_rows, write_result
 from benchmarks.samples import milliseconds
 from benchmarks.update_rounds import TIMEOUT_S, decoding
 from benchmarks.weight_update import RESULTS

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.light_stage import LightStage, end, light_stage, same_weights
 from benchmarks.recovery import PRODUCT
-from benchmarks.results import write_result
+from benchmarks.result_files import write_result
 from benchmarks.samples import milliseconds
 from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect

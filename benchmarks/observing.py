@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import kept_cases, write_result
+from benchmarks.result_files import kept_cases, write_result
 from pipelinerl.local.services import available_cores, plan_threads
 
 RESULT = Path(__file__).parent / "results" / "observing.json"

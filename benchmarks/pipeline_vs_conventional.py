@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.accuracy_plot import plot
 from benchmarks.learning_curve import figures, times_reached
-from benchmarks.results import write_result
+from benchmarks.result_files import write_result
 from benchmarks.table import table
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.local.processes import log_tail

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from benchmarks.light_members import PHASES, Break, LightMember, Phase
 from benchmarks.light_stage import LightStage, Settings, light_stage, same_weights
-from benchmarks.results import kept_rows, write_result
+from benchmarks.result_files import kept_rows, write_result
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import WeightUpdateConfig

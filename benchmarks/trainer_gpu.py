@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_cases import PLANS, GpuCase, Plan
 from benchmarks.gpu_loops import Measured, measure_bare, measure_ours
-from benchmarks.results import write_result
+from benchmarks.result_files import write_result
 from benchmarks.table import COLUMNS, table
 from benchmarks.training_data import VERSION
 from services.trainer.learn.meter import mfu, model_flops, peak_flops

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peak_memory import Measured, measured
 from benchmarks.random_models import half_qwen2_config
-from benchmarks.results import kept_rows, write_result
+from benchmarks.result_files import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, token_row

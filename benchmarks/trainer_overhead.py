@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.bare_loop import BareLoop
 from benchmarks.loops_in_turn import compared, in_turn, timed
-from benchmarks.results import kept_cases, write_result
+from benchmarks.result_files import kept_cases, write_result
 from benchmarks.trainer_cases import CASES, Case
 from benchmarks.trainer_ranks import run_ranks
 from benchmarks.training_data import VERSION, uniform_lengths

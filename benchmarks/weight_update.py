@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.decode_trace import Step, Window, median_step, rate_in, stall_before, tokens_in
 from benchmarks.random_models import build_billion, build_smollm2_shape, build_tiny
-from benchmarks.results import kept_rows, write_result
+from benchmarks.result_files import kept_rows, write_result
 from benchmarks.samples import milliseconds, paired_ratio, percentile
 from benchmarks.transfer_peers import Moved, ReceivingPeer, RemotePeer, SendingPeer, peer
 from benchmarks.update_rounds import WAYS, Block, EngineRounds, Update, decoding

@@ -18,7 +18,7 @@ from benchmarks.decode_trace import DecodeTrace, Step, median_step, rate_in, sta
 from benchmarks.freshness_dashboard import PICTURE, RECORDING, answered, bucket_names, draw, rows
 from benchmarks.peak_memory import measured, resident_bytes
 from benchmarks.recovery import Recovery, row
-from benchmarks.results import kept_cases, kept_rows, write_result
+from benchmarks.result_files import kept_cases, kept_rows, write_result
 from benchmarks.samples import paired_ratio, percentile
 from deploy.dashboards.freshness import FRESHNESS
 from deploy.dashboards.panels import Panel, Query
