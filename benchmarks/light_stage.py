@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,10 @@ class Settings:
     member_ttl_s: float
     deadline_s: float
     stall_timeout_s: float
+
+    @property
+    def limits(self) -> StreamLimits:
+        return StreamLimits(member_ttl_s=self.member_ttl_s, in_memory=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class LightStage:
             self.bus.limits,
             breaks,
             stall_timeout_s=self.settings.stall_timeout_s,
-            **spec,  # type: ignore[arg-type]
+            **spec,
         )
         member = await self.stack.enter_async_context(light_member(whole))
         self.members.append(member)
@@ -159,7 +163,7 @@ async def light_stage(
     """`heard`: kinds of control messages that it keeps; orders to all, and to `actor`. `host`: of trainer and server."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(NatsServer(folder, extra={"host": host}))
-        limits = StreamLimits(member_ttl_s=settings.member_ttl_s, in_memory=in_memory)
+        limits = replace(settings.limits, in_memory=in_memory)
         connecting = connect(server.url, RUN, limits=limits, request_timeout_s=request_timeout_s)
         bus = await stack.enter_async_context(connecting)
         await bus.create_streams()

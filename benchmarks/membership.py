@@ -181,9 +181,8 @@ async def rounds(
 
 def write(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     machine = {"cores": available_cores(), "load_average_after": round(os.getloadavg()[0], 2)}
-    folder.mkdir(parents=True, exist_ok=True)
     result = {"benchmark": name, "machine": machine, "rows": list(rows)}
-    (folder / write_result(f"{name}.json"), result)
+    write_result(folder / f"{name}.json", result)
 
 
 def main() -> None:

@@ -173,9 +173,8 @@ def _median(values: Sequence[float | None]) -> float | None:
     return round(statistics.median(present), 3) if len(present) == len(values) else None
 
 
-def write(results: Mapping[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / write_result(f"{NAME}.json"), results)
+def write(results: dict[str, Any], folder: Path) -> None:
+    write_result(folder / f"{NAME}.json", results)
     (folder / f"{NAME}.md").write_text(table(results["rows"], COLUMNS) + "\n", encoding="utf-8")
     for kind in ("svg", "png"):
         plot(results["runs"], THRESHOLD, folder / f"{NAME}.{kind}")
