@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -139,17 +138,23 @@ def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
     assert str(folder)[:40] in str(raised.value)
 
 
-def test_a_damaged_state_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "keep", "told"),
+    [
+        (".metadata", 100, ""),
+        ("__0_0.distcp", 5000, ""),
+        ("__0_0.distcp", 0, ""),
+        ("__0_0.distcp", None, ".*No such file"),
+    ],
+)
+def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None, told: str) -> None:
     folder = written(tmp_path / "state")
-    for number, (name, keep) in enumerate(((".metadata", 100), ("__0_0.distcp", 5000), ("__0_0.distcp", None))):
-        damaged = tmp_path / str(number)
-        shutil.copytree(folder, damaged)
-        if keep is None:
-            (damaged / name).unlink()
-        else:
-            os.truncate(damaged / name, keep)
-        with pytest.raises(ServiceError, match=f"the state in {damaged} is damaged: "):
-            restore(learner(), damaged)
+    if keep is None:
+        (folder / name).unlink()
+    else:
+        os.truncate(folder / name, keep)
+    with pytest.raises(ServiceError, match=f"the state in {folder} is damaged: {told}"):
+        restore(learner(), folder)
 
 
 def save_until(number: int, folder: str, said: Connection) -> None:
