@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
@@ -574,13 +574,11 @@ def coalesce_departures(
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[EpochMember, ...]:
     """Rank layout: rank 0 is the trainer, then each actor's ranks in the members' order. Pure."""
-    laid_out, next_rank = [], 1
-    for member in members:
-        laid_out.append(
-            EpochMember(actor=member.actor, process=member.process, first_rank=next_rank, ranks=member.ranks)
-        )
-        next_rank += member.ranks
-    return tuple(laid_out)
+    first_ranks = accumulate((member.ranks for member in members), initial=1)
+    return tuple(
+        EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
+        for member, first_rank in zip(members, first_ranks, strict=False)  # the last is the next one's
+    )
 
 
 def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
