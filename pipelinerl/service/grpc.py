@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +91,6 @@ async def _errors_answered(context: aio.ServicerContext, method: str) -> AsyncIt
         await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_DETAILS_CHARACTERS])
 
 
-@dataclass(frozen=True)
-class GrpcServer:
-    """A running server. `port` is the bound one."""
-
-    port: int
-    _health: health.aio.HealthServicer
-    _names: tuple[str, ...]
-
-    async def set_serving(self, serving: bool) -> None:
-        """What the health service answers for the whole server ("") and for each of its services."""
-        answer = health_pb2.HealthCheckResponse
-        for name in ("", *self._names):
-            await self._health.set(name, answer.SERVING if serving else answer.NOT_SERVING)
-
-
 @asynccontextmanager
 async def serve_grpc(
     register: Callable[[aio.Server], None],
@@ -117,10 +101,10 @@ async def serve_grpc(
     stop_grace_s: float = STOP_GRACE_S,
     credentials: grpc.ServerCredentials | None = None,
     connection_age_s: float = CONNECTION_AGE_S,
-) -> AsyncIterator[GrpcServer]:
-    """Serves what `register` adds, on `port` (0 = any free one). Health says NOT_SERVING until told otherwise.
+) -> AsyncIterator[int]:
+    """Serves what `register` adds, on `port` (0 = any free one), and yields the bound port.
 
-    At the end it says NOT_SERVING again, takes no new call, and gives those in progress `stop_grace_s`.
+    At the end health says NOT_SERVING, no new call is taken, and those in progress get `stop_grace_s`.
     `service_names`: full names (`pipelinerl.v1.VerifierService`), for health and reflection.
     Raises `ServiceError` naming the port when it cannot be bound.
     """
@@ -139,11 +123,11 @@ async def serve_grpc(
         raise ServiceError(
             f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
         ) from error
-    running = GrpcServer(bound, health_servicer, tuple(service_names))
-    await running.set_serving(False)
+    for name in ("", *service_names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     try:
-        yield running
+        yield bound
     finally:
         await health_servicer.enter_graceful_shutdown()
         await asyncio.shield(server.stop(stop_grace_s))

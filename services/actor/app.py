@@ -104,9 +104,7 @@ async def serve(
             settings.grpc_port,
             credentials=credentials,
         )
-        server = await stack.enter_async_context(served)
-        await server.set_serving(True)
-        address = announce(settings, server.port, http_port)
+        address = announce(settings, await stack.enter_async_context(served), http_port)
         await actor.run(address.grpc, readiness)
 
 

@@ -80,12 +80,11 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         )
         run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)
         credentials = server_credentials(settings.tls_dir)
-        server = await stack.enter_async_context(
+        grpc_port = await stack.enter_async_context(
             serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)
         )
-        await server.set_serving(True)
         readiness.reason = ""
-        announce(settings, server.port, http_port)
+        announce(settings, grpc_port, http_port)
         await run.run(stop)
 
 

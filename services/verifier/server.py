@@ -132,11 +132,10 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
             settings.grpc_host,
             settings.grpc_port,
             credentials=server_credentials(settings.tls_dir),
-        ) as grpc_server,
+        ) as grpc_port,
     ):
-        await grpc_server.set_serving(True)
-        where = {"grpc_port": grpc_server.port, "http_port": http_port, "workers": settings.workers}
+        where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
         log.info("serving rewards of task %s by scorer %s", recipe.task.name, recipe.reward.scorer, extra=where)
-        announce(settings, grpc_server.port, http_port)
+        announce(settings, grpc_port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

@@ -16,7 +16,7 @@ from grpc import aio
 
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient
-from pipelinerl.service.grpc import GrpcServer, serve_grpc
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 
@@ -83,8 +83,7 @@ async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) 
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
     serving = serve_grpc(register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s)
-    async with serving as running:
-        assert isinstance(running, GrpcServer)
+    async with serving:
         yield servicer
 
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import VerifierClient
-from pipelinerl.service.grpc import GrpcServer, explained, open_channel, serve_grpc
+from pipelinerl.service.grpc import explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -57,17 +57,14 @@ def files(tmp_path: Path, authority: Authority) -> Callable[..., Path]:
 
 
 @asynccontextmanager
-async def serving(
-    tls_dir: Path | None, servicer: Answering | None = None, **options: float
-) -> AsyncIterator[GrpcServer]:
+async def serving(tls_dir: Path | None, servicer: Answering | None = None, **options: float) -> AsyncIterator[int]:
     def register(server: aio.Server) -> None:
         if servicer is not None:
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
     credentials = server_credentials(tls_dir)
-    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials, **options) as server:
-        await server.set_serving(True)
-        yield server
+    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials, **options) as port:
+        yield port
 
 
 async def health_of(channel: aio.Channel) -> int:
@@ -85,10 +82,10 @@ async def refusal(port: int, tls_dir: Path | None, name: str = "") -> str:
 
 
 async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Callable[..., Path]) -> None:
-    async with serving(files("server", "pipelinerl-actor")) as server:
-        client_files, target = files("client", "caller"), f"{HOST}:{server.port}"
+    async with serving(files("server", "pipelinerl-actor")) as port:
+        client_files, target = files("client", "caller"), f"{HOST}:{port}"
         assert await health_of(open_channel(target, client_files, "pipelinerl-actor")) == 1
-        assert "certificate is for other names" in await refusal(server.port, client_files)
+        assert "certificate is for other names" in await refusal(port, client_files)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
             with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
                 await actor.state(timeout_s=5)
@@ -102,8 +99,8 @@ async def test_a_pods_name_needs_to_stand_in_the_certificate_in_full(
     files: Callable[..., Path], name: str, reached: bool
 ) -> None:
     """gRPC takes a wildcard over a name without a dot for none."""
-    async with serving(files("server", name)) as server, name_server(HOST) as (_, dns_port):
-        target, client_files = f"dns://{HOST}:{dns_port}/t-0.t:{server.port}", files("client", "caller")
+    async with serving(files("server", name)) as port, name_server(HOST) as (_, dns_port):
+        target, client_files = f"dns://{HOST}:{dns_port}/t-0.t:{port}", files("client", "caller")
         if reached:
             assert await health_of(open_channel(target, client_files)) == 1
             return
@@ -114,29 +111,29 @@ async def test_a_pods_name_needs_to_stand_in_the_certificate_in_full(
 
 async def test_refusals_say_why(files: Callable[..., Path]) -> None:
     client_files, server_files = files("client", "caller"), files("server", HOST)
-    async with serving(server_files) as server, serving(None) as plain:
-        assert "does it ask for TLS? then set tls_dir" in await refusal(server.port, None)
-        assert "speaks no TLS" in await refusal(plain.port, client_files)
-        foreign = await refusal(server.port, files("foreign", "caller", by=Authority("another")))
+    async with serving(server_files) as port, serving(None) as plain_port:
+        assert "does it ask for TLS? then set tls_dir" in await refusal(port, None)
+        assert "speaks no TLS" in await refusal(plain_port, client_files)
+        foreign = await refusal(port, files("foreign", "caller", by=Authority("another")))
         assert "unable to get local issuer certificate" in foreign
         assert f"not valid under {client_files.parent / 'foreign' / 'ca.crt'}" in foreign
         files("server", HOST, days=-1)  # which is not taken: the last good ones are shown
-        assert await health_of(open_channel(f"{HOST}:{server.port}", client_files)) == 1
+        assert await health_of(open_channel(f"{HOST}:{port}", client_files)) == 1
 
 
 async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path], authority: Authority) -> None:
     """It trusts the server, which does not trust it. The server closes the connection without a reason."""
-    async with serving(files("server", HOST)) as server:
+    async with serving(files("server", HOST)) as port:
         stranger = Authority("another").issue(files("stranger", "x"), "caller")
         certificates = read_certificates(stranger, "client")
         root = (files("client", "caller") / "ca.crt").read_bytes()
         credentials = grpc.ssl_channel_credentials(root, certificates.key, certificates.certificate)
         with pytest.raises(aio.AioRpcError) as caught:
-            await health_of(aio.secure_channel(f"{HOST}:{server.port}", credentials))
+            await health_of(aio.secure_channel(f"{HOST}:{port}", credentials))
         assert "it may refuse" in explained(caught.value, stranger)
         no_certificate = grpc.ssl_channel_credentials(root)
         with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
-            await health_of(aio.secure_channel(f"{HOST}:{server.port}", no_certificate))
+            await health_of(aio.secure_channel(f"{HOST}:{port}", no_certificate))
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
@@ -175,8 +172,8 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
     monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
     first, servicer, renewed = serial_of(client_files / "tls.crt"), Answering(), asyncio.Event()
     async with (
-        serving(server_files, servicer, connection_age_s=0.2) as server,
-        VerifierClient(f"{HOST}:{server.port}", tls_dir=client_files) as client,
+        serving(server_files, servicer, connection_age_s=0.2) as port,
+        VerifierClient(f"{HOST}:{port}", tls_dir=client_files) as client,
     ):
 
         async def keep_asking() -> None:

@@ -449,8 +449,8 @@ async def scripted(servicer: Scripted, port: int = 0) -> AsyncIterator[int]:
     def register(server: aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
 
-    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1) as server:
-        yield server.port
+    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1) as bound:
+        yield bound
 
 
 def client_of(port: int, **options: Any) -> VerifierClient:

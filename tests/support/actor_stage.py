@@ -145,6 +145,5 @@ async def actor_stage(folder: Path, recipe: Path, limits: StreamLimits | None = 
         bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
         await bus.create_streams()
         add = lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(), server)  # noqa: E731
-        verifier = await stack.enter_async_context(serve_grpc(add, [NAME], "127.0.0.1", 0, stop_grace_s=0.1))
-        await verifier.set_serving(True)
-        yield ActorStage(folder, server, bus, limits, stack, recipe, verifier.port)
+        verifier_port = await stack.enter_async_context(serve_grpc(add, [NAME], "127.0.0.1", 0, stop_grace_s=0.1))
+        yield ActorStage(folder, server, bus, limits, stack, recipe, verifier_port)

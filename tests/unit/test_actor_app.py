@@ -238,8 +238,8 @@ async def answering(
 ) -> AsyncIterator[tuple[Running, str]]:
     async with running(engine or Engine(vocab_size=10), version) as one:
         register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(one.actor, server)  # noqa: E731
-        async with serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as server:
-            yield one, f"127.0.0.1:{server.port}"
+        async with serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as port:
+            yield one, f"127.0.0.1:{port}"
 
 
 def tokens(*ids: int) -> np.ndarray:

@@ -94,8 +94,8 @@ async def trainer(recipe: Recipe, source: str, port: int = 0, tls_dir: Path | No
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
 
     credentials = server_credentials(tls_dir)
-    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1, credentials=credentials) as server:
-        yield f"127.0.0.1:{server.port}"
+    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1, credentials=credentials) as bound:
+        yield f"127.0.0.1:{bound}"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

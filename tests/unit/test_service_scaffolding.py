@@ -15,7 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,46 +216,38 @@ async def verify(port: int, sequence_id: str, text: str = "") -> verifier_pb2.Ve
 async def test_error_in_a_handler_becomes_a_status(
     kind: str, code: grpc.StatusCode, details: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serve_grpc(register, [NAME], HOST, 0) as server:
+    async with serve_grpc(register, [NAME], HOST, 0) as port:
         with pytest.raises(aio.AioRpcError) as raised:
-            await verify(server.port, kind)
+            await verify(port, kind)
         assert (raised.value.code(), raised.value.details()) == (code, details)
-        (result,) = (await verify(server.port, "fine", "x" * LARGE)).results  # the server goes on
+        (result,) = (await verify(port, "fine", "x" * LARGE)).results  # the server goes on
         assert result.reward == LARGE
     logged = [entry for entry in caplog.records if entry.name == "pipelinerl.service.grpc"]
     assert [bool(entry.exc_info) for entry in logged] == ([True] if kind == "bug" else [])
 
 
-async def test_health_follows_set_serving_and_reflection_lists_the_services() -> None:
-    async with (
-        serve_grpc(register, [NAME], HOST, 0) as server,
-        aio.insecure_channel(f"{HOST}:{server.port}") as channel,
-    ):
-        stub = health_pb2_grpc.HealthStub(channel)
-        for is_serving, expected in ((None, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
-            if is_serving is not None:
-                await server.set_serving(is_serving)
-            for name in ("", NAME):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-                assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == expected
-        watched = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
-        first = await watched.read()
-        assert first.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await server.set_serving(True)
-        second = await watched.read()
-        assert second.status == health_pb2.HealthCheckResponse.SERVING
-        watched.cancel()
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        listed = (await call.read()).list_services_response.service
-        await call.done_writing()
-    assert {NAME, "grpc.health.v1.Health"} <= {service.name for service in listed}
+async def test_health_says_serving_until_the_end_and_reflection_lists_the_services() -> None:
+    states, request = health_pb2.HealthCheckResponse, health_pb2.HealthCheckRequest(service=NAME)
+    async with AsyncExitStack() as server:
+        port = await server.enter_async_context(serve_grpc(register, [NAME], HOST, 0, stop_grace_s=0.1))
+        async with aio.insecure_channel(f"{HOST}:{port}") as channel:
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            listed = (await call.read()).list_services_response.service
+            await call.done_writing()
+            assert {NAME, "grpc.health.v1.Health"} <= {service.name for service in listed}
+            stub = health_pb2_grpc.HealthStub(channel)
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == states.SERVING
+            watched = stub.Watch(request)
+            assert (await watched.read()).status == states.SERVING
+            await server.aclose()
+            assert (await watched.read()).status == states.NOT_SERVING
 
 
 async def test_grpc_port_in_use_is_named() -> None:
-    async with serve_grpc(register, [NAME], HOST, 0) as first:
-        with pytest.raises(ServiceError, match=f"grpc_port = {first.port}: cannot listen"):
-            async with serve_grpc(register, [NAME], HOST, first.port):
+    async with serve_grpc(register, [NAME], HOST, 0) as taken:
+        with pytest.raises(ServiceError, match=f"grpc_port = {taken}: cannot listen"):
+            async with serve_grpc(register, [NAME], HOST, taken):
                 pass
 
 

@@ -34,8 +34,8 @@ async def service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
 
     async with (
-        serve_grpc(register, ["pipelinerl.v1.TrainerService"], "127.0.0.1", 0, stop_grace_s=0.1) as server,
-        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        serve_grpc(register, ["pipelinerl.v1.TrainerService"], "127.0.0.1", 0, stop_grace_s=0.1) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield trainer_pb2_grpc.TrainerServiceStub(channel)
 
