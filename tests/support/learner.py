@@ -7,10 +7,12 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -189,3 +191,14 @@ def on_policy(policy: Policy, sequences: list[Sequence], temperature: float = 1.
         sampled.append(replace(sequence, behaviour_logprobs=logprobs))
     policy.model.set_attn_implementation(policy.attention)
     return sampled
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """Token 0 is `a`, 1 is `b`, 2 is `c`."""
+    tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("abc")}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return fast_tokenizer(tokenizer)

@@ -22,8 +22,9 @@ from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.updater import UpdateRecord
+from tests.support.learner import letters_tokenizer
 from tests.unit.builders import make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import FakeTokenizer, parts_of_a_run, step_figures
+from tests.unit.trainer_fakes import parts_of_a_run, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
@@ -131,10 +132,10 @@ def test_tokens_are_written_of_at_most_about_500_steps() -> None:
 
 
 def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Path) -> None:
-    board, tokenizer = PageBoard(), FakeTokenizer()
+    board, tokenizer = PageBoard(), letters_tokenizer()
     recipe = make_recipe(trainer={"steps": 1000, "batch_size": 4})
     with RunFiles(tmp_path) as files:
-        recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=tokenizer)  # type: ignore[arg-type]
+        recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=tokenizer)
         for version in (2, 3):
             problem = HeldoutSample("p", "ab", 1.0, ((version, 0, 2),), np.array([0, 1], dtype=np.int32))
             recorder.heldout(HeldoutResult(version, 1.0, 1, 0, (problem,)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +18,8 @@ from services.trainer.learn.metrics import sampled_places, sampled_sequences, sa
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
-from services.trainer.reporting.samples import MOST_TOKENS, TokenPieces, heldout_sample, trained_sample
-from tests.support.learner import group_of, model_of, plain_logprobs, sequences_of
+from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample
+from tests.support.learner import fast_tokenizer, group_of, letters_tokenizer, model_of, plain_logprobs, sequences_of
 from tests.unit.builders import make_group, make_sequence
 
 
@@ -81,10 +80,6 @@ def test_weights_of_a_step_are_those_of_each_sequence_alone(budget: int) -> None
 # Pieces
 
 
-def fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
-
-
 @pytest.fixture(scope="module")
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, one token for each byte, and a few words; the way of GPT-2, Llama 3 and Qwen."""
@@ -94,7 +89,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary |= {"Ġthe": 256, "<eos>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    return fast(tokenizer)
+    return fast_tokenizer(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -103,67 +98,31 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(["▁the", "▁cat", "s", "▁", "<eos>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="▁"))
     tokenizer.decoder = decoders.Metaspace()
-    return fast(tokenizer)
+    return fast_tokenizer(tokenizer)
 
 
 def test_pieces_are_those_of_the_text(
-    bytes_tokenizer: PreTrainedTokenizerFast, words_tokenizer: PreTrainedTokenizerFast
+    bytes_tokenizer: PreTrainedTokenizerFast,
+    words_tokenizer: PreTrainedTokenizerFast,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A character stands at the last of its bytes; bytes that never become one are left to the text; words keep its spaces."""
     ids = bytes_tokenizer.convert_tokens_to_ids
     for tokenizer, token_ids, text, pieces in (
         (bytes_tokenizer, [*ids(["n", "Ã", "©", "Ġthe"]), 257], "né the", ["n", "", "é", " the", ""]),
         (bytes_tokenizer, ids(["ð", "Ł", "Ļ", "Ĥ", "!"]), "🙂!", ["", "", "", "🙂", "!"]),
-        (bytes_tokenizer, ids(["n", "Ã"]), "n\ufffd", ["n", "\ufffd"]),
+        (bytes_tokenizer, ids(["n", "Ã"]), "n\ufffd", ["n", ""]),
         (words_tokenizer, [0, 1, 2, 0, 4], "the cats the", ["the", " cat", "s", " the", ""]),
     ):
         assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
         for most in (100, 3):
-            assert TokenPieces(tokenizer).of(np.array(token_ids, dtype=np.int32), text, most) == pieces[:most]
-    assert TokenPieces(bytes_tokenizer).of(np.array(ids(["n", "n"]), dtype=np.int32), "another text", 100) is None
-
-
-class Counting:
-    """Counts the calls and the tokens that it is asked about."""
-
-    def __init__(
-        self, text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(97 + token) for token in ids)
-    ) -> None:
-        self.text_of, self.calls, self.tokens = text_of, 0, 0
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.calls, self.tokens = self.calls + 1, self.tokens + len(token_ids)
-        return self.text_of(token_ids)
-
-
-def test_a_tokenizer_is_asked_about_each_token_a_few_times() -> None:
-    """Once, or a few times where a text does not begin with the space that stands before each word."""
-    spaced = Counting(lambda ids: "".join(f" {chr(97 + token)}" for token in ids).removeprefix(" "))
-    for tokenizer, text, calls in ((Counting(), "abcd" * 50, 4), (spaced, " ".join("abcd" * 50), 19)):
-        pieces = TokenPieces(tokenizer)
-        for _ in range(3):
-            first = pieces.of(np.arange(200, dtype=np.int32) % 4, text, 3)
-            assert first == (["a", "b", "c"] if calls == 4 else ["a", " b", " c"])
-        assert tokenizer.calls <= calls
-
-
-def test_bytes_without_end_cost_no_more_than_their_number() -> None:
-    """Token 0 is a byte that never becomes a character."""
-    tokenizer = Counting(
-        lambda ids: "".join("x" if token else "\ufffd" for token in ids).replace("\ufffd" * 3, "\ufffd")
-    )
-    ids = [1, *[0] * 5000]
-    text = tokenizer.text_of(ids)
-    assert TokenPieces(tokenizer).of(np.array(ids, dtype=np.int32), text, 5001) == ["x", *[""] * 5000]
-    assert tokenizer.tokens < len(ids)
-
-
-def test_a_tokenizer_that_fails_costs_the_tokens_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    pieces = TokenPieces(Counting(lambda ids: chr(-1)))
-    for _ in range(3):
-        assert pieces.of(np.array([1, 2], dtype=np.int32), "ab", 10) is None
+            assert token_pieces(tokenizer, np.array(token_ids, dtype=np.int32), text, most) == pieces[:most]
+    two = np.array(ids(["n", "n"]), dtype=np.int32)
+    assert token_pieces(bytes_tokenizer, two, "another text", 100) is None
+    assert token_pieces(None, two, "nn", 100) is None
+    assert token_pieces(bytes_tokenizer, -two, "nn", 100) is None
     assert [one.getMessage() for one in caplog.records] == [
-        "samples are written without tokens where the tokenizer fails"
+        "a sample is written without its tokens: the tokenizer fails"
     ]
 
 
@@ -173,7 +132,7 @@ def test_a_tokenizer_that_fails_costs_the_tokens_and_is_told_of_once(caplog: pyt
 def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
     spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 3))
     sequence = replace(make_sequence(make_group(), 0, completion=(0, 1, 2), spans=spans), completion_text="abc")
-    line = trained_sample(9, sequence, TokenPieces(Counting()), np.array([1.0, 0.123456, np.inf]))
+    line = trained_sample(9, sequence, letters_tokenizer(), np.array([1.0, 0.123456, np.inf]))
     assert (line["tokens"], line["spans"]) == (["a", "b", "c"], [[6, 0, 1], [7, 1, 3]])
     assert json.loads(to_json(line))["weights"] == [1.0, 0.1235, None]
     bare = trained_sample(9, sequence, None, None)
@@ -184,11 +143,11 @@ def test_of_a_long_completion_the_first_tokens_are_written() -> None:
     ids = tuple(index % 3 for index in range(MOST_TOKENS + 5))
     text = "".join("abc"[token] for token in ids)
     sequence = replace(make_sequence(make_group(), 0, completion=ids), completion_text=text)
-    line = trained_sample(1, sequence, TokenPieces(Counting()), np.ones(len(ids)))
+    line = trained_sample(1, sequence, letters_tokenizer(), np.ones(len(ids)))
     assert (len(line["tokens"]), len(line["weights"]), line["completion"]) == (MOST_TOKENS, MOST_TOKENS, text)
 
 
 def test_a_held_out_sample_has_no_weights() -> None:
     sample = HeldoutSample("p", "ab", 1.0, ((3, 0, 2),), np.array([0, 1], dtype=np.int32))
-    line = heldout_sample(3, sample, TokenPieces(Counting()))
+    line = heldout_sample(3, sample, letters_tokenizer())
     assert (line["tokens"], line["weights"], line["heldout"]) == (["a", "b"], None, True)

@@ -32,7 +32,7 @@ from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.samples import Sample, TokenPieces, has_tokens, heldout_sample, trained_sample
+from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange
@@ -72,7 +72,7 @@ class Recorder:
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers, self._events = trackers or RunTrackers(), events or RunEvents("", Pod("", ""))
         self._set_version(self._start.version)
-        self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
+        self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
@@ -130,7 +130,7 @@ class Recorder:
         weights = figures.get(SAMPLED_WEIGHTS, {})
         for sequence in sampled_sequences(batch):
             known = weights.get(sequence.sequence_id)
-            self._sample(trained_sample(record["step"], sequence, self._pieces, known))
+            self._sample(trained_sample(record["step"], sequence, self._tokenizer, known))
         self.feed.add(record)
         self._trackers.step(record)
         self._tell_page(lambda board: board.step(record))
@@ -147,7 +147,7 @@ class Recorder:
         }
         self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
         for sample in result.samples:
-            self._sample(heldout_sample(result.version, sample, self._pieces))
+            self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
 
     def parity(self, parity: Parity) -> None:
