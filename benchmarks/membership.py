@@ -164,7 +164,7 @@ async def rounds(
     trips, cpu = [], []
     for version in range(updates + 1):
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-        await updater.offer(version, None)
+        await updater.offer(version, object())  # type: ignore[arg-type] - of no bytes
         await updater.all_served()
         trips.append(records[-1].round_trip_s)
         cpu.append({name: cpu_seconds(pid) - before[name] for name, pid in pids.items()})
