@@ -104,17 +104,14 @@ class Observed:
             yield
             return
         command = [sys.executable, "-m", "benchmarks.page_client", str(self.port), str(SCRAPE_EVERY_S)]
-        client = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
-            while self._board.num_readers < 1:
-                time.sleep(0.05)
+            assert client.stdout is not None
+            client.stdout.readline()  # it has the page
             yield
         finally:
             client.kill()
-            client.wait()
-            while self._board.num_readers:
-                self._board.state({"gone": time.monotonic()})  # the server notices a closed connection when it writes
-                time.sleep(0.05)
+            client.communicate()
 
     def _watch(self, recorder: Recorder) -> None:
         """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""

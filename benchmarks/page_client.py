@@ -1,8 +1,8 @@
-"""A browser's and a Prometheus's part, in a process of its own: reads the page's events, and asks for /metrics at intervals.
+"""A browser's and a Prometheus's part, in a process of its own: asks for the page's news and for /metrics at intervals.
 
     python -m benchmarks.page_client PORT SCRAPE_EVERY_S
 
-It shows nothing and measures nothing; it ends when it is killed, or with the server.
+It says `reading` when it has the page, and measures nothing; it ends when it is killed, or with the server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from http.client import HTTPConnection
 
 HOST = "127.0.0.1"
+ASK_EVERY_S = 1.0
 
 
 def fetched(port: int, path: str) -> bytes:
@@ -25,14 +26,13 @@ def fetched(port: int, path: str) -> bytes:
 
 
 def read_page(port: int) -> None:
-    """What a browser loads, then events until the server ends them."""
+    """What a browser loads, then what is new, once a second."""
     fetched(port, "/")
     position = json.loads(fetched(port, "/page/history"))["position"]
-    connection = HTTPConnection(HOST, port)
-    connection.request("GET", f"/page/events?after={position}")
-    response = connection.getresponse()
-    while response.readline():
-        pass
+    print("reading", flush=True)
+    while True:
+        position = json.loads(fetched(port, f"/page/news?after={position}"))["position"]
+        time.sleep(ASK_EVERY_S)
 
 
 def main() -> None:

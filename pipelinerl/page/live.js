@@ -1,25 +1,24 @@
-/* The live page: fetches the run so far, follows it by server-sent events, and shows both with the views of views.js.
+/* The live page: fetches the run so far, asks for what is new about once a second, and shows both with the views of views.js.
  *
- * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step event heard; state: {phase, message,
- * ended, version, served_version, incarnation, epoch, members, sequences, reasons} (services/trainer/page). Nothing is asked for
- * again and again: the server says what is new, and `reset` when this page missed something. */
+ * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step heard of; state: {phase, message,
+ * ended, version, served_version, incarnation, epoch, members, sequences, reasons} (services/trainer/reporting/page). The answer
+ * to a page that missed too much is `reset`: it fetches everything again. */
 "use strict";
 
 const PrlLive = (() => {
   const { node, number } = PrlCharts;
   const { percent, seconds, duration, plots, tiles, section, fold } = PrlViews;
-  const DRAW_EVERY_MS = 1000;
+  const ASK_EVERY_MS = 1000;
+  const ANSWER_WITHIN_MS = 10000;
   const SAMPLES_EVERY_MS = 5000;
-  const RETRY_MS = 2000;
-  const REFUSED_MS = 5000; // the server's Retry-After
-  const MOST_RETRY_MS = 60000;
+  const MOST_RETRY_MS = 10000;
   const MOST_RECORDS = 3000;
   const NEWEST = 20;
   const NEAR_BOUND = 0.9; // of the lag bound; `lagShare` of the chart's alerts
   const OF_A_KIND = 4;
   const EARLY = 8;
 
-  // --- data: what the server's events change in it
+  // --- data: what news change in it
 
   function addStep(data, news) {
     const { records } = data, step = news.record.step;
@@ -156,9 +155,15 @@ const PrlLive = (() => {
     return `Connection lost: the trainer starts again, or the run has ended. Trying again. If it has ended: ${where(data).replace("Its", "its")}`;
   }
 
+  async function asked(path) {
+    const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
+    if (!answer.ok) throw new Error(String(answer.status));
+    return answer.json();
+  }
+
   function start(root) {
     const link = node("p", { class: "link", role: "status" });
-    let data = null, source = null, position = null, redraw = null, due = 0, again = 0, failures = 0, drawnAt = -Infinity;
+    let data = null, position = null, redraw = null, timer = 0, asking = false, failures = 0;
 
     function say(kind, text) {
       link.className = `link ${kind}`;
@@ -167,87 +172,56 @@ const PrlLive = (() => {
       root.toggleAttribute("data-old", kind === "lost" && !(data && data.state.ended)); // what is shown may not be so any more
     }
 
-    function drawNow() {
-      due = 0;
-      if (document.hidden || !redraw) return;
-      drawnAt = performance.now();
-      redraw();
+    /* A tab that nobody looks at asks for nothing. After a failure it is tried again later and later. */
+    function askSoon() {
+      clearTimeout(timer);
+      const over = data && data.state.ended === "finished";
+      if (!document.hidden && !over) timer = setTimeout(ask, Math.min(MOST_RETRY_MS, ASK_EVERY_MS * 2 ** failures));
     }
 
-    const drawSoon = () => { due = due || setTimeout(drawNow, Math.max(0, drawnAt + DRAW_EVERY_MS - performance.now())); };
-
-    /* A browser has six connections to one server over HTTP/1.1, for all its tabs: one that nobody looks at gives its own back. */
-    function shownOrHidden() {
-      if (document.hidden) return pause();
-      drawSoon();
-      if (!source) (position === null ? load : listen)();
-    }
-
-    function pause() {
-      if (source) source.close();
-      source = null;
-      clearTimeout(again);
-    }
-
-    /* From `position` on: what came meanwhile is told first, or `reset` where that is more than the trainer keeps. */
-    function listen() {
-      if (document.hidden) return;
-      pause();
-      const opened = source = new EventSource(`page/events?after=${encodeURIComponent(position)}`);
-      const on = (event, act) => opened.addEventListener(event, (told) => { if (opened === source) act(told); });
-      on("open", () => { failures = 0; say("live", data ? "Live" : "The trainer is starting"); });
-      on("error", lost);
-      on("reset", () => { pause(); load(); });
-      on("step", (event) => { position = event.lastEventId; addStep(data, JSON.parse(event.data)); drawSoon(); });
-      on("state", (event) => {
-        const state = JSON.parse(event.data);
-        if (!data || state.phase === "starting") return say("live", "The trainer is starting");
-        data.state = state;
-        say("live", state.ended === "finished" ? `The run is finished. ${where(data)}` : "Live");
-        drawSoon();
-      });
-    }
-
-    /* A browser tries again by itself, unless the answer was an error, whose Retry-After it does not show, or the run is over. */
-    function lost() {
-      say("lost", lostText(data));
-      if (data && data.state.ended === "finished") return pause();
-      if (source.readyState !== EventSource.CLOSED) return;
-      source = null;
-      later(listen, REFUSED_MS);
-    }
-
-    /* After a delay that grows from failure to failure, and is at least `leastMs`. */
-    function later(act, leastMs = 0) {
-      clearTimeout(again);
-      again = setTimeout(act, Math.max(leastMs, Math.min(MOST_RETRY_MS, RETRY_MS * 2 ** failures)));
-      failures += 1;
+    async function ask() {
+      clearTimeout(timer);
+      if (asking || document.hidden) return;
+      asking = true;
+      try {
+        if (position === null) await load();
+        else await follow();
+        failures = 0;
+      } catch {
+        failures += 1;
+        say("lost", lostText(data));
+      }
+      asking = false;
+      askSoon();
     }
 
     async function load() {
-      try {
-        const answer = await fetch("page/history", { cache: "no-store" });
-        if (!answer.ok) throw new Error(String(answer.status));
-        const found = await answer.json();
-        if (found.run) show(found);
-        position = found.position;
-        listen();
-      } catch {
-        say("lost", lostText(data));
-        later(load);
-      }
-    }
-
-    function show(found) {
+      const found = await asked("page/history");
+      position = found.position;
+      if (!found.run) return say("live", "The trainer is starting");
       data = found;
       redraw = view(root, data, link);
-      drawnAt = performance.now();
+      told();
     }
 
+    /* From `position` on, or everything anew where the trainer does not know it. */
+    async function follow() {
+      const news = await asked(`page/news?after=${encodeURIComponent(position)}`);
+      if (news.reset) return load();
+      position = news.position;
+      if (!data || news.state.phase === "starting") return say("live", "The trainer is starting");
+      for (const step of news.steps) addStep(data, step);
+      data.state = news.state;
+      told();
+      redraw();
+    }
+
+    const told = () => say("live", data.state.ended === "finished" ? `The run is finished. ${where(data)}` : "Live");
+
     root.replaceChildren(link);
-    document.addEventListener("visibilitychange", shownOrHidden);
+    document.addEventListener("visibilitychange", ask);
     say("wait", "Loading the run");
-    load();
+    ask();
   }
 
   return { start, parts: { addStep, addSample } };

@@ -36,8 +36,6 @@ HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
 """What a cluster asks for by the address of a pod. None of it is of what the run trains on."""
 BLOCKED_AFTER_S = 30.0
-ABORT = "pipelinerl.abort"
-"""Extension of a request's scope: `() -> None`, closes its connection and drops what the other side has not taken."""
 _GRACEFUL_S = 2
 
 
@@ -112,8 +110,8 @@ def health_app(
 async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] = ()) -> AsyncIterator[int]:
     """Yields the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    `names`: further hosts by which a request may call a loopback interface. Applications may end a connection by
-    `scope["extensions"][ABORT]()`. Raises `ServiceError` when the port cannot be bound or the application does not start.
+    `names`: further hosts by which a request may call a loopback interface. Raises `ServiceError` when the port cannot be bound
+    or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
@@ -146,30 +144,10 @@ class _EmbeddedServer(uvicorn.Server):
 
     def __init__(self, app: Any) -> None:
         super().__init__(
-            uvicorn.Config(
-                self._with_abort(app),
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=_GRACEFUL_S,
-                ws="none",
-            )
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACEFUL_S, ws="none")
         )
         self._callers_loop = asyncio.get_running_loop()
         self.up: asyncio.Future[bool] = self._callers_loop.create_future()
-
-    def _with_abort(self, app: Any) -> Any:
-        async def with_abort(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http":
-                scope["extensions"] = {**scope.get("extensions", {}), ABORT: lambda: self._abort(scope["client"])}
-            await app(scope, receive, send)
-
-        return with_abort
-
-    def _abort(self, client: tuple[str, int] | None) -> None:
-        for connection in list(self.server_state.connections):
-            transport = connection.transport
-            if transport is not None and tuple(transport.get_extra_info("peername") or ())[:2] == client:
-                transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

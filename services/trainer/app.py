@@ -52,8 +52,6 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         http_port = await stack.enter_async_context(
             serve_http(guarded(app, settings), host, settings.http_port, names=names)
         )
-        if board is not None:
-            stack.callback(board.close)
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)

@@ -1,4 +1,4 @@
-"""The live page: history and events of a run, to readers that are fast, slow, late, or of another trainer; and its routes over
+"""The live page: history and news of a run, to readers that are fast, late, or of another trainer; and its routes over
 a real server on a thread of its own: what is served, how safely, and to whom not.
 """
 
@@ -7,10 +7,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
-import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.records import RunFiles
 from services.trainer.reporting import page as live_page
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import MOST_READERS, STEPS_KEPT, PageBoard, PageReader
+from services.trainer.reporting.page import STEPS_KEPT, PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe
@@ -132,20 +130,6 @@ def test_members_have_the_version_that_they_serve() -> None:
 # Board and readers
 
 
-class Follower:
-    """What one reader is told, event by event."""
-
-    def __init__(self, reader: PageReader | None) -> None:
-        assert reader is not None
-        self.reader, self.frames = reader, reader.frames()
-
-    async def next(self) -> tuple[str, Any]:
-        async with asyncio.timeout(10):
-            text = await anext(self.frames)
-        fields = dict(line.split(": ", 1) for line in text.strip().splitlines() if not line.startswith(":"))
-        return fields.get("event", "-"), fields.get("id") or json.loads(fields.get("data", "null"))
-
-
 def begun(*steps: int) -> PageBoard:
     board = PageBoard()
     board.begin(ABOUT, [record(step) for step in steps], [])
@@ -156,78 +140,47 @@ def position(board: PageBoard) -> str:
     return json.loads(board.history())["position"]
 
 
-async def test_a_reader_hears_each_step_once_and_the_state_when_it_changes() -> None:
+def news(board: PageBoard, after: str) -> dict[str, Any]:
+    return json.loads(board.news(after))
+
+
+def test_a_reader_hears_each_step_once_and_the_state_now() -> None:
     board = begun(1, 2)
-    follower = Follower(board.open(position(board)))
-    assert await follower.next() == ("-", None)
-    assert await follower.next() == ("state", {"phase": "starting"})
-    board.step(record(3))
-    event, number = await follower.next()
-    assert (event, number) == ("step", position(board))
+    before = position(board)
+    assert news(board, before) == {"position": before, "state": {"phase": "starting"}, "steps": []}
     board.state({"phase": "training"})
-    assert await follower.next() == ("state", {"phase": "training"})
-    board.state({"phase": "training"})  # nothing new
+    board.step(record(3))
     board.step(record(4))
-    assert (await follower.next())[0] == "step"
+    told = news(board, before)
+    assert ([one["record"]["step"] for one in told["steps"]], told["state"]) == ([3, 4], {"phase": "training"})
+    assert told["position"] == position(board)
+    assert news(board, told["position"])["steps"] == []
     history = json.loads(board.history())
     assert ([one["step"] for one in history["records"]], history["run"]) == ([1, 2, 3, 4], "r")
 
 
-async def test_a_reader_that_was_away_catches_up_or_starts_anew() -> None:
+def test_a_reader_that_was_away_catches_up_or_starts_anew() -> None:
     board = begun()
     before = position(board)
     for step in range(1, STEPS_KEPT + 1):
         board.step(record(step))
-    follower = Follower(board.open(before))
-    told = [(await follower.next())[0] for _ in range(STEPS_KEPT + 1)]
-    assert told == ["-", *["step"] * STEPS_KEPT]
+    assert len(news(board, before)["steps"]) == STEPS_KEPT
     board.step(record(STEPS_KEPT + 1))
-    late = Follower(board.open(before))
-    assert [(await late.next())[0] for _ in range(2)] == ["-", "reset"]
-    with pytest.raises(StopAsyncIteration):
-        await late.next()
+    assert news(board, before) == {"reset": True}
 
 
 @pytest.mark.parametrize("strange", ["", "x", "-", "abc-", "abc-x1", "abc-\u00b2", "ffff-3", "a" * 500 + "-1"])
-async def test_who_is_at_no_position_starts_anew(strange: str) -> None:
-    follower = Follower(begun(1).open(strange))
-    assert [(await follower.next())[0] for _ in range(2)] == ["-", "reset"]
-    assert live_page.parsed(strange)[1] in (-1, 3)
+def test_who_is_at_no_position_starts_anew(strange: str) -> None:
+    assert news(begun(1), strange) == {"reset": True}
 
 
-async def test_readers_of_the_trainer_before_start_anew() -> None:
-    old, new = begun(1, 2, 3), begun(1)
-    assert [(await one.next())[0] for one in [Follower(new.open(position(old)))] for _ in range(2)] == ["-", "reset"]
+def test_readers_of_the_trainer_before_start_anew() -> None:
+    assert news(begun(1), position(begun(1, 2, 3))) == {"reset": True}
     early = PageBoard()  # a page that was opened while the model was loading
-    follower = Follower(early.open(position(early)))
-    assert [(await follower.next())[0] for _ in range(2)] == ["-", "state"]
+    at = position(early)
+    assert news(early, at)["state"] == {"phase": "starting"}
     early.begin(ABOUT, [], [])
-    assert (await follower.next())[0] == "reset"
-
-
-async def test_readers_are_bounded_and_let_go() -> None:
-    board = begun()
-    readers = [board.open("") for _ in range(MOST_READERS)]
-    assert board.open("") is None
-    assert readers[0] is not None
-    readers[0].close()
-    last = Follower(board.open(position(board)))
-    for _ in range(2):
-        await last.next()
-    board.close()
-    with pytest.raises(StopAsyncIteration):
-        await last.next()
-    assert board.open("") is None, "the trainer ends"
-
-
-async def test_silence_is_broken_by_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page, "HEARTBEAT_S", 0.01)
-    board = begun()
-    follower = Follower(board.open(position(board)))
-    for _ in range(2):
-        await follower.next()
-    async with asyncio.timeout(10):
-        assert await anext(follower.frames) == ": still here\n\n"
+    assert news(early, at) == {"reset": True}
 
 
 # The recorder's side
@@ -263,22 +216,11 @@ def test_a_page_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCapture
 async def served(board: PageBoard) -> AsyncIterator[httpx.AsyncClient]:
     app = health_app(Readiness("starting"), CollectorRegistry())
     live_page.add_page(app, board)
-    async with serve_http(app, "127.0.0.1", 0) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
-            yield client
-        board.close()
-
-
-async def events(answer: httpx.Response) -> AsyncIterator[tuple[str, str, str]]:
-    """(event, id, data) of a stream."""
-    fields: dict[str, str] = {}
-    async for line in answer.aiter_lines():
-        if line:
-            name, _, value = line.partition(": ")
-            fields[name] = value
-        elif "event" in fields:
-            yield fields["event"], fields.get("id", ""), fields["data"]
-            fields = {}
+    async with (
+        serve_http(app, "127.0.0.1", 0) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client,
+    ):
+        yield client
 
 
 async def test_everything_the_page_needs_is_served_and_may_load_nothing_else() -> None:
@@ -305,7 +247,7 @@ async def test_a_site_whose_name_leads_here_reads_nothing() -> None:
     """DNS rebinding: the browser takes the answer for the site's own, and says the site's name."""
     board = PageBoard()
     board.begin(ABOUT, [record(1)], [sample(1)])
-    paths = ("/", "/page/history", "/page/events", "/page/assets/live.js", "/metrics", "/readyz")
+    paths = ("/", "/page/history", "/page/news", "/page/assets/live.js", "/metrics", "/readyz")
     strange = ("elsewhere.example", "localhost.elsewhere.example", "127.0.0.1.nip.io:80", "", "[::2]:80")
     async with served(board) as client:
         for path, host in itertools.product(paths, strange):
@@ -313,8 +255,7 @@ async def test_a_site_whose_name_leads_here_reads_nothing() -> None:
             assert (answer.status_code, "the Host of this request" in answer.text) == (403, True), (path, host)
             assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
         for path, host in itertools.product(paths, ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:80")):
-            if path != "/page/events":
-                assert (await client.get(path, headers={"Host": host})).status_code != 403, (path, host)
+            assert (await client.get(path, headers={"Host": host})).status_code != 403, (path, host)
 
 
 async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
@@ -339,67 +280,15 @@ async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
 
 
 async def test_a_page_fetches_history_and_follows_from_there() -> None:
-    board = PageBoard()
-    board.begin(ABOUT, [record(1)], [sample(1)])
+    board = begun(1)
     async with served(board) as client:
         history = (await client.get("/page/history")).json()
         assert [one["step"] for one in history["records"]] == [1]
-        async with client.stream("GET", "/page/events", params={"after": history["position"]}) as answer:
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            heard = events(answer)
-            assert (await anext(heard))[0] == "state"
-            board.sample(sample(2))
-            board.step(record(2))
-            event, number, data = await anext(heard)
-            assert (event, json.loads(data)["record"]["step"]) == ("step", 2)
-        board.step(record(3))
-        async with client.stream("GET", "/page/events", headers={"Last-Event-ID": number}) as answer:
-            event, _, data = await anext(events(answer))
-            assert (event, json.loads(data)["record"]["step"]) == ("step", 3)
-        async with client.stream("GET", "/page/events", params={"after": "<script>"}) as answer:
-            assert [one[0] async for one in events(answer)] == ["reset"]
-
-
-async def test_connections_are_counted_and_closed_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.reporting.page.MOST_READERS", 1)
-    board = PageBoard()
-    board.begin(ABOUT, [], [])
-    async with served(board) as client:
-        position = (await client.get("/page/history")).json()["position"]
-        async with client.stream("GET", "/page/events", params={"after": position}) as answer:
-            heard = events(answer)  # kept: the connection ends with the generator
-            assert (await anext(heard))[0] == "state"
-            refused = await client.get("/page/events", params={"after": position})
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        async with asyncio.timeout(20):
-            while board.num_readers:
-                await asyncio.sleep(0.01)
-
-
-async def test_a_browser_that_takes_nothing_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its socket is full: nothing is kept for it, its place is free again, and its connection is gone."""
-    monkeypatch.setattr(live_page, "SEND_TIMEOUT_S", 0.2)
-    board = PageBoard()
-    board.begin(ABOUT, [], [])
-    async with served(board) as client:
-        position = (await client.get("/page/history")).json()["position"]
-        with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
-            connection.sendall(f"GET /page/events?after={position} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            async with asyncio.timeout(30):
-                while not board.num_readers:
-                    await asyncio.sleep(0.01)
-                step = 0
-                while board.num_readers:
-                    step += 1
-                    board.step(record(step, weight_update={"x": "y" * 100_000}))
-                    await asyncio.sleep(0.005)
-                with suppress(ConnectionError):  # what is sent to a closed connection is answered by its reset
-                    while True:
-                        connection.sendall(b"x")
-                        await asyncio.sleep(0.01)
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
+        board.sample(sample(2))
+        board.step(record(2))
+        told = (await client.get("/page/news", params={"after": history["position"]})).json()
+        assert [(one["record"]["step"], len(one["samples"])) for one in told["steps"]] == [(2, 1)]
+        assert (await client.get("/page/news", params={"after": "<script>"})).json() == {"reset": True}
 
 
 async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
