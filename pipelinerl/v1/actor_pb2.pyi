@@ -49,18 +49,6 @@ class ActorState(_message.Message):
     sequences_finished: int
     def __init__(self, instance: _Optional[str] = ..., phase: _Optional[_Union[ActorPhase, str]] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., sequences_in_progress: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., sequences_finished: _Optional[int] = ...) -> None: ...
 
-class DrainRequest(_message.Message):
-    __slots__ = ("timeout_s",)
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ("sequences_left",)
-    SEQUENCES_LEFT_FIELD_NUMBER: _ClassVar[int]
-    sequences_left: int
-    def __init__(self, sequences_left: _Optional[int] = ...) -> None: ...
-
 class GeneratePrompt(_message.Message):
     __slots__ = ("id", "prompt_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]

@@ -39,11 +39,6 @@ class ActorServiceStub:
                 request_serializer=pipelinerl_dot_v1_dot_actor__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=pipelinerl_dot_v1_dot_actor__pb2.ActorState.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pipelinerl.v1.ActorService/Drain',
-                request_serializer=pipelinerl_dot_v1_dot_actor__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pipelinerl_dot_v1_dot_actor__pb2.DrainResponse.FromString,
-                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/pipelinerl.v1.ActorService/Generate',
                 request_serializer=pipelinerl_dot_v1_dot_actor__pb2.GenerateRequest.SerializeToString,
@@ -61,13 +56,6 @@ class ActorServiceServicer:
 
     def GetState(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Stop taking prompt groups; returns when no sequence is in progress or the deadline passed.
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,11 +82,6 @@ def add_ActorServiceServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=pipelinerl_dot_v1_dot_actor__pb2.GetStateRequest.FromString,
                     response_serializer=pipelinerl_dot_v1_dot_actor__pb2.ActorState.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pipelinerl_dot_v1_dot_actor__pb2.DrainRequest.FromString,
-                    response_serializer=pipelinerl_dot_v1_dot_actor__pb2.DrainResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -138,33 +121,6 @@ class ActorService:
             '/pipelinerl.v1.ActorService/GetState',
             pipelinerl_dot_v1_dot_actor__pb2.GetStateRequest.SerializeToString,
             pipelinerl_dot_v1_dot_actor__pb2.ActorState.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pipelinerl.v1.ActorService/Drain',
-            pipelinerl_dot_v1_dot_actor__pb2.DrainRequest.SerializeToString,
-            pipelinerl_dot_v1_dot_actor__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

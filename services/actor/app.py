@@ -109,7 +109,7 @@ async def serve(
 
 
 class Actor(actor_pb2_grpc.ActorServiceServicer):
-    """The running parts and their wiring, and the gRPC service: state, drain, held-out generation, the parity probe."""
+    """The running parts and their wiring, and the gRPC service: state, held-out generation, the parity probe."""
 
     def __init__(
         self,
@@ -228,17 +228,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             uptime_s=time.monotonic() - self._started_s,
             sequences_finished=self._metrics.finished_total,
         )
-
-    async def Drain(
-        self, request: actor_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> actor_pb2.DrainResponse:
-        self._gate.drain()
-        try:
-            async with asyncio.timeout(max(0.0, request.timeout_s)):
-                await self._generation.idle()
-        except TimeoutError:
-            pass
-        return actor_pb2.DrainResponse(sequences_left=self._generation.num_in_progress)
 
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext

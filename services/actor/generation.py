@@ -140,8 +140,6 @@ class GenerationLoop:
         self._slots = asyncio.Semaphore(sequences_in_progress)
         self._generating: set[str] = set()
         self._interrupted = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.num_in_progress = 0
 
     async def run(self) -> None:
@@ -162,10 +160,6 @@ class GenerationLoop:
                         return
                     self._enter()
                     tasks.create_task(self._sample(group, sample_index, trace))
-
-    async def idle(self) -> None:
-        """Returns when no sequence is in progress."""
-        await self._idle.wait()
 
     async def interrupt(self, timeout_s: float) -> None:
         """Ends generation for good; what there is of each sequence is kept in `HeldGroups`. Evaluation goes on.
@@ -284,14 +278,11 @@ class GenerationLoop:
 
     def _enter(self) -> None:
         self.num_in_progress += 1
-        self._idle.clear()
         self._metrics.busy.enter()
         self._metrics.in_progress.set(self.num_in_progress)
 
     def _leave(self) -> None:
         self.num_in_progress -= 1
-        if self.num_in_progress == 0:
-            self._idle.set()
         self._metrics.busy.leave()
         self._metrics.in_progress.set(self.num_in_progress)
 

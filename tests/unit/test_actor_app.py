@@ -286,7 +286,7 @@ async def test_score_names_its_version_and_needs_one() -> None:
             await client.score(tokens(1, 2), timeout_s=10)
 
 
-async def test_drain_says_what_is_left_when_its_time_is_over() -> None:
+async def test_the_state_is_answered_also_while_it_drains() -> None:
     async with (
         answering(3, ScriptedEngine()) as (one, address),
         grpc.aio.insecure_channel(address) as channel,
@@ -295,10 +295,10 @@ async def test_drain_says_what_is_left_when_its_time_is_over() -> None:
         one.engine.open.clear()
         await issue(one.bus, 0)
         await one.until(lambda: one.engine.running == 2)
-        assert (await stub.Drain(actor_pb2.DrainRequest(timeout_s=0.05))).sequences_left == 2
-        assert not one.actor._gate.is_open
+        assert (await stub.GetState(actor_pb2.GetStateRequest())).sequences_in_progress == 2
+        one.actor._gate.drain()
         one.engine.open.set()
-        assert (await stub.Drain(actor_pb2.DrainRequest(timeout_s=5))).sequences_left == 0
+        await one.until(lambda: one.actor._generation.num_in_progress == 0)
         state = await stub.GetState(actor_pb2.GetStateRequest())
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
         assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)
