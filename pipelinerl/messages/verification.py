@@ -122,7 +122,7 @@ class VerifierClient:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline_s = min(2 * deadline_s, LONGEST_DEADLINE_S)
                 if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
-                    await self._renew()
+                    self._renew()
                 raise
 
         return await retry_forever(
@@ -137,12 +137,12 @@ class VerifierClient:
         certificates = self._files.certificates if self._files is not None else None
         return open_channel(self.target, certificates, options=CHANNEL_OPTIONS)
 
-    async def _renew(self) -> None:
+    def _renew(self) -> None:
         """Opens another channel where the certificates were renewed: a channel keeps those that it was opened with, and its new
-        connections are refused once they have expired. Other calls under way on it are cancelled, and tried again."""
+        connections are refused once they have expired. Calls under way end on the old one, which goes with the last of them:
+        closing it would cancel them, and so the tasks that wait for them."""
         if self._files is not None and self._files.renew():
-            replaced, self._channel = self._channel, self._opened()
-            await replaced.close()
+            self._channel = self._opened()
 
     def _text(self, error: Exception) -> str:
         return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)

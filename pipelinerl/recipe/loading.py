@@ -264,7 +264,7 @@ def _differences(
 ) -> Iterator[Change]:
     for name, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
-        was = old[name] if field.is_required() else old.get(name, to_jsonable_python(default))
+        was = old.get(name, None if field.is_required() else to_jsonable_python(default))
         section, now = section_of(field.annotation), new[name]
         if section is not None and isinstance(was, Mapping) and isinstance(now, Mapping):
             yield from _differences(was, now, section, f"{prefix}{name}.")

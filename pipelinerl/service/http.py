@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
@@ -130,9 +129,13 @@ async def serve_http(app: Any, host: str, port: int, *, names: Collection[str] =
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        if ":" in host:  # `::` is for IPv4 too
+            return socket.create_server(
+                (host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6()
+            )
+        return socket.create_server((host, port))
     except (OSError, OverflowError) as error:  # the second: no port has that number
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
         raise ServiceError(
             f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); "
             "give another port, or 0 for any free one"

@@ -35,8 +35,8 @@ RETIRED = 75
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _LOGGED_BYTES = 4096
-_LENGTH = struct.Struct("!i")
-"""Before each frame."""
+_LENGTH = struct.Struct("!I")
+"""Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
 
 
 def children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -68,6 +69,14 @@ def do_keep_mib(mib: str) -> float:
 
 def do_close_pipes(_: str) -> float:
     os.closerange(3, 100)
+    time.sleep(600)
+    return 1.0
+
+
+def do_write_in_pipes(_: str) -> float:
+    for descriptor in range(3, 100):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\xff" * 8)
     time.sleep(600)
     return 1.0
 

@@ -28,16 +28,19 @@ ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 
 
 class Answering(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers with a reward of 1, and keeps the serial number of each caller's certificate."""
+    """Answers with a reward of 1, the item `late` once that is set; keeps the serial number of each caller's certificate."""
 
     def __init__(self) -> None:
         self.callers: list[int] = []
+        self.late = asyncio.Event()
 
     async def Verify(
         self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
     ) -> verifier_pb2.VerifyResponse:
         shown = context.auth_context().get("x509_pem_cert", [])
         self.callers += [serial_of(certificate.decode()) for certificate in shown]
+        if request.items[0].sequence_id == "late":
+            await self.late.wait()
         ok = verifier_pb2.VERIFY_STATUS_OK
         results = [
             verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
@@ -181,6 +184,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
                 await client.verify([ITEM])
 
         await client.verify([ITEM])
+        late = asyncio.create_task(client.verify([verifier_pb2.VerifyItem(sequence_id="late")]))
         replacing = Authority("the next")
         replacing.issue(server_files, HOST)
         (client_files / "tls.key").write_text("half a renewal")
@@ -191,4 +195,6 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
             replacing.issue(client_files, "caller")
             renewed.set()
             await asking
+            servicer.late.set()
+            assert [result.reward for result in await late] == [1.0], "a call on the old channel ends there"
     assert list(dict.fromkeys(servicer.callers)) == [first, serial_of(client_files / "tls.crt")]

@@ -201,6 +201,7 @@ MISDEEDS = [
     ("os_exit", "crashed", "exit code 3"),
     ("segfault", "crashed", "SIGSEGV"),
     ("close_pipes", "crashed", "closed its pipe"),
+    ("write_in_pipes", "timeout", "more than reward.timeout_s = 1.2 s"),
     ("fill_memory", "out_of_memory", "reward.memory_mib"),
     ("say nan", "bad_reward", "nan"),
     ("say inf", "bad_reward", "inf"),
@@ -212,11 +213,14 @@ async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
     completions = [text for index, row in enumerate(MISDEEDS) for text in (row[0], f"say {index}")]
     scored = await outcomes(hostile, [*completions, "fork_and_return", "say 0.5", "fork_and_return"])
     assert [outcome.sequence_id for outcome in scored] == [f"g.{index}" for index in range(len(scored))]
-    for guilty, (misdeed, status, message) in zip(scored[:22:2], MISDEEDS, strict=True):
+    for guilty, (misdeed, status, message) in zip(scored[: 2 * len(MISDEEDS) : 2], MISDEEDS, strict=True):
         assert (status_name(guilty.status), guilty.reward) == (status, 0.0), misdeed
         assert message in guilty.message
     good = [("ok", float(index)) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
-    assert [(status_name(outcome.status), outcome.reward) for outcome in [*scored[1:22:2], *scored[22:]]] == good
+    assert [
+        (status_name(outcome.status), outcome.reward)
+        for outcome in [*scored[1 : 2 * len(MISDEEDS) : 2], *scored[2 * len(MISDEEDS) :]]
+    ] == good
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
     ]
     short = {"name": "tiny", "model": {"source": "path", "name": "/m"}, "task": {}, "algorithm": {"loss": "gspo"}}
     assert recipe_changes(short, recipe(algorithm={"loss": "gspo"})) == [], "the loss brings its defaults along"
+    del short["name"]
+    assert recipe_changes(short, recipe(algorithm={"loss": "gspo"})) == [Change("name", None, "tiny", False)]
     (change,) = recipe_changes(dumped(trainer={"lora": {"rank": 4}}), recipe())
     assert (change.field, change.old["rank"], change.new) == ("trainer.lora", 4, None)
 

@@ -136,6 +136,8 @@ async def test_health_readiness_and_metrics() -> None:
         assert asked == (200, text)
     with socket.create_server((HOST, port)):
         pass  # given back
+    async with serve_http(health_app(readiness, registry), "::", 0) as port:
+        assert await fetch(port, "/healthz") == (200, "ok\n"), "IPv4 too"
 
 
 async def test_blocked_loop_is_visible_from_another_thread() -> None:
