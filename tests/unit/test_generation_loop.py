@@ -31,16 +31,6 @@ from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
 
 
-async def test_every_sample_is_published_and_the_group_acknowledged() -> None:
-    async with stage() as one:
-        await one.issue(0, 1)
-        sequences = await one.published(4)
-        assert sorted(s.sequence_id for s in sequences) == [f"g0000000{g}.{i}" for g in (0, 1) for i in (0, 1)]
-        assert {s.reward for s in sequences} == {1.0}
-        assert sequences[0].completion_text == "7 2"
-        await one.all_acknowledged()
-
-
 async def test_keeps_h_sequences_in_progress_and_not_more() -> None:
     async with stage(in_progress=3) as one:
         one.engine.open.clear()
@@ -73,19 +63,6 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         one.verifier.up.set()
         assert len({s.sequence_id for s in await one.published(30)}) == len(one.engine.started) == 30
         await one.all_acknowledged()
-
-
-async def test_an_unreachable_stream_is_waited_for() -> None:
-    async with stage() as one:
-        one.verifier.up.clear()
-        await one.issue(0)
-        await one.until(lambda: len(one.engine.started) == 2)
-        one.server.set_reachable(False)
-        one.verifier.up.set()
-        await one.until(lambda: one.loop.num_in_progress == 0)
-        one.server.set_reachable(True)
-        assert len(await one.published(2)) == 2
-        assert not one.running.done()
 
 
 def outcome(status: int, reward: float = 0.0) -> Callable[[VerifyItem], VerifyResult]:

@@ -257,32 +257,6 @@ async def test_two_messages_of_one_group_make_each_sample_once() -> None:
         assert sorted(one.engine.started) == ["g00000000.0", "g00000000.1", "g00000000.2"]
 
 
-async def test_a_group_whose_first_actor_died_after_half_of_it_is_stored_once() -> None:
-    """It published one sample, and was gone before it could say so."""
-    server = MemoryServer()
-    limits = StreamLimits(ack_wait_s=0.05)
-    async with stage(server=server, limits=limits, in_progress=1) as first:
-        first.engine.answer = ended(9, 2, version=1)
-        hold = asyncio.Event()
-        judge = first.verifier.verify
-
-        async def only_the_first(items: list) -> list:  # type: ignore[type-arg]
-            if any(item.sequence_id.endswith(".1") for item in items):
-                await hold.wait()
-            return await judge(items)
-
-        first.verifier.verify = only_the_first  # type: ignore[method-assign, assignment]
-        await first.issue(0)
-        await first.published(1)
-    async with stage(server=server, limits=limits) as second:
-        second.engine.answer = ended(5, 2)
-        await second.until(lambda: len(second.engine.started) == 2)
-        await second.all_acknowledged()
-        sequences = await second.published(2)
-        assert (await second.bus.sequences_info()).messages == 2
-    assert [(s.sample_index, s.completion_token_ids.tolist()) for s in sequences] == [(0, [9, 2]), (1, [5, 2])]
-
-
 # --- messages
 
 

@@ -11,14 +11,6 @@ from pipelinerl.bus.permissions import inbox_prefix, main, permissions
 from pipelinerl.errors import FieldError
 
 
-def test_the_trainer_deletes_no_stream_and_speaks_in_no_actors_name() -> None:
-    allowed = permissions("demo")["trainer"]
-    assert allowed.subscribe == ("_INBOX_trainer.>",)
-    assert not [subject for subject in allowed.publish if "STREAM.DELETE" in subject or "STREAM.UPDATE" in subject]
-    assert not {"demo.sequences", "demo.dead", "demo.control.>"} & set(allowed.publish)
-    assert not [subject for subject in allowed.publish if ">" in subject]
-
-
 def test_runs_share_no_subject_but_those_of_the_account() -> None:
     for user, shared in (("trainer", {"$JS.API.INFO"}), ("actor", set())):
         assert set(permissions("one")[user].publish) & set(permissions("two")[user].publish) == shared

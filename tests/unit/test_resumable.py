@@ -59,12 +59,6 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     assert newest_checkpoint(run.path) == 100
 
 
-def test_without_a_checkpoint_it_starts_again_and_says_so(tmp_path: Path) -> None:
-    plan = plan_resume(run_folder(tmp_path))
-    assert plan.version is None
-    assert list(plan.notes()) == ["tiny-run: there is no checkpoint; the run starts again from version 0"]
-
-
 def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
     plan = plan_resume(run_folder(tmp_path, (5,), schedule="cosine"), None, ["trainer.steps=300", "checkpoint.keep=4"])
     assert (plan.recipe.trainer.steps, plan.recipe.checkpoint.keep) == (300, 4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import suite
-from tests.support.suite import Suite, by_folder, skip_is_error
+from tests.support.suite import Suite, skip_is_error
 
 
 def skipped(nodeid: str, reason: str) -> Any:
@@ -61,8 +61,3 @@ def test_a_folder_that_takes_half_as_long_again_fails_the_session(
     measured.pytest_sessionfinish(session)
     assert session.exitstatus == (pytest.ExitCode.TESTS_FAILED if fails else pytest.ExitCode.OK)
     assert bool(measured.exceeded) == fails
-
-
-def test_seconds_of_files_are_summed_up_by_folder() -> None:
-    files = {"tests/unit/test_a.py": 1.0, "tests/unit/test_b.py": 2.0, "tests/e2e/test_c.py": 4.0}
-    assert by_folder(files) == {"tests/unit": 3.0, "tests/e2e": 4.0}

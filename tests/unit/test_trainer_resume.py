@@ -16,15 +16,11 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipelinerl.audit.audit import audit_files
 from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
@@ -403,93 +399,3 @@ def test_a_line_that_was_cut_off_does_not_count_and_the_next_one_does(tmp_path: 
     assert [event["groups"] for _, event in read_events(path)] == [3, 5]
     assert reserved_groups(path) == 5
     assert reserved_groups(tmp_path / "none") == 0
-
-
-# --- random histories -------------------------------------------------------------------------------------------------
-
-MOVES = st.sampled_from(["answer", "answer", "half", "late", "step", "step", "checkpoint", "crash", "twice"])
-
-
-@settings(max_examples=60, deadline=None)
-@given(moves=st.lists(MOVES, max_size=40))
-def test_whatever_happens_no_sequence_is_lost_or_trained_twice_into_the_same_weights(moves: list[str]) -> None:
-    asyncio.run(history(moves))
-
-
-async def history(moves: list[str]) -> None:
-    with TemporaryDirectory() as folder:
-        run_dir = Path(folder)
-        async with streams() as bus:
-            one = Life(run_dir, bus)
-            await one.begin()
-            try:
-                for move in moves:
-                    one = await play(move, one)
-                while one.version < RECIPE.trainer.steps:  # whatever state it is in, it comes to its end
-                    await one.idle()
-                    if not await one.step():
-                        assert await answer_next(one), "the trainer waits, and there is nothing on the queue"
-                await one.idle()
-            finally:
-                await one.die()
-        check_tracker(one)
-        check_journal(run_dir, one)
-
-
-async def play(move: str, one: Life) -> Life:
-    match move:
-        case "answer":
-            await answer_next(one)
-        case "half":
-            await answer_next(one, samples=1)
-        case "late":
-            await answer_next(
-                one, version=max(0, one.version - 1), incarnation=max(1, one.start.lineage.incarnation - 1)
-            )
-        case "step":
-            await one.idle()
-            if one.version < RECIPE.trainer.steps:
-                await one.step()
-        case "checkpoint":
-            await one.checkpoint()
-        case "twice":
-            await repeat_last(one.bus)
-        case "crash":
-            await one.die()
-            one = Life(one.run_dir, one.bus)
-            await one.begin()
-    return one
-
-
-async def repeat_last(bus: MemoryBus) -> None:
-    """The last sequence of the log is stored again, under another message id."""
-    info = await bus.sequences_info()
-    if info.messages:
-        async with bus.read_sequences(info.last_position) as entries:
-            entry = await anext(entries)
-        await bus.publish_sequence(entry.payload, f"again-{info.last_position}")
-
-
-def check_tracker(one: Life) -> None:
-    ledger = one.tracker.ledger
-    assert set(ledger.in_flight()) == {
-        f"{group}.{index}" for group in held_or_open(one) for index in range(2) if ledger.is_open(f"{group}.{index}")
-    }
-
-
-def held_or_open(one: Life) -> set[str]:
-    held = one.intake.held()
-    groups = [*(group.sequences for group in held.taken), *held.ready]
-    return {sequence.group_id for group in groups for sequence in group} | set(one.tracker.open_groups)
-
-
-def check_journal(run_dir: Path, one: Life) -> None:
-    """What counts of the journal, by itself, gives the same numbers, and trains nothing twice."""
-    audit = audit_files(run_dir)
-    assert audit.ok, audit.findings
-    assert audit.replay.counts == one.tracker.ledger.counts
-    counts, trained = audit.replay.counts, audit.replay.trained_by_version
-    assert sorted(trained) == list(range(1, RECIPE.trainer.steps + 1))
-    # Two groups of two a step, but for the samples of a trained group that were stale.
-    stale = max(0, counts.dropped_stale - 2 * one.tracker.lost_groups)
-    assert sum(trained.values()) == counts.trained == 2 * 2 * RECIPE.trainer.steps - stale

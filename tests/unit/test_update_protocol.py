@@ -386,27 +386,6 @@ def deletion(name: str, uid: str) -> PodEnd:
     return PodEnd(name, uid, "its pod is being deleted", still_running=True)
 
 
-async def test_an_actor_whose_pod_is_deleted_has_left_and_its_last_heartbeats_do_not_bring_it_back() -> None:
-    async with stage("a") as one:
-        one.updater.pod_ends(deletion("early", "u0"))
-        await one.join("early", pod_uid="u0")  # its pod ended before it registered
-        b = await one.join("b", pod_uid="u1")
-        await one.send(0)
-        await one.until_serving("a", "b")
-        one.updater.pod_ends(deletion("b", "u1"))
-        await one.until_serving("a")
-        await b.register(pod_uid="u1")
-        await b.register(pod_uid="u1", phase="serving")
-        await one.send(1)
-        assert (one.updater.num_present, list(one.updater.members)) == (1, ["a"])
-        assert one.updater.member_states == {"serving": 1, "joining": 0, "waiting": 0, "leaving": 0}
-        await b.register(pod_uid="u1", phase="draining")
-        await one.until(lambda: one.updater.member_states["leaving"] == 1)
-        assert (one.served("b"), one.served("early")) == ([0], [])
-        assert (one.updater.evictions, one.told("b"), one.told("early")) == (0, ["joined", "left"], [])
-        assert one.aborts == []
-
-
 async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admitted() -> None:
     async with stage("a") as one:
         b = await one.join("b", pod_uid="u1")
@@ -424,22 +403,6 @@ async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admi
         await one.send(1)
         assert one.updater.num_present == 2, "what is heard of the old ones does not touch the new one"
         assert one.told("b")[-1] != "evicted"
-
-
-async def test_a_deletion_while_the_actor_receives_costs_the_others_nothing() -> None:
-    async with stage("a") as one:
-        b = await one.join("b", pod_uid="u1")
-        await one.send(0)
-        await one.until_serving("a", "b")
-        await one.send(1)
-        b.receiver.may_receive.clear()
-        sending = asyncio.create_task(one.send(2))
-        await one.until(lambda: one.port.sent[-1] == "snapshot-2")
-        opened = list(one.port.opened)
-        one.updater.pod_ends(deletion("b", "u1"))
-        await sending
-        assert one.port.opened == opened, "no new epoch"
-        assert (one.served("a")[-1], one.actors["a"].receiver.discards, one.aborts) == (2, 0, [])
 
 
 async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
