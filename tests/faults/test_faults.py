@@ -10,7 +10,6 @@ the command that plays it again. `make soak` plays every break and many more his
 
 from __future__ import annotations
 
-import asyncio
 import random
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from tests.faults.network import Place, PrivateNetwork, private_network, why_not_here
 from tests.faults.schedule import HOWS, play, random_history
-from tests.faults.stage import UPDATE_WITHIN_S, FaultStage, fault_stage
+from tests.faults.stage import FaultStage, fault_stage
 
 BROKEN_AT = 1
 BREAKS = [(phase, how) for phase in PHASES for how in HOWS]
@@ -79,32 +78,6 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
         await stage.all_on(BROKEN_AT, [back])
         await stage.update(2)
         await stage.all_on(2, [a, back, c])
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_member_that_dies_or_leaves_between_two_updates_is_left_out_of_the_next(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    async with fault_stage(tmp_path) as stage:
-        a, b = await stage.start_all("a", "b")
-        await stage.update(0)
-        b.send(number)
-        await asyncio.to_thread(b.process.join, UPDATE_WITHIN_S)
-        await stage.update(1)
-        await stage.all_on(1, [a])
-        assert list(stage.updater.members) == ["a"]
-
-
-async def test_without_any_member_the_trainer_waits_for_the_next(tmp_path: Path) -> None:
-    async with fault_stage(tmp_path) as stage:
-        (only,) = await stage.start_all("a")
-        await stage.update(0)
-        only.send(signal.SIGKILL)
-        await stage.offer(1)
-        successor = await stage.start("b")
-        await stage.all_on(1, [successor])
-        await stage.update(2)
-        await stage.all_on(2, [successor])
 
 
 async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_path: Path) -> None:

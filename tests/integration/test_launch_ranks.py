@@ -148,14 +148,6 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(start_agent: Agents
     assert agent.returncode == 2
 
 
-def test_a_killed_rank_takes_the_others_along(start_agent: Agents) -> None:
-    agent = start_agent(WAITS, 2)
-    first, second = pids_of(agent, 2)
-    os.kill(first, signal.SIGKILL)
-    assert agent.wait(WAIT_S) == 1
-    assert gone(second)
-
-
 def test_sigterm_ends_ranks_and_agent_well(start_agent: Agents) -> None:
     agent = start_agent(WAITS, 2)
     pids = pids_of(agent, 2)

@@ -7,7 +7,6 @@ from pathlib import Path
 from pipelinerl.recipe.fields import ModelConfig
 from services.trainer.checkpoint.files import (
     partial_folder,
-    prune,
     put_in_place,
     tidy,
 )
@@ -51,13 +50,6 @@ def test_killed_between_the_two_renames_the_one_before_comes_back(tmp_path: Path
     tidy(tmp_path)
     assert names(tmp_path) == ["checkpoint"]
     assert (tmp_path / "checkpoint/model").read_text() == "whole"
-
-
-def test_the_newest_stay(tmp_path: Path) -> None:
-    for step in (9, 10, 100):
-        (tmp_path / f"step-{step}").mkdir()
-    prune(tmp_path, keep=2)
-    assert names(tmp_path) == ["step-10", "step-100"]
 
 
 def test_what_is_loaded_from_a_hub_is_of_the_recipes_revision(tmp_path: Path) -> None:

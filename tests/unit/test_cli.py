@@ -66,16 +66,6 @@ def test_shipped_recipes_validate(pipelinerl: Command, recipe: str, monkeypatch:
     assert said.splitlines()[0] == f"{Path(recipe).stem}: valid"
 
 
-def test_every_mistake_is_named_at_once(pipelinerl: Command) -> None:
-    mistakes = ["trainer.batch_size=ten", "model.dtype=fp8", "sampling.temperature=-1"]
-    code, said, errors = pipelinerl("validate", "gsm", *(part for text in mistakes for part in ("--set", text)))
-    assert (code, said) == (2, "")
-    assert "recipes/gsm.yaml: 3 problems" in errors
-    assert "trainer.batch_size = 'ten': use an integer, at least 1" in errors
-    assert "model.dtype = 'fp8': use one of float32, bfloat16, float16" in errors
-    assert "sampling.temperature = -1: use a number, above 0 and at most 4" in errors
-
-
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: two recipes, of which the model of `there` exists; prompts that are no JSON; a run that has ended."""

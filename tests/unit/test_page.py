@@ -279,18 +279,6 @@ async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
     assert await status("/", "10.0.0.7", settings.model_copy(update={"page": False})) == 200
 
 
-async def test_a_page_fetches_history_and_follows_from_there() -> None:
-    board = begun(1)
-    async with served(board) as client:
-        history = (await client.get("/page/history")).json()
-        assert [one["step"] for one in history["records"]] == [1]
-        board.sample(sample(2))
-        board.step(record(2))
-        told = (await client.get("/page/news", params={"after": history["position"]})).json()
-        assert [(one["record"]["step"], len(one["samples"])) for one in told["steps"]] == [(2, 1)]
-        assert (await client.get("/page/news", params={"after": "<script>"})).json() == {"reset": True}
-
-
 async def test_a_trainer_tells_its_page_what_it_does(tmp_path: Path) -> None:
     board = PageBoard()
     summary_there: list[bool] = []

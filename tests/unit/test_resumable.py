@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import lives, living, running_pids
-from pipelinerl.local.resume import Resumption, find_run, locked, plan_resume
+from pipelinerl.local.resume import Resumption, find_run, plan_resume
 from pipelinerl.recipe.loading import ChangedRecipe, recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
 
@@ -79,16 +78,6 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
         plan_resume(run)
-
-
-def test_another_recipe_is_compared_with_the_folders(tmp_path: Path) -> None:
-    run = run_folder(tmp_path, (5,))
-    other = tmp_path / "other.yaml"
-    other.write_text("name: tiny\nmodel: {source: hub, name: a/b}\ntask: {}\ntrainer: {steps: 150}\n")
-    assert plan_resume(run, str(other)).recipe.trainer.steps == 150
-    with pytest.raises(ChangedRecipe, match=r"trainer\.batch_size: 128 → 64"):
-        plan_resume(run, str(other), ["trainer.batch_size=64"])
-    assert "steps: 100" in run.recipe.read_text(), "nothing is written before the run starts"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -191,21 +180,3 @@ def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tm
     Resumption(run, recipe_from_data({"name": "t", "model": {"name": "a"}, "task": {}}, "t"), (), None, False).prepare()
     assert list((tmp_path / "addresses").iterdir()) == []
     assert (tmp_path / "logs").is_dir()
-
-
-def test_one_command_at_a_time_uses_a_folder_and_it_is_free_again_when_that_was_killed(tmp_path: Path) -> None:
-    run = run_folder(tmp_path)
-    code = (
-        "import sys, pathlib; from pipelinerl.local.resume import locked; from pipelinerl.run_dir import RunDir\n"
-        "with locked(RunDir(pathlib.Path(sys.argv[1]), 'r')): print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
-        with pytest.raises(FieldError, match="another command runs in it"), locked(run):
-            pass
-        child.kill()
-        child.wait()
-    with locked(run):
-        assert json.loads(run.identity.read_text())["run"] == "tiny-run"

@@ -158,13 +158,6 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
 
 
 @pytest.mark.usefixtures("at_its_end")
-async def test_without_linger_a_finished_trainer_ends(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
-        run.loop.version = policy.version = 4
-        await run.run(asyncio.Event())
-
-
-@pytest.mark.usefixtures("at_its_end")
 async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
