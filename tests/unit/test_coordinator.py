@@ -35,8 +35,8 @@ def failed(actor: str, epoch: int = 1, reason: str = "disk full", *, group_broke
     return Abort(actor=actor, epoch=epoch, reason=reason, group_broke=group_broke)
 
 
-def sent(epoch: int = 1, version: int = 1) -> c.BytesSent:
-    return c.BytesSent(epoch, version, CHECKSUM)
+def sent(epoch: int = 1, version: int = 1) -> Staged:
+    return staged(c.TRAINER, epoch, version)
 
 
 def down(*actors: str) -> c.MembersDown:
@@ -86,7 +86,7 @@ def sending(*members: c.Member) -> c.Coordinator:
     """Is sending version 1 to `members` in epoch 1."""
     machine, names = c.Coordinator(), "".join(member.actor for member in members)
     play(machine, *((c.MemberUp(member), "") for member in members))
-    play(machine, (c.VersionReady(1), f"form 1 of {names}"), (c.GroupBuilt(1), ""))
+    play(machine, (c.VersionReady(1), f"form 1 of {names}"), (joined(c.TRAINER, 1), ""))
     play(machine, *((joined(name), "") for name in names[:-1]), (joined(names[-1]), "send 1 in 1"))
     return machine
 
@@ -116,7 +116,7 @@ def update(actor: str, epoch: int, version: int) -> list[Line]:
 
 
 def formed(actor: str, epoch: int, version: int) -> list[Line]:
-    return [(c.GroupBuilt(epoch), ""), (joined(actor, epoch), f"send {version} in {epoch}")]
+    return [(joined(c.TRAINER, epoch), ""), (joined(actor, epoch), f"send {version} in {epoch}")]
 
 
 APART = "evict a: group_broke, evict b: group_broke, abort, wait"
@@ -294,7 +294,7 @@ class World:
                 assert not names & self.unproven or names <= self.unproven, "who failed or came late holds up others"
                 self.epochs[epoch] = members
                 self.unproven -= names
-                self.pending.append(c.GroupBuilt(epoch))
+                self.pending.append(joined(c.TRAINER, epoch))
                 self.pending += [joined(m.actor, epoch) for m in members if self.is_alive(m)]
             case c.SendVersion(epoch, version):
                 self.pending.append(sent(epoch, version))

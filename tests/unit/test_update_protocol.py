@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.pods import PodEnd
-from pipelinerl.messages.control import Backend, Registration
+from pipelinerl.messages.control import Backend, EpochJoined, Registration, Staged
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, build_manifest
@@ -367,7 +367,7 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
 
 
 def test_departures_that_come_in_a_row_are_taken_together_when_they_are_of_one_kind() -> None:
-    formed, sent = c.GroupBuilt(1), c.BytesSent(1, 1, 1)
+    formed, sent = EpochJoined(epoch=1), Staged(epoch=1, version=1)
     down = [c.MembersDown((name,)) for name in "bcd"]
     one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ef")
     gone = c.MembersLeaving((c.Member("g", "p"),), "its pod was deleted", still_running=False)

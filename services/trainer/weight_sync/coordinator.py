@@ -2,7 +2,7 @@
 
 The trainer's side of the protocol (docs/weight-updates.md). No clock, socket or thread: `step(event)` returns the
 actions to perform, in order; `updater.py` performs them and feeds back what happened, deadlines included. What members
-answer is an event as it comes.
+answer is an event as it comes, and the trainer's own end of the group answers as they do.
 
 Invariants that the tests drive every order of events against:
   * `SendCommit(v)` only after every member of the epoch that has not left has staged v in that epoch with the sender's
@@ -27,6 +27,8 @@ from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Attempts at one version with the same members after the first. Then each has to show alone that it can."""
+TRAINER = ""
+"""Actor of the trainer's own answers: it has joined when its end of the group stands, and staged when it has sent all bytes."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,6 @@ class VersionReady:
 
 
 @dataclass(frozen=True)
-class GroupBuilt:
-    """The trainer's own end of the group stands."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class BytesSent:
-    epoch: int
-    version: int
-    checksum: int
-
-
-@dataclass(frozen=True)
 class TransferFailed:
     """The trainer's end of the group, or of a broadcast, failed. `missing`: actors that did not come to the group."""
 
@@ -122,7 +110,7 @@ class HoldCommits:
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""What a member says: it has joined, staged, serves, or has failed."""
+"""What a member says: it has joined, staged, serves, or has failed; the trainer's own, the first two."""
 Event = (
     MemberUp
     | MembersDown
@@ -130,8 +118,6 @@ Event = (
     | MemberReady
     | VersionReady
     | HoldCommits
-    | GroupBuilt
-    | BytesSent
     | TransferFailed
     | DeadlinePassed
     | Answer
@@ -233,9 +219,7 @@ class _Round:
     """What has been heard in the current epoch, of the group's forming or of one version's sending."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    """Members that have answered in this phase, with the checksum of what they staged."""
-    built: bool = False
-    sent_checksum: int | None = None
+    """Who has answered in this phase, the trainer included, with the checksum of what they staged."""
     left: set[str] = field(default_factory=set)
     """Processes that have left while their ranks were in the group: if the group breaks, or hangs, nobody else is to blame."""
 
@@ -331,7 +315,7 @@ class Coordinator:
         self._forget(_of(processes, self.present))
         leaving = _of(processes, self.members)
         if not leaving:
-            hangs = self.phase is Phase.SENDING and self._round.sent_checksum is None
+            hangs = self.phase is Phase.SENDING and TRAINER not in self._round.answered
             gone = not still_running and not self._round.left.isdisjoint(processes.values())
             return self._again(reason) if hangs and gone else []
         if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
@@ -359,7 +343,7 @@ class Coordinator:
         if token != self._deadline_token or not self._under_way:
             return []
         late = set(self.members) - self._round.answered.keys()
-        if not late and self.phase is Phase.SENDING and self._round.sent_checksum is not None:
+        if not late and self.phase is Phase.SENDING and TRAINER in self._round.answered:
             return [self._new_deadline()]  # complete everywhere; a held commit is nobody's fault
         if not late or self._round.left:
             return self._restart("deadline passed on the trainer's side")
@@ -372,15 +356,12 @@ class Coordinator:
             return self._restart(said.reason)
         return self._lose({said.actor}, said.reason)
 
-    def _note(self, event: GroupBuilt | BytesSent | EpochJoined | Staged | Serving) -> None:
-        if isinstance(event, GroupBuilt):
-            self._round.built = True
-        elif not isinstance(event, EpochJoined) and event.version != self.version:
+    def _note(self, answer: EpochJoined | Staged | Serving) -> None:
+        if isinstance(answer, Staged | Serving) and answer.version != self.version:
             return
-        elif isinstance(event, BytesSent):
-            self._round.sent_checksum = event.checksum
-        elif event.actor in self.members and isinstance(event, _WAITED_FOR.get(self.phase, ())):
-            self._round.answered[event.actor] = event.checksum if isinstance(event, Staged) else 0
+        known = answer.actor in self.members or answer.actor == TRAINER
+        if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
+            self._round.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -389,13 +370,13 @@ class Coordinator:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
 
     def _advance(self) -> list[Action]:
-        answered, sent_checksum = self._round.answered, self._round.sent_checksum
+        answered = self._round.answered
         complete = answered.keys() >= self.members.keys()
-        if self.phase is Phase.FORMING and self._round.built and complete:
+        if self.phase is Phase.FORMING and TRAINER in answered and complete:
             self._group_stands = True
             return self._send()
-        if self.phase is Phase.SENDING and sent_checksum is not None:
-            wrong = {actor for actor, checksum in answered.items() if checksum != sent_checksum}
+        if self.phase is Phase.SENDING and TRAINER in answered:
+            wrong = {actor for actor, checksum in answered.items() if checksum != answered[TRAINER]}
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             held = self._held_above is not None and self.version > self._held_above

@@ -123,7 +123,7 @@ class TransferSession:
 
     def _note(self, event: c.Event) -> None:
         """Keeps the times that a member says of the version under way."""
-        if not isinstance(event, Staged | Serving):
+        if not isinstance(event, Staged | Serving) or event.actor == c.TRAINER:
             return
         if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
             return
@@ -207,7 +207,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
             self._updater.roster.met(members)
-            self._updater.post(self, c.GroupBuilt(epoch))
+            self._updater.post(self, EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
@@ -217,7 +217,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        self._updater.post(self, c.BytesSent(epoch, version, sent.checksum))
+        self._updater.post(self, Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
