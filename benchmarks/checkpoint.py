@@ -163,7 +163,7 @@ def rounds_of(case: Case, recipe: Recipe, folder: Path) -> Rounds:
     """A trainer that sends nothing."""
     nothing: Any = None
     learner = load_learner(recipe, recipe.model.name, RankSettings())
-    trainer = PolicyTrainer(learner, load_tokenizer(recipe.model.name, recipe), nothing, nothing, recipe)
+    trainer = PolicyTrainer(learner, load_tokenizer(recipe.model.name, recipe), nothing, recipe)
     groups = make_groups(uniform_lengths(*case.lengths, case.batch_size), trainer.vocab_size)
     return Rounds(trainer, recipe, groups, folder)
 

@@ -23,7 +23,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
 from services.trainer.weight_sync.membership import MemberChange
-from services.trainer.weight_sync.sender import CollectivePort, WeightSender
+from services.trainer.weight_sync.sender import WeightSender
 from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
 
 RUN = "light"
@@ -58,6 +58,34 @@ class Said:
 
 
 @dataclass
+class StageRecorder:
+    """In place of the trainer's `Recorder`."""
+
+    records: list[UpdateRecord] = field(default_factory=list)
+    changes: list[MemberChange] = field(default_factory=list)
+    joined_s: dict[str, float] = field(default_factory=dict)
+    """When each actor's side group had brought it to the served version."""
+    served_s: dict[int, float] = field(default_factory=dict)
+    """When the trainer counted each version as served by everyone who was left."""
+
+    def served(self, update: UpdateRecord) -> None:
+        self.served_s[update.version] = time.monotonic()
+        self.records.append(update)
+
+    def joined(self, actor: str, update: UpdateRecord) -> None:
+        self.joined_s[actor] = time.monotonic()
+
+    def member_changed(self, change: MemberChange) -> None:
+        self.changes.append(change)
+
+    def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
+        return
+
+    def regrouped(self) -> None:
+        return
+
+
+@dataclass
 class LightStage:
     """`weights_of`: a version's. `within_s`: the longest that anything may take."""
 
@@ -70,15 +98,10 @@ class LightStage:
     running: asyncio.Task[None]
     weights_of: Callable[[int], Weights]
     within_s: float
+    history: StageRecorder
     members: list[LightMember] = field(default_factory=list)
     """All that were ever started."""
     said: list[Said] = field(default_factory=list)
-    joined_s: dict[str, float] = field(default_factory=dict)
-    """When each actor's side group had brought it to the served version."""
-    served_s: dict[int, float] = field(default_factory=dict)
-    """When the trainer counted each version as served by everyone who was left."""
-    records: list[UpdateRecord] = field(default_factory=list)
-    changes: list[MemberChange] = field(default_factory=list)
 
     async def start(self, name: str, breaks: Break | None = None, **spec: str) -> LightMember:
         """`spec`: further fields of a `MemberSpec`."""
@@ -119,7 +142,7 @@ class LightStage:
     async def update(self, version: int) -> UpdateRecord:
         await self.offer(version)
         await self.served()
-        return self.records[-1]
+        return self.history.records[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(self.within_s):
@@ -170,24 +193,18 @@ async def light_stage(
         weights = weights_of(0)
         size = sum(tensor.nbytes for tensor in weights.values())
         manifest = describe(weights.items(), chunk_bytes=size // NUM_CHUNKS)
-        sender = WeightSender(manifest, stall_timeout_s=settings.stall_timeout_s)
-
-        def served(record: UpdateRecord) -> None:
-            stage.served_s[record.version] = time.monotonic()
-            stage.records.append(record)
-
+        stall_timeout_s, history = settings.stall_timeout_s, StageRecorder()
+        sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
         updater = WeightUpdater(
             bus,
-            CollectivePort(sender, GroupStore(host), host=host),
+            sender,
+            history,
             incarnation=1,
             deadline_s=settings.deadline_s,
             join_timeout_s=2 * within_s,
-            on_served=served,
-            on_joined=lambda actor, record: stage.joined_s.update({actor: time.monotonic()}),
-            on_member=lambda change: stage.changes.append(change),
         )
         running = asyncio.create_task(updater.run())
-        stage = kind(server, settings, bus, updater, sender, stack, running, weights_of, within_s)
+        stage = kind(server, settings, bus, updater, sender, stack, running, weights_of, within_s, history)
         listening = asyncio.create_task(_listen(stage, heard, actor))
         try:
             yield stage

@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.light_stage import LightStage, end, light_stage, same_weights
+from benchmarks.light_stage import LightStage, StageRecorder, end, light_stage, same_weights
 from benchmarks.recovery import PRODUCT
 from benchmarks.result_files import write_result
 from benchmarks.samples import milliseconds
-from benchmarks.simulated_members import RUN, Crowd, NoBytesPort, cpu_seconds, crowd
+from benchmarks.simulated_members import RUN, Crowd, NoBytesSender, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.services import available_cores
@@ -76,8 +76,8 @@ async def come_and_go(stage: LightStage, version: int, repeats: int) -> dict[str
     for number in range(repeats):
         name = f"joiner-{number}"
         joiner = await stage.start(name)
-        await stage.until(lambda name=name: name in stage.joined_s and name in registered_s)  # type: ignore[misc]
-        joins.append(stage.joined_s[name] - registered_s[name])
+        await stage.until(lambda name=name: name in stage.history.joined_s and name in registered_s)  # type: ignore[misc]
+        joins.append(stage.history.joined_s[name] - registered_s[name])
         await stage.update(version + 1)
         grown.append(stage.forming_s())
         present = stage.updater.num_present
@@ -106,7 +106,7 @@ async def kill_one(stage: LightStage, pid: int, version: int) -> dict[str, float
     os.kill(pid, signal.SIGKILL)
     await stage.update(version)
     return {
-        "kill_to_served_s": stage.served_s[version] - killed_s,
+        "kill_to_served_s": stage.history.served_s[version] - killed_s,
         "kill_noticed_s": stage.last_s("epoch") - killed_s,
         "regroup_after_kill_s": stage.forming_s(),
     }
@@ -114,14 +114,13 @@ async def kill_one(stage: LightStage, pid: int, version: int) -> dict[str, float
 
 async def measure_control(members: int, processes: int, updates: int, profile: bool) -> dict[str, Any]:
     """One row of the control channel with `members` simulated members."""
-    records: list[UpdateRecord] = []
+    recorder = StageRecorder()
     with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
         async with connect(server.url, RUN, limits=PRODUCT.limits) as bus:
             await bus.create_streams()
             updater = WeightUpdater(
-                bus, NoBytesPort(), incarnation=1, deadline_s=PRODUCT.deadline_s, join_timeout_s=600,
-                on_served=records.append,
-            )  # fmt: skip
+                bus, NoBytesSender(), recorder, incarnation=1, deadline_s=PRODUCT.deadline_s, join_timeout_s=600
+            )
             running = asyncio.create_task(updater.run())
             with crowd(server.url, members, processes, PRODUCT.limits) as others:
                 await others.listening()
@@ -131,7 +130,7 @@ async def measure_control(members: int, processes: int, updates: int, profile: b
                 profiler = cProfile.Profile()
                 if profile:
                     profiler.enable()
-                row |= await rounds(updater, records, pids, members, updates)
+                row |= await rounds(updater, recorder.records, pids, members, updates)
                 profiler.disable()
                 row["evictions"] = updater.evictions
             running.cancel()

@@ -69,7 +69,7 @@ def outcome(
     serves = [report for member in survivors for report in member.served if report.number == version]
     return Recovery(
         served_s=max(0.0, max(report.at_s for report in serves) - at_s),
-        counted_s=max(0.0, stage.served_s[version] - at_s),
+        counted_s=max(0.0, stage.history.served_s[version] - at_s),
         pause_s=max(report.pause_s for report in serves),
         meetings=meetings,
     )

@@ -41,8 +41,8 @@ ORDERS = {"epoch": EpochStart, "announce": Announce, "commit": Commit}
 REQUEST_TIMEOUT_S = 60.0
 
 
-class NoBytesPort:
-    """Implements `sender.CollectivePort`: every group stands at once and every broadcast is over at once."""
+class NoBytesSender:
+    """Implements `sender.WeightSender`: every group stands at once and every broadcast is over at once."""
 
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"

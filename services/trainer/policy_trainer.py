@@ -36,7 +36,7 @@ from services.trainer.learn.metrics import SAMPLED_WEIGHTS
 from services.trainer.learn.model import DTYPES, hub_arguments
 from services.trainer.learn.step import Learner, PreparedStep, StepOutcome, train_order
 from services.trainer.loading import load_learner
-from services.trainer.weight_sync.sender import CollectivePort, Snapshot, WeightSender, adapter_factors, whole_weights
+from services.trainer.weight_sync.sender import Snapshot, WeightSender, adapter_factors, whole_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,19 +116,18 @@ class RankZero:
 
 
 class PolicyTrainer(RankZero):
-    """What the optimizer loop and the weight updater need of the policy. `port`: the trainer's end of weight transfers."""
+    """What the optimizer loop and the weight updater need of the policy. `sender`: the trainer's end of weight transfers."""
 
     def __init__(
         self,
         learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
         sender: WeightSender,
-        port: CollectivePort,
         recipe: Recipe,
     ) -> None:
         super().__init__(learner)
-        self._sender, self._recipe = sender, recipe
-        self.tokenizer, self.port, self.vocab_size = tokenizer, port, learner.policy.vocab_size
+        self._recipe = recipe
+        self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
         self._version: int | None = None
         """Of the weights; None before the first step, when they are those that it was started with."""
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
@@ -148,7 +147,7 @@ class PolicyTrainer(RankZero):
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """A copy of what actors get of the weights as they are, which are `version`."""
-        return self._sender.snapshot(version, self.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
+        return self.sender.snapshot(version, self.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copies state and export of the weights as they are, which are `version`, on all ranks.
@@ -195,13 +194,14 @@ def load_policy_trainer(
         "attention": learner.policy.attention,
     }
     log.info("policy ready", extra=facts)
-    sender = weight_sender(learner, recipe, backend)
     store = GroupStore(settings.transfer_host, settings.transfer_port)
-    port = CollectivePort(sender, store, host=settings.advertise_host, backend=backend)
-    return PolicyTrainer(learner, tokenizer, sender, port, recipe)
+    sender = weight_sender(learner, recipe, backend, store, settings.advertise_host)
+    return PolicyTrainer(learner, tokenizer, sender, recipe)
 
 
-def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightSender:
+def weight_sender(
+    learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
+) -> WeightSender:
     """Sends what actors serve of this learner's policy. Sharded weights are collected in host memory: the second copy that a
     snapshot is may not fit the one device that sends it."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
@@ -212,7 +212,15 @@ def weight_sender(learner: Learner, recipe: Recipe, backend: Backend) -> WeightS
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
-    return WeightSender(manifest, stall_timeout_s=STALL_TIMEOUT_S, placement=of_snapshots, group_placement=of_groups)
+    return WeightSender(
+        manifest,
+        stall_timeout_s=STALL_TIMEOUT_S,
+        placement=of_snapshots,
+        group_placement=of_groups,
+        store=store,
+        host=host,
+        backend=backend,
+    )
 
 
 def sends_adapter(recipe: Recipe) -> bool:

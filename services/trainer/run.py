@@ -40,7 +40,7 @@ from services.trainer.loop import OptimizerLoop
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.resume import Resume
 from services.trainer.server import TrainerService
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from services.trainer.policy_trainer import PolicyTrainer
@@ -76,15 +76,12 @@ class TrainingRun:
         self.tracker = SequenceTracker(traces.recording(journal.write))
         self.updater = WeightUpdater(
             bus,
-            policy.port,
+            policy.sender,
+            recorder,
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
-            on_served=self._version_served,
-            on_joined=self._joined,
-            on_member=recorder.member_changed,
-            on_aborted=recorder.update_aborted,
-            on_regroup=recorder.regrouped,
+            on_served=lambda: self.feeder.look_again(),  # a newer version, or more actors: more may be in flight
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
@@ -237,16 +234,6 @@ class TrainingRun:
             await self._bus.publish_control("end", end.SerializeToString())
         except BusError as error:
             log.warning("the end of the run could not be announced: %s", error)
-
-    # --- what its parts tell ------------------------------------------------------------------------------------------
-
-    def _joined(self, actor: str, update: UpdateRecord) -> None:
-        self.recorder.joined(actor, update)
-        self.feeder.look_again()  # where nothing else bounds what is in flight, more actors may have more
-
-    def _version_served(self, update: UpdateRecord) -> None:
-        self.recorder.served(update)
-        self.feeder.look_again()
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:

@@ -51,8 +51,8 @@ class FaultStage(LightStage):
             assert versions == sorted(versions), f"{member.name} went back: {versions}"
             for report in member.served:
                 assert report.checksum == self.checksums[report.number], f"{member.name} served other bytes"
-        assert self.said or not self.records, "nothing was heard of what was served"
-        check_order(self.messages, self.changes)
+        assert self.said or not self.history.records, "nothing was heard of what was served"
+        check_order(self.messages, self.history.changes)
 
 
 def check_order(messages: list[object], changes: list[MemberChange]) -> None:

@@ -86,7 +86,7 @@ async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_pat
         await stage.update(0)
         joiners = [await stage.start(name) for name in "bcd"]
         await stage.all_on(0, joiners)
-        await stage.until(lambda: sorted(stage.joined_s) == ["b", "c", "d"])
+        await stage.until(lambda: sorted(stage.history.joined_s) == ["b", "c", "d"])
         assert [report.kind for report in first.reports] == ["joined", "serves"], "the others notice nothing"
         await stage.update(1)
         await stage.all_on(1, [first, *joiners])

@@ -17,11 +17,11 @@ from services.actor.membership import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync.updater import WeightUpdater
-from tests.unit.test_update_protocol import ScriptedPort, ScriptedReceiver
+from tests.unit.test_update_protocol import ScriptedReceiver, ScriptedSender, Told
 
 
 async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_request(tmp_path: Path) -> None:
-    port, receiver, gate = ScriptedPort(), ScriptedReceiver(), ServingGate(max_lag=None)
+    sender, receiver, gate = ScriptedSender(), ScriptedReceiver(), ServingGate(max_lag=None)
     receiver.may_receive.clear()
     with NatsServer(tmp_path) as server:
         async with (
@@ -37,14 +37,12 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
             assert not any(task.done() for task in actor)
 
             await bus.create_streams()
-            updater = WeightUpdater(
-                bus, port, incarnation=1, deadline_s=20, join_timeout_s=30, on_served=lambda record: None
-            )
+            updater = WeightUpdater(bus, sender, Told(), incarnation=1, deadline_s=20, join_timeout_s=30)
             running = asyncio.create_task(updater.run())
             async with asyncio.timeout(60):
                 await updater.wait_for_members(1)
                 await updater.offer(0, "snapshot-0")
-                while not port.sent:
+                while not sender.sent:
                     await asyncio.sleep(0.01)
                 same_port = int(server.url.rsplit(":", 1)[1])
                 server.stop()

@@ -64,7 +64,7 @@ async def served_by(
 
 
 def told(stage: FaultStage, actor: str) -> list[str]:
-    return [change.kind for change in stage.changes if change.member.actor == actor]
+    return [change.kind for change in stage.history.changes if change.member.actor == actor]
 
 
 async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(

@@ -49,7 +49,7 @@ from tests.support.generation import stage
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, changed, damaged, make_group, make_sequence
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver
-from tests.unit.trainer_fakes import Desk, FakePort, desk
+from tests.unit.trainer_fakes import Desk, FakeSender, desk
 
 EXAMPLES = 150
 
@@ -317,14 +317,8 @@ async def hear_all(kind: str, payloads: list[bytes]) -> None:
     """The last, good registration is taken, whatever came before it."""
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
-        updater = WeightUpdater(
-            bus,
-            FakePort(),
-            incarnation=1,
-            deadline_s=5,
-            join_timeout_s=60,
-            on_served=lambda record: None,  # type: ignore[arg-type]
-        )
+        nothing: Any = FakeSender()
+        updater = WeightUpdater(bus, nothing, nothing, incarnation=1, deadline_s=5, join_timeout_s=60)
         running = asyncio.create_task(updater.run())
         try:
             async with asyncio.timeout(10):

@@ -36,7 +36,7 @@ def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
     """Nothing is sent."""
     nothing: Any = None
     tokenizer: Any = NoTokenizer()
-    return PolicyTrainer(learner, tokenizer, nothing, nothing, recipe)
+    return PolicyTrainer(learner, tokenizer, nothing, recipe)
 
 
 def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:

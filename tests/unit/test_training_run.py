@@ -16,7 +16,7 @@ from pipelinerl.v1 import trainer_pb2
 from services.trainer import loop
 from services.trainer.checkpoint.run_state import Start, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
-from services.trainer.weight_sync.updater import UpdateRecord, WeightUpdater
+from services.trainer.weight_sync.updater import WeightUpdater
 from tests.unit.builders import make_group, make_sequence
 from tests.unit.trainer_fakes import stop_during_step, training_run
 
@@ -111,7 +111,7 @@ async def test_what_may_be_issued_follows_the_actors_that_are_registered(
         assert run.feeder.allowance == 10
         monkeypatch.setattr(WeightUpdater, "num_present", 8)
         run.feeder._look.clear()
-        run._joined("actor-7", UpdateRecord(0))
+        run.updater._on_served()
         assert (run.feeder.allowance, run.feeder._look.is_set()) == (52, True)
 
 

@@ -15,61 +15,62 @@ from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.policy_trainer import transfer_backend
-from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, WeightSender
+from services.trainer.weight_sync.sender import CollectiveGroup, WeightSender
 
 WEIGHTS = {"w": torch.arange(5000.0)}
 VERSION = PolicyVersion(1, 3)
 
 
-def port_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
-    sender = WeightSender(describe(WEIGHTS.items(), chunk_bytes=4096), stall_timeout_s=stall_timeout_s)
-    return CollectivePort(sender, GroupStore(host), host=host), sender.snapshot(VERSION, WEIGHTS)
+def sender_and_snapshot(stall_timeout_s: float = 10.0, host: str = "127.0.0.1"):
+    manifest = describe(WEIGHTS.items(), chunk_bytes=4096)
+    sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
+    return sender, sender.snapshot(VERSION, WEIGHTS)
 
 
-async def meeting(port: CollectivePort, epoch: int) -> tuple[CollectiveGroup, WeightGroup]:
+async def meeting(sender: WeightSender, epoch: int) -> tuple[CollectiveGroup, WeightGroup]:
     """The trainer's end and an actor's."""
-    group = port.open_group(epoch, 2, 10)
+    group = sender.open_group(epoch, 2, 10)
     host, number = split_host_port(group.store_address)
     spec = GroupSpec(host, number, f"epoch-{epoch}", 1, 2, "gloo", host)
     actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 10), group.built())
     return group, actor
 
 
-def receive(group: WeightGroup, port: CollectivePort) -> Receiver:
-    receiver = Receiver(group, port.manifest, VERSION, timeout_s=10, stall_timeout_s=10, aborted=threading.Event())
+def receive(group: WeightGroup, sender: WeightSender) -> Receiver:
+    receiver = Receiver(group, sender.manifest, VERSION, timeout_s=10, stall_timeout_s=10, aborted=threading.Event())
     received = dict(receiver.tensors())
     assert torch.equal(received["w"], WEIGHTS["w"])
     return receiver
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-async def test_a_version_arrives_with_the_checksum_that_the_port_reports(host: str) -> None:
+async def test_a_version_arrives_with_the_checksum_that_the_trainer_reports(host: str) -> None:
     try:
-        port, snapshot = port_and_snapshot(host=host)
+        sender, snapshot = sender_and_snapshot(host=host)
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    group, actor = await meeting(port, 1)
+    group, actor = await meeting(sender, 1)
     assert group.store_address.startswith(f"[{host}]:" if ":" in host else f"{host}:")
-    sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+    sent, receiver = await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, sender))
 
     assert sent.checksum == receiver.staged().checksum
-    assert sent.num_bytes == port.manifest.total_bytes
+    assert sent.num_bytes == sender.manifest.total_bytes
     await group.abandon()
 
 
 async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_waits_for_nobody() -> None:
-    port, snapshot = port_and_snapshot(stall_timeout_s=5)
-    stuck, silent = await meeting(port, 1)
+    sender, snapshot = sender_and_snapshot(stall_timeout_s=5)
+    stuck, silent = await meeting(sender, 1)
     sending = asyncio.create_task(stuck.broadcast(snapshot, 10))
-    side, joiner = await meeting(port, 2)
+    side, joiner = await meeting(sender, 2)
     async with asyncio.timeout(4):
-        await asyncio.gather(side.broadcast(snapshot, 10), asyncio.to_thread(receive, joiner, port))
+        await asyncio.gather(side.broadcast(snapshot, 10), asyncio.to_thread(receive, joiner, sender))
     assert not sending.done()
     async with asyncio.timeout(1):
         await stuck.abandon()
 
-    group, actor = await meeting(port, 3)
-    await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, port))
+    group, actor = await meeting(sender, 3)
+    await asyncio.gather(group.broadcast(snapshot, 10), asyncio.to_thread(receive, actor, sender))
     silent.close()
     with pytest.raises(TransferError):
         await sending
@@ -78,8 +79,8 @@ async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_wait
 
 
 async def test_nothing_is_sent_without_a_group() -> None:
-    port, snapshot = port_and_snapshot()
-    group = port.open_group(1, 2, 0.5)
+    sender, snapshot = sender_and_snapshot()
+    group = sender.open_group(1, 2, 0.5)
     with pytest.raises(TransferError):
         await group.broadcast(snapshot, 1)
     await group.abandon()
@@ -101,14 +102,12 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec
-from services.trainer.weight_sync.sender import CollectivePort
 from services.trainer.weight_sync.sender import WeightSender
 
 async def main():
     weights = {"w": torch.zeros(8_000_000)}
-    sender = WeightSender(describe(weights.items()))
-    port = CollectivePort(sender, GroupStore(), host="127.0.0.1")
-    group = port.open_group(1, 2, 20)
+    sender = WeightSender(describe(weights.items()), store=GroupStore())
+    group = sender.open_group(1, 2, 20)
     host, _, number = group.store_address.rpartition(":")
     spec = GroupSpec(host, int(number), "epoch-1", 1, 2, "gloo", "127.0.0.1")
     silent, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 20), group.built())

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -33,7 +34,7 @@ CHECKSUM = 42
 
 
 @dataclass
-class ScriptedPort:
+class ScriptedSender:
     """The trainer's end: every broadcast succeeds."""
 
     manifest: Manifest = MANIFEST
@@ -106,6 +107,32 @@ class ScriptedReceiver:
 
 
 @dataclass
+class Told:
+    """What a recorder is told."""
+
+    records: list[UpdateRecord] = field(default_factory=list)
+    changes: list[MemberChange] = field(default_factory=list)
+    aborts: list[tuple[int, int, str, str]] = field(default_factory=list)
+    joins: list[str] = field(default_factory=list)
+    regroups: int = 0
+
+    def served(self, update: UpdateRecord) -> None:
+        self.records.append(update)
+
+    def joined(self, actor: str, update: UpdateRecord) -> None:
+        self.joins.append(actor)
+
+    def member_changed(self, change: MemberChange) -> None:
+        self.changes.append(change)
+
+    def update_aborted(self, *aborted: Any) -> None:
+        self.aborts.append(aborted)
+
+    def regrouped(self) -> None:
+        self.regroups += 1
+
+
+@dataclass
 class RunningActor:
     name: str
     bus: MemoryBus
@@ -126,19 +153,16 @@ class RunningActor:
 @dataclass
 class Stage:
     updater: WeightUpdater
-    port: ScriptedPort
-    records: list[UpdateRecord]
+    sender: ScriptedSender
     actors: dict[str, RunningActor]
     server: MemoryServer
     stack: AsyncExitStack
     running: asyncio.Task[None]
-    changes: list[MemberChange]
-    aborts: list[tuple[int, int, str, str]]
-    regroups: list[int]
+    history: Told
 
     def told(self, actor: str) -> list[str]:
         """What was told of an actor's comings and goings."""
-        return [change.kind for change in self.changes if change.member.actor == actor]
+        return [change.kind for change in self.history.changes if change.member.actor == actor]
 
     def served(self, actor: str) -> list[int]:
         return [version.number for version in self.actors[actor].receiver.served]
@@ -204,22 +228,13 @@ async def stage(*names: str, deadline_s: float = 5.0, join_timeout_s: float = 60
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
-        port, records = ScriptedPort(), list[UpdateRecord]()
-        changes, aborts, regroups = list[MemberChange](), list[tuple[int, int, str, str]](), list[int]()
+        sender, history = ScriptedSender(), Told()
         updater = WeightUpdater(
-            bus,
-            port,
-            incarnation=1,
-            deadline_s=deadline_s,
-            join_timeout_s=join_timeout_s,
-            on_served=records.append,
-            on_member=changes.append,
-            on_aborted=lambda *aborted: aborts.append(aborted),
-            on_regroup=regroups.append,
+            bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s
         )
         running = asyncio.create_task(updater.run())
         stack.push_async_callback(ended, running)
-        one = Stage(updater, port, records, {}, server, stack, running, changes, aborts, regroups)
+        one = Stage(updater, sender, {}, server, stack, running, history)
         for name in names:
             await one.join(name)
         async with asyncio.timeout(10):
@@ -245,10 +260,10 @@ async def test_every_actor_serves_what_was_sent_on_the_ranks_that_it_takes() -> 
         for actor in one.actors.values():
             assert actor.receiver.served == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
             assert actor.gate.served == PolicyVersion(1, 1)
-        assert one.port.opened == [(1, 6)]
+        assert one.sender.opened == [(1, 6)]
         assert [a.receiver.joined for a in one.actors.values()] == [[("epoch-1", 1, 6)], [("epoch-1", 5, 6)]]
-        assert one.records[1].stall_s == {"a": 0.002, "b": 0.002}
-        assert one.port.sent == ["snapshot-0", "snapshot-1"]
+        assert one.history.records[1].stall_s == {"a": 0.002, "b": 0.002}
+        assert one.sender.sent == ["snapshot-0", "snapshot-1"]
 
 
 async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_others_and_comes_back() -> None:
@@ -256,11 +271,13 @@ async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_ot
         one.actors["b"].receiver.may_receive.clear()
         await one.send(0)
         assert (one.served("a"), one.served("b"), one.actors["b"].receiver.discards) == ([0], [], 1)
-        assert (one.updater.evictions, one.regroups, one.port.opened) == (1, [2], [(1, 3), (2, 2)])
+        assert (one.updater.evictions, one.history.regroups, one.sender.opened) == (1, 1, [(1, 3), (2, 2)])
         reason, b = "deadline passed while sending", one.updater._main.coordinator.present["b"]
-        assert one.aborts == [(0, 1, "", reason)]
-        assert one.changes[0] == MemberChange("evicted", b, 1, -1, reason, EvictionCause.DEADLINE)
-        assert [(change.kind, change.member.actor, change.epoch) for change in one.changes[1:]] == [("joined", "a", 2)]
+        assert one.history.aborts == [(0, 1, "", reason)]
+        assert one.history.changes[0] == MemberChange("evicted", b, 1, -1, reason, EvictionCause.DEADLINE)
+        assert [(change.kind, change.member.actor, change.epoch) for change in one.history.changes[1:]] == [
+            ("joined", "a", 2)
+        ]
         one.actors["b"].receiver.may_receive.set()
         await one.brought_back("b", 0)
         await one.send(1)
@@ -338,7 +355,7 @@ async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serv
     async with stage("a") as one:
         await one.send(0)
         joiner = await one.join("b", stuck=True)
-        await one.until(lambda: len(one.port.sent) == 2 and joiner.listener.staging_state == "receiving")
+        await one.until(lambda: len(one.sender.sent) == 2 and joiner.listener.staging_state == "receiving")
         assert one.updater.member_states == {"serving": 1, "joining": 1, "waiting": 0, "leaving": 0}
         await one.send(1)
         assert list(one.updater.members) == list(one.updater.serving) == ["a"], "b is on its way to version 0"
@@ -413,7 +430,7 @@ async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
         await one.actors["b"].bus.remove_member("b")
         await one.send(1)
         assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
-        assert one.changes[-1].reason == "it was told to end"
+        assert one.history.changes[-1].reason == "it was told to end"
 
 
 @pytest.mark.parametrize("how", ["leaves", "restarts"])

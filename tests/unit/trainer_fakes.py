@@ -165,7 +165,7 @@ class FakePolicy:
         self.may_step.set()
         self.version = 0
         self.vocab_size = 20
-        self.port = FakePort()
+        self.sender = FakeSender()
         self.checkpoint_saw_summary: list[bool] = []
 
     tokenizer = FakeTokenizer()
@@ -210,14 +210,10 @@ class FakePolicy:
         self.threads.add(threading.current_thread().name.partition("_")[0])
 
 
-class FakePort:
-    """`sender.CollectivePort` that no actor ever needs."""
+class FakeSender:
+    """A `WeightSender` that no actor ever needs."""
 
     manifest = build_manifest([("w", (4,), "float32")])
-    backend = "gloo"
-
-    async def abandon_group(self) -> None:
-        return
 
 
 def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> Any:

@@ -197,6 +197,7 @@ class Recorder:
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
     def update_aborted(self, version: int, epoch: int, actor: str, reason: str) -> None:
+        """It is begun again. `actor`: whose side group it was; empty: all of the epoch."""
         self.metrics.membership.updates.labels("aborted").inc()
         self._events.update_failed(version, epoch, actor, reason)
 
@@ -208,7 +209,8 @@ class Recorder:
         others = self._training.updater.serving.keys() - {change.member.actor}
         self._events.member(change, len(others) + (change.kind == "joined"))
 
-    def regrouped(self, epoch: int) -> None:
+    def regrouped(self) -> None:
+        """The group of all members is formed again."""
         self.metrics.membership.regroups.inc()
 
     # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------

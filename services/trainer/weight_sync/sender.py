@@ -99,11 +99,12 @@ class Snapshot:
 
 
 class WeightSender:
-    """Takes snapshots and starts broadcasts.
+    """The trainer's end of the collective: takes snapshots, opens a group per epoch or joiner, starts broadcasts.
 
     `stall_timeout_s` is the longest that one chunk may take before the group counts as broken; it also bounds an abort.
     `placement`: where snapshots are kept. `group_placement`: that of the groups they are sent on, the same unless snapshots
     of a device's weights are kept in host memory, from where each chunk then goes to the device just before it is sent.
+    `store`: where its groups meet; None: it opens none. `host`: the address on which actors reach this pod, and so the store.
     """
 
     def __init__(
@@ -113,9 +114,13 @@ class WeightSender:
         stall_timeout_s: float = 10.0,
         placement: Placement = HOST,
         group_placement: Placement | None = None,
+        store: GroupStore | None = None,
+        host: str = "127.0.0.1",
+        backend: Backend = "gloo",
     ) -> None:
         self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
         self.group_placement = group_placement or placement
+        self._store, self._host, self.backend = store, host, backend
         self._memory = ReusedMemory(MOST_SNAPSHOTS)
 
     @torch.no_grad()
@@ -138,6 +143,18 @@ class WeightSender:
             return self._memory.take(num_bytes)
         # Not reused here: torch's allocators keep this memory themselves.
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+
+    def open_group(
+        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
+    ) -> CollectiveGroup:
+        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
+        wait for the next rank once one has come; None: to the deadline."""
+        assert self._store is not None
+        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
+        given_up, placement = threading.Event(), self.group_placement.another()
+        connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
+        meeting = on_thread(f"open-{spec.name}", connect)
+        return CollectiveGroup(self, host_port(self._host, self._store.port), meeting, given_up)
 
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
@@ -167,29 +184,6 @@ class WeightSender:
             group.close()
             raise
         return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, time.monotonic() - started)
-
-
-class CollectivePort:
-    """The trainer's end of the collective: a store for the run, a group per epoch or joiner.
-
-    `host`: the address on which actors reach this pod, and so its store.
-    """
-
-    def __init__(self, sender: WeightSender, store: GroupStore, *, host: str, backend: Backend = "gloo") -> None:
-        self.manifest: Manifest = sender.manifest
-        self.backend: Backend = backend
-        self._sender, self._store, self._host = sender, store, host
-
-    def open_group(
-        self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None
-    ) -> CollectiveGroup:
-        """Starts meeting the other ranks of `epoch`, as rank 0. Numbers of epochs never come twice. `patience_s`: how long to
-        wait for the next rank once one has come; None: to the deadline."""
-        spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
-        given_up, placement = threading.Event(), self._sender.group_placement.another()
-        connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
-        meeting = on_thread(f"open-{spec.name}", connect)
-        return CollectiveGroup(self._sender, host_port(self._host, self._store.port), meeting, given_up)
 
 
 class CollectiveGroup:

@@ -42,7 +42,8 @@ from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import MEMBER_STATES, Departures, MemberChange, Roster, member_states
 
 if TYPE_CHECKING:
-    from services.trainer.weight_sync.sender import CollectiveGroup, CollectivePort, Snapshot
+    from services.trainer.reporting.recorder import Recorder
+    from services.trainer.weight_sync.sender import CollectiveGroup, Snapshot, WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class TransferSession:
                     incarnation=incarnation,
                     epoch=epoch,
                     version=version,
-                    manifest_id=updater.port.manifest.manifest_id,
+                    manifest_id=updater.sender.manifest.manifest_id,
                     deadline_s=updater.deadline_s,
                 )
                 with self._order_span("announce", epoch) as span:
@@ -184,16 +185,16 @@ class TransferSession:
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
-        group = updater.port.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
+        group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = EpochStart(
             incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
-            backend=updater.port.backend,
+            backend=updater.sender.backend,
             world_size=world_size,
             members=epoch_members(members),
-            manifest_id=updater.port.manifest.manifest_id,
+            manifest_id=updater.sender.manifest.manifest_id,
             deadline_s=updater.deadline_s,
         )
         await self._say("epoch", start)
@@ -253,29 +254,23 @@ class TransferSession:
 class WeightUpdater:
     """`join_timeout_s`: from the offer of the first version until some version is served.
 
-    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_aborted`: version,
-    epoch, actor (empty: all of the epoch) and reason of an update that is begun again. `on_regroup`: the group of all members
-    is formed again, as this epoch.
+    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_served`: called when
+    the epoch, or one more actor, serves a version.
     """
 
     def __init__(
         self,
         bus: Bus,
-        port: CollectivePort,
+        sender: WeightSender,
+        recorder: Recorder,
         *,
         incarnation: int,
         deadline_s: float,
         join_timeout_s: float,
-        on_served: Callable[[UpdateRecord], None],
-        on_joined: Callable[[str, UpdateRecord], None] = lambda actor, record: None,
-        on_member: Callable[[MemberChange], None] = lambda change: None,
-        on_aborted: Callable[[int, int, str, str], None] = lambda version, epoch, actor, reason: None,
-        on_regroup: Callable[[int], None] = lambda epoch: None,
+        on_served: Callable[[], None] = lambda: None,
     ) -> None:
-        self.bus, self.port, self.incarnation, self.deadline_s = bus, port, incarnation, deadline_s
-        self._join_timeout_s = join_timeout_s
-        self._on_served, self._on_joined, self._on_member = on_served, on_joined, on_member
-        self._on_aborted, self._on_regroup = on_aborted, on_regroup
+        self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
+        self._recorder, self._join_timeout_s, self._on_served = recorder, join_timeout_s, on_served
         self.tasks: asyncio.TaskGroup
         self.roster, self._departures = Roster(), Departures()
         self._draining: set[str] = set()
@@ -365,7 +360,7 @@ class WeightUpdater:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `ServiceError` when no actor comes to serve the first version."""
-        manifest = self.port.manifest.to_bytes()
+        manifest = self.sender.manifest.to_bytes()
         await retry_forever(lambda: self.bus.publish_control("manifest", manifest), "say 'manifest'")
         try:
             async with asyncio.TaskGroup() as self.tasks:
@@ -494,28 +489,29 @@ class WeightUpdater:
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
-            self._on_member(change)
+            self._recorder.member_changed(change)
 
     async def _step_main(self, event: c.Event) -> None:
         for action in await self._main.step(event):
             match action:
                 case c.FormGroup(epoch):
                     if self._formed_before:
-                        self._on_regroup(epoch)
+                        self._recorder.regrouped()
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, left):
                     self.evictions += not left
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
                 case c.SendAbort(epoch, version, reason):
-                    self._on_aborted(version, epoch, "", reason)
+                    self._recorder.update_aborted(version, epoch, "", reason)
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
-                    self._on_served(self._main.record)
+                    self._recorder.served(self._main.record)
+                    self._on_served()
                 case _:
                     continue
             await self._tend_sides()
@@ -543,9 +539,10 @@ class WeightUpdater:
                     self._tell(self.roster.served([joiner], epoch, version))
                     self.post(self._main, c.MemberReady(actor, joiner.process))
                     await self._sides.pop(actor).close()
-                    self._on_joined(actor, session.record)
+                    self._recorder.joined(actor, session.record)
+                    self._on_served()
                 case c.SendAbort(epoch, version, reason):
-                    self._on_aborted(version, epoch, actor, reason)
+                    self._recorder.update_aborted(version, epoch, actor, reason)
                     continue
                 case c.WaitingForMembers():
                     await self._sides.pop(actor).close()
