@@ -126,24 +126,6 @@ def _make_empty(run: RunDir, option: str) -> None:
         )
 
 
-def check_actors(count: int) -> int:
-    """Raises `FieldError`."""
-    if not 0 <= count <= MOST_ACTORS:
-        raise FieldError("N", count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
-    return count
-
-
-def write_scale(run: RunDir, num_actors: int) -> None:
-    """Asks a run that goes on for so many actors."""
-    write_json(run.scale, {"actors": check_actors(num_actors)})
-
-
-def read_scale(run: RunDir) -> int | None:
-    """How many actors `pipelinerl scale` asked for; None when it was not used, or the file is not one of its own."""
-    count = read_json(run.scale).get("actors")
-    return count if isinstance(count, int) and 0 <= count <= MOST_ACTORS else None
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none. NaN and infinities, which some writers write, are None."""
     try:

@@ -276,21 +276,14 @@ def _check_summary(path: Path, audit: Audit) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-async def audit_run(
-    run: str,
-    run_dir: Path,
-    open_streams: OpenStreams | None,
-    at_work: Callable[[], bool],
-    *,
-    again_s: float = LOOK_AGAIN_S,
-) -> Audit:
+async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
     """`at_work()`: whether a trainer of the run lives. Without `open_streams` the files alone are judged.
 
     What seems lost in a run that goes on is called so only when a second look finds it neither ended nor anywhere.
     """
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
-        await asyncio.sleep(again_s)
+        await asyncio.sleep(LOOK_AGAIN_S)
         before = set(lost)
         audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
         lost = [sequence_id for sequence_id in lost if sequence_id in before]

@@ -109,15 +109,12 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> tuple[Recipe, RunDir, list[str]]:
-    from pipelinerl.local.resume import find_run, locked, plan_resume
-    from pipelinerl.recipe.preflight import check_environment
+    from pipelinerl.local.resume import find_run, locked, resume
 
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
     stack.enter_context(locked(run_dir))
-    plan = plan_resume(run_dir, args.recipe, overrides)
-    check_environment(plan.recipe)
-    plan.prepare()
-    return plan.recipe, run_dir, list(plan.notes())
+    recipe, notes = resume(run_dir, args.recipe, overrides)
+    return recipe, run_dir, notes

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.errors import ServiceError
+from pipelinerl.errors import FieldError, ServiceError
 
 if TYPE_CHECKING:
     from pipelinerl.run_dir import RunDir
@@ -30,12 +30,13 @@ def execute(args: argparse.Namespace) -> int:
     import asyncio
 
     from pipelinerl.local.processes import running_pids
-    from pipelinerl.run_dir import RunDir, check_actors, write_scale
+    from pipelinerl.run_dir import MOST_ACTORS, RunDir, write_json
 
     run_dir = RunDir(args.run_dir, args.run_dir.name)
-    check_actors(args.count)
+    if not 0 <= args.count <= MOST_ACTORS:
+        raise FieldError("N", args.count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
     running_pids(run_dir)
-    write_scale(run_dir, args.count)
+    write_json(run_dir.scale, {"actors": args.count})
     if not args.no_wait:
         asyncio.run(_until_there(run_dir, args.count, args.timeout))
     return 0

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any, TextIO
+from typing import Any
 
 from pipelinerl.errors import FieldError, PipelineRLError
 from pipelinerl.local.processes import ServiceDied
@@ -97,17 +97,15 @@ class Ending:
         return EXIT_FAILED if self.error else EXIT_DONE
 
 
-def finish(
-    recipe: Recipe, run_dir: RunDir, ending: Ending, out: TextIO | None = None, err: TextIO | None = None
-) -> int:
+def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     """Completes the run directory, says what came of the run (on standard output and error), returns the exit code."""
     summary = complete_summary(recipe, run_dir, ending)
     write_json(run_dir.summary, summary)
     write_report(run_dir.path)
     for line in closing_lines(summary, run_dir, ending):
-        print(line, file=out, flush=True)
+        print(line, flush=True)
     if ending.error is not None:
-        print(f"pipelinerl: the run failed: {ending.error}", file=err or sys.stderr, flush=True)
+        print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     return ending.exit_code
 
 

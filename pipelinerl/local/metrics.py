@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import living_names, service_of
-from pipelinerl.run_dir import RunDir
-from pipelinerl.service.address import ServiceAddress, host_port, read_address, write_address
+from pipelinerl.run_dir import RunDir, write_json
+from pipelinerl.service.address import host_port, read_address
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import MetricSet
@@ -63,7 +63,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
         return targets_of(run_dir, {NAME, *living_names(run_dir)})
 
     async with serve_http(app, HOST, port) as bound:
-        write_address(run_dir.address(NAME), ServiceAddress("", host_port(HOST, bound), os.getpid()))
+        write_json(run_dir.address(NAME), {"grpc": "", "http": host_port(HOST, bound), "pid": os.getpid()})
         try:
             yield
         finally:

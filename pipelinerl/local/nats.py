@@ -159,13 +159,12 @@ class NatsServer:
         while not (url := self.url_of(process.pid)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
-                raise self._startup_error()
+                tail = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
+                if any("address already in use" in line for line in tail):
+                    taken = f"port {self.port} of 127.0.0.1 is in use: choose another, or 0 for any free one"
+                    raise ServiceError(taken)
+                said = tail[-1] if tail else "no output"
+                raise ServiceError(f"nats-server ended while starting: {said} (log: {self._log})")
             if time.monotonic() >= deadline:
                 raise ServiceError(f"nats-server was not ready within {START_TIMEOUT_S:g} s: see {self._log}")
         self.url = url
-
-    def _startup_error(self) -> ServiceError:
-        tail = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
-        if any("address already in use" in line for line in tail):
-            return ServiceError(f"port {self.port} of 127.0.0.1 is in use: choose another, or 0 for any free one")
-        return ServiceError(f"nats-server ended while starting: {tail[-1] if tail else 'no output'} (log: {self._log})")

@@ -318,11 +318,17 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 # The processes of a run, by its pids.json
 
 
-def living(run_dir: RunDir) -> dict[str, int]:
-    """Name and pid of the run's processes that live. Raises `OSError` or `ValueError` where pids.json cannot be read."""
-    pids = json.loads(run_dir.pids.read_bytes())
-    if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
-        raise ValueError("it holds no mapping of names to pids")
+def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
+    """Name and pid of the run's processes that live. Raises `FieldError` on `option` where pids.json cannot be read."""
+    if not run_dir.pids.exists():
+        return {}  # it has not started any
+    try:
+        pids = json.loads(run_dir.pids.read_bytes())
+        if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
+            raise ValueError("it holds no mapping of names to pids")
+    except (OSError, ValueError) as error:
+        fix = f"its pids.json cannot be read: {error}; remove it once none of the run's processes lives"
+        raise FieldError(option, str(run_dir.path), fix) from error
     return {name: pid for name, pid in pids.items() if lives(pid, run_dir.path)}
 
 
@@ -330,7 +336,7 @@ def living_names(run_dir: RunDir) -> Collection[str]:
     """Of those that live; none where no list of them can be read."""
     try:
         return living(run_dir)
-    except (OSError, ValueError):
+    except FieldError:
         return ()
 
 
@@ -355,13 +361,10 @@ def lives(pid: int, folder: Path) -> bool:
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
     """As `living`. Raises `FieldError` when no run is going on there."""
-    where = str(run_dir.path)
-    try:
-        pids = living(run_dir)
-    except FileNotFoundError:
-        raise FieldError("--run-dir", where, "is not the folder of a run: it has no pids.json") from None
-    except (OSError, ValueError) as error:
-        raise FieldError("--run-dir", where, f"its pids.json cannot be read: {error}") from error
-    if not pids:
-        raise FieldError("--run-dir", where, "the run has ended; start it again, or name one that goes on")
-    return pids
+    if pids := living(run_dir):
+        return pids
+    known = run_dir.pids.exists()
+    why = "the run has ended; start it again, or name one that goes on"
+    raise FieldError(
+        "--run-dir", str(run_dir.path), why if known else "is not the folder of a run: it has no pids.json"
+    )

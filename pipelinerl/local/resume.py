@@ -1,6 +1,6 @@
 """`pipelinerl run --resume DIR`: whether a run can go on in its folder, with which recipe, and from which version.
 
-Only `Resumption.prepare` changes anything. The trainer then finds its checkpoint by itself, as after any restart.
+Only `resume` changes anything. The trainer then finds its checkpoint by itself, as after any restart.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.bus.protocol import check_run_name
@@ -17,58 +16,50 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
+from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json
 from pipelinerl.run_summary import is_finished
 
 OPTION = "--resume"
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """A run that can go on. `version`: of the checkpoint, None without one. `scaled`: drop what `scale` asked for before."""
+def resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """Makes the folder ready for the processes to come. Returns the recipe, and what a person should know before they start.
 
-    run_dir: RunDir
-    recipe: Recipe
-    changes: tuple[Change, ...]
-    version: int | None
-    scaled: bool
-
-    def notes(self) -> Iterator[str]:
-        """What a person should know before it starts. Pure."""
-        if self.version is None:
-            yield f"{self.run_dir.name}: there is no checkpoint; the run starts again from version 0"
-        else:
-            yield f"{self.run_dir.name}: goes on from the checkpoint of version {self.version}"
-        yield from (f"recipe changed: {change}" for change in self.changes)
-        schedule = self.recipe.trainer.schedule
-        if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in self.changes):
-            yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
-
-    def prepare(self) -> None:
-        """Makes the folder ready for the processes to come."""
-        for name in ("logs", "addresses"):
-            (self.run_dir.path / name).mkdir(exist_ok=True)
-        for stale in (self.run_dir.path / "addresses").glob("*.json"):
-            stale.unlink(missing_ok=True)
-        if self.scaled:
-            self.run_dir.scale.unlink(missing_ok=True)
-
-
-def plan_resume(run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = ()) -> Resumption:
-    """`recipe`: file or name of the recipe to go on with; None = the folder's own.
-
-    Raises `FieldError` (a run that goes on or is finished), `ChangedRecipe`, and what `load_recipe` raises.
+    `recipe`: file or name of the recipe to go on with; None = the folder's own.
+    Raises, with nothing changed, `FieldError` (a run that goes on or is finished), `ChangedRecipe`, and what `load_recipe` and
+    `check_environment` raise.
     """
     old = read_recipe(run_dir.recipe)
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
-    changes = tuple(check_resumable(old, new))
-    check_ended(run_dir)
+    changes = check_resumable(old, new)
+    if pids := living(run_dir, OPTION):
+        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        raise FieldError(OPTION, str(run_dir.path), f"the run goes on: {named}; wait for its end, or stop it")
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
+    check_environment(new)
+    for name in ("logs", "addresses"):
+        (run_dir.path / name).mkdir(exist_ok=True)
+    for stale in (run_dir.path / "addresses").glob("*.json"):
+        stale.unlink(missing_ok=True)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
-    scaled = asked or any(change.field == "actor.count" for change in changes)
-    return Resumption(run_dir, new, changes, version, scaled)
+    if asked or any(change.field == "actor.count" for change in changes):
+        run_dir.scale.unlink(missing_ok=True)  # what `scale` asked for before
+    return new, list(_notes(run_dir.name, new, changes, version))
+
+
+def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
+    """`version`: of the checkpoint, None without one."""
+    if version is None:
+        yield f"{run}: there is no checkpoint; the run starts again from version 0"
+    else:
+        yield f"{run}: goes on from the checkpoint of version {version}"
+    yield from (f"recipe changed: {change}" for change in changes)
+    schedule = recipe.trainer.schedule
+    if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
+        yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
 
 
 def find_run(folder: Path) -> RunDir:
@@ -85,19 +76,6 @@ def find_run(folder: Path) -> RunDir:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise FieldError(OPTION, shown, f"its run.json does not name the run: {error!r}") from error
     return RunDir(folder, check_run_name(str(name), OPTION))
-
-
-def check_ended(run_dir: RunDir) -> None:
-    """Raises `FieldError` naming the processes of the run that live."""
-    try:
-        pids = living(run_dir)
-    except FileNotFoundError:
-        return  # it ended before it had started any
-    except (OSError, ValueError) as error:
-        raise FieldError(OPTION, str(run_dir.path), f"its pids.json cannot be read: {error}; remove it") from error
-    if pids:
-        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
-        raise FieldError(OPTION, str(run_dir.path), f"the run goes on: {named}; wait for its end, or stop it")
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.run_dir import RunDir, newest_checkpoint, read_json, read_scale, write_json, write_whole
+from pipelinerl.run_dir import MOST_ACTORS, RunDir, newest_checkpoint, read_json, write_json, write_whole
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
 from pipelinerl.service.lifecycle import EXIT_FAILURE
@@ -217,17 +217,14 @@ class LocalRun:
     async def _stop(self, kind: str) -> None:
         """Terminates the processes of that kind, those that are being scaled away included."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
-        ended = all(process.returncode is not None for process in running)
-        within_s = _ENDED_GRACE_S if ended else self._grace_s(kind)
+        within_s = _ENDED_GRACE_S
+        if any(process.returncode is None for process in running):
+            if self._stop_by_s is None:  # the time to stop begins now, or began with Ctrl-C
+                self._stop_by_s = time.monotonic() + self.stop_within_s
+            within_s = grace_s(kind, self._stop_by_s - time.monotonic(), self.stop_within_s)
         await asyncio.gather(*(process.terminate(within_s) for process in running))
         if kind == NATS:
             self.run_dir.address(NATS).unlink(missing_ok=True)
-
-    def _grace_s(self, kind: str) -> float:
-        """See `grace_s`. The time to stop begins with the first call, or with Ctrl-C."""
-        if self._stop_by_s is None:
-            self._stop_by_s = time.monotonic() + self.stop_within_s
-        return grace_s(kind, self._stop_by_s - time.monotonic(), self.stop_within_s)
 
     # Restarts.
 
@@ -295,8 +292,9 @@ class LocalRun:
     # Actors: as many as asked for, more or fewer of them while the run goes on.
 
     def _actors_wanted(self) -> int:
-        asked = read_scale(self.run_dir)
-        return self.recipe.actor.count if asked is None else asked
+        """By `pipelinerl scale`; by the recipe when it was not used, or the file is not one of its own."""
+        asked = read_json(self.run_dir.scale).get("actors")
+        return asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.count
 
     async def _keep_actors(self) -> None:
         """Restarts the actors that end, and brings them to the number that `pipelinerl scale` asks for.

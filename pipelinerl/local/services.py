@@ -37,10 +37,6 @@ class ThreadPlan:
     trainer: int
     engine: int
 
-    def trainer_env(self, num_ranks: int = 1) -> dict[str, str]:
-        """Of each of the trainer's ranks."""
-        return _thread_env(max(1, self.trainer // num_ranks))
-
     def actor_env(self) -> dict[str, str]:
         """`nobind`: vLLM would otherwise pin every actor to the same first cores, under the trainer's feet."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -137,7 +133,7 @@ class ServiceLaunches:
             "page": "false" if self.page_port is None else "true",
             "http_port": port,
         }
-        threads = self.threads.trainer_env(self.recipe.trainer.nproc)
+        threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.nproc))  # of each rank
         return self._launch("trainer", self._of_policy() | settings, threads)
 
     def actor(self, index: int) -> Launch:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.run_dir import write_json
 from pipelinerl.service.settings import ServiceSettings
 
 
@@ -36,15 +37,8 @@ def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> Servi
     host = settings.advertise_host
     address = ServiceAddress(host_port(host, grpc_port), host_port(host, http_port), os.getpid())
     if settings.address_file is not None:
-        write_address(settings.address_file, address)
+        write_json(settings.address_file, asdict(address))
     return address
-
-
-def write_address(path: Path, address: ServiceAddress) -> None:
-    """Writes the file whole or not at all: a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def read_address(path: Path) -> ServiceAddress:

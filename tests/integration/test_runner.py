@@ -27,7 +27,8 @@ from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.address import ServiceAddress, read_address, write_address
+from pipelinerl.run_dir import write_json
+from pipelinerl.service.address import ServiceAddress, read_address
 from pipelinerl.service.retry import Backoff
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
@@ -67,7 +68,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert "left" not in recorder.shown[-1]["step"]
     assert "step 60/60 | version 60 | reward 1.000" in run.printed.getvalue()
 
-    assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
+    assert finish(run.recipe, run.dir, ending) == 0
     summary = json.loads(run.dir.summary.read_text())
     assert (summary["by"], summary["restarts"], summary["interrupted"], summary["steps"]) == ("trainer", {}, False, 60)
     assert summary["wall_s"] > 0
@@ -172,7 +173,7 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
     assert any(starts[-1] < step < 100 for step in recorder.steps), "heard from the last trainer, not read at the end"
     assert recorder.steps[-1] == 100
 
-    assert finish(run.recipe, run.dir, ending, io.StringIO()) == 0
+    assert finish(run.recipe, run.dir, ending) == 0
     summary = json.loads(run.dir.summary.read_text())
     assert (summary["restarts"], summary["steps"], summary["begun"]) == ({"trainer": 4}, 100, starts[-1])
 
@@ -198,6 +199,7 @@ def test_where_the_page_is_is_said_again_only_when_it_moves(tmp_path: Path) -> N
 )
 async def test_what_dies_at_ever_the_same_place_fails_the_run_with_the_end_of_its_log(
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     environment: dict[str, str],
     who: str,
     exit_code: int,
@@ -211,10 +213,10 @@ async def test_what_dies_at_ever_the_same_place_fails_the_run_with_the_end_of_it
     assert isinstance(ending.error, ServiceDied)
     assert (ending.error.name, ending.error.returncode, ending.exit_code) == (who, exit_code, exit_code)
     assert dict(ending.restarts) == restarts
-    out, err = io.StringIO(), io.StringIO()
-    assert finish(run.recipe, run.dir, ending, out, err) == exit_code
-    assert said in err.getvalue()
-    assert (f"pipelinerl run --resume {run.dir.path}" in out.getvalue()) is bool(restarts)
+    assert finish(run.recipe, run.dir, ending) == exit_code
+    out, err = capsys.readouterr()
+    assert said in err
+    assert (f"pipelinerl run --resume {run.dir.path}" in out) is bool(restarts)
     summary = json.loads(run.dir.summary.read_text())
     assert f"{who} exited with code {exit_code}" in summary["error"]
     assert steps in (None, summary["steps"])
@@ -238,7 +240,7 @@ async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_pa
 
 def test_what_is_still_starting_is_no_target(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(), {})
-    write_address(run.dir.address("actor-1"), ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3))
+    write_json(run.dir.address("actor-1"), {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3})
     assert targets_of(run.dir, ["actor-0", "actor-1"]) == [
         {"targets": ["127.0.0.1:2"], "labels": {"service": "actor", "instance": "actor-1"}}
     ]
@@ -262,14 +264,15 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
 
 
-async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(tmp_path: Path) -> None:
+async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mistake = {"FAKE_MODEL_ERROR": "error: model.source = 'x': no"}
     run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), mistake)
     ending = await run.end()
-    err = io.StringIO()
-    assert finish(run.recipe, run.dir, ending, run.printed, err) == 2
+    assert finish(run.recipe, run.dir, ending) == 2
     assert "initial model: warm-start step 1 of 2" in run.printed.getvalue()
-    assert (run.printed.getvalue() + err.getvalue()).count("error: model.source = 'x': no") == 1
+    assert (run.printed.getvalue() + "".join(capsys.readouterr())).count("error: model.source = 'x': no") == 1
 
 
 async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.audit import audit as audit_module
 from pipelinerl.audit.audit import Audit, audit_files, audit_run
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check
@@ -26,12 +27,17 @@ from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, streams
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "LOOK_AGAIN_S", 0.0)
+
+
 async def audited(folder: Path, bus: MemoryBus, at_work: bool = False) -> Audit:
     @asynccontextmanager
     async def opened() -> AsyncIterator[MemoryBus]:
         yield bus
 
-    return await audit_run(RUN, folder, opened, lambda: at_work, again_s=0.0)
+    return await audit_run(RUN, folder, opened, lambda: at_work)
 
 
 def failures(audit: Audit) -> dict[Check, tuple[str, ...]]:
@@ -323,7 +329,7 @@ async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -
             yield bus
             one.journal.flush()
 
-        audit = await audit_run(RUN, tmp_path, moving, lambda: True, again_s=0.0)
+        audit = await audit_run(RUN, tmp_path, moving, lambda: True)
         assert (failures(audit), looks) == ({}, 2)
 
 

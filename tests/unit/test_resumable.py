@@ -14,8 +14,8 @@ import pytest
 
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import lives, living, running_pids
-from pipelinerl.local.resume import Resumption, find_run, plan_resume
-from pipelinerl.recipe.loading import ChangedRecipe, recipe_from_data, recipe_yaml
+from pipelinerl.local.resume import find_run, resume
+from pipelinerl.recipe.loading import ChangedRecipe, RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir, newest_checkpoint, write_json
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
@@ -52,16 +52,16 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     run = run_folder(tmp_path, (20, 100, 40), steps=200)
     (run.checkpoints / "step-120").mkdir()  # weights alone
     (run.checkpoints / ".step-140").mkdir()  # being written when the trainer died
-    plan = plan_resume(find_run(tmp_path))
-    assert (plan.run_dir.name, plan.recipe.trainer.steps, plan.version, plan.changes) == ("tiny-run", 200, 100, ())
-    assert list(plan.notes()) == ["tiny-run: goes on from the checkpoint of version 100"]
+    recipe, notes = resume(find_run(tmp_path))
+    assert (recipe.trainer.steps, notes) == (200, ["tiny-run: goes on from the checkpoint of version 100"])
     assert newest_checkpoint(run.path) == 100
 
 
 def test_allowed_changes_are_taken_and_told(tmp_path: Path) -> None:
-    plan = plan_resume(run_folder(tmp_path, (5,), schedule="cosine"), None, ["trainer.steps=300", "checkpoint.keep=4"])
-    assert (plan.recipe.trainer.steps, plan.recipe.checkpoint.keep) == (300, 4)
-    assert list(plan.notes())[1:] == [
+    overrides = ["trainer.steps=300", "checkpoint.keep=4"]
+    recipe, notes = resume(run_folder(tmp_path, (5,), schedule="cosine"), None, overrides)
+    assert (recipe.trainer.steps, recipe.checkpoint.keep) == (300, 4)
+    assert notes[1:] == [
         "recipe changed: trainer.steps: 100 → 300",
         "recipe changed: checkpoint.keep: 2 → 4",
         "trainer.schedule = cosine: the decay now ends with the new last step",
@@ -73,11 +73,11 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     original = run.recipe.read_text()
     run.recipe.write_text(original.replace("max_lag: null", "max_lag: 3"))
     with pytest.raises(ChangedRecipe, match=r"algorithm\.max_lag: null → 3"):
-        plan_resume(run)
+        resume(run)
     run.recipe.write_text(original)
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
-        plan_resume(run)
+        resume(run)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Pa
     with process(PIPELINERL_RECIPE=str(run.recipe.resolve())) as trainer, process() as stranger:
         write_json(run.pids, {"nats": stranger, "trainer": trainer})
         with pytest.raises(FieldError, match=rf"the run goes on: trainer \(pid {trainer}\); wait for its end"):
-            plan_resume(run)
+            resume(run)
         assert living(run) == running_pids(run) == {"trainer": trainer}
-    assert plan_resume(run).version is None
+    assert resume(run)[1] == ["tiny-run: there is no checkpoint; the run starts again from version 0"]
     with pytest.raises(FieldError, match="the run has ended"):
         running_pids(run)
 
@@ -126,7 +126,7 @@ def test_pids_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for content in ("{", "[1]", '{"trainer": "x"}'):
         run.pids.write_text(content)
         with pytest.raises(FieldError, match=r"its pids\.json cannot be read"):
-            plan_resume(run)
+            resume(run)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,10 @@ def test_a_run_goes_on_while_steps_are_left_or_its_end_is_missing(
         write_json(run.summary, {"steps": taken, **summary})
     if refused:
         with pytest.raises(FieldError, match=refused):
-            plan_resume(run, None, [f"trainer.steps={steps}"])
+            resume(run, None, [f"trainer.steps={steps}"])
     else:
-        assert plan_resume(run, None, [f"trainer.steps={steps}"]).version == taken
+        _, notes = resume(run, None, [f"trainer.steps={steps}"])
+        assert notes[0].endswith(f"the checkpoint of version {taken}")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,10 @@ def test_what_scale_asked_for_stays_unless_the_user_now_says_how_many(
 ) -> None:
     run = run_folder(tmp_path)
     run.scale.write_text('{"actors": 2}')
-    plan = plan_resume(run, None, overrides)
-    assert run.scale.is_file(), "nothing is changed before the run is started"
-    plan.prepare()
+    with pytest.raises(RecipeError, match=r"actor\.count = 0: a run on one machine needs at least 1"):
+        resume(run, None, ["actor.count=0"])
+    assert run.scale.is_file(), "nothing is changed where it cannot go on"
+    resume(run, None, overrides)
     assert run.scale.is_file() is stays
 
 
@@ -177,6 +179,6 @@ def test_preparing_leaves_logs_and_drops_addresses_of_processes_that_are_gone(tm
     run = run_folder(tmp_path)
     (tmp_path / "addresses").mkdir()
     run.address("nats").write_text("{}")
-    Resumption(run, recipe_from_data({"name": "t", "model": {"name": "a"}, "task": {}}, "t"), (), None, False).prepare()
+    resume(run)
     assert list((tmp_path / "addresses").iterdir()) == []
     assert (tmp_path / "logs").is_dir()

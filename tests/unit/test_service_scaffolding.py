@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from pydantic import Field
 
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.local.processes import http_status
+from pipelinerl.run_dir import write_json
 from pipelinerl.service import tls
-from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port, write_address
+from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
@@ -306,7 +308,7 @@ def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path)
     address, path = ServiceAddress("127.0.0.1:1", "127.0.0.1:2", 3), tmp_path / "verifier.json"
     with pytest.raises(ServiceError, match=r"verifier\.json"):
         read_address(path)
-    write_address(path, address)
+    write_json(path, asdict(address))
     assert read_address(path) == address
     assert list(tmp_path.iterdir()) == [path]
     for text in ("", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -120,16 +119,15 @@ def test_the_trainers_summary_is_kept_and_completed(tmp_path: Path) -> None:
     assert summary == {"steps": 7, "wall_s": 12.346, "interrupted": True, "restarts": {"actor-0": 2}}
 
 
-def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path) -> None:
+def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path, None)
     ending = Ending(3.0, error=ServiceError("trainer died"))
-    out, err = io.StringIO(), io.StringIO()
-    assert finish(recipe(), run, ending, out, err) == 1
+    assert finish(recipe(), run, ending) == 1
     summary = json.loads(run.summary.read_text())
     assert summary.keys() >= summary_from_metrics(recipe(), []).keys()
     assert (summary["steps"], summary["error"], summary["interrupted"]) == (3, "trainer died", False)
     assert run.report.is_file()
-    assert err.getvalue() == "pipelinerl: the run failed: trainer died\n"
+    assert capsys.readouterr().err == "pipelinerl: the run failed: trainer died\n"
 
 
 def test_closing_lines(tmp_path: Path) -> None:
