@@ -216,11 +216,6 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 
-def largest_lag(sequences_in_progress: int, longest_tokens: float, mean_tokens: float, batch_size: int) -> int:
-    """The paper's g_max = ceil(H·I·L / (L̄·B)) in optimizer steps, for H·I sequences in progress over all actors."""
-    return math.ceil(sequences_in_progress * longest_tokens / (mean_tokens * batch_size))
-
-
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
     """(Σ w)² / (N Σ w²) in (0, 1] for log_weights [tokens], nats: finite, and at least one.
 

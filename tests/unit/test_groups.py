@@ -26,7 +26,6 @@ from pipelinerl.rl.groups import (
     groups_before_step,
     issue_limit,
     lag_bucket,
-    largest_lag,
     smallest_group,
     stale_reason,
     starts_phase,
@@ -92,11 +91,6 @@ def test_a_fresh_sequence_is_one_whose_every_lag_is_within(versions: list[int], 
     version = max(versions) + extra
     is_fresh = stale_reason(spans(*versions), version, max_lag) is None
     assert is_fresh == all(version - sampled <= max_lag for sampled in versions)
-
-
-def test_largest_lag_of_the_papers_worked_case() -> None:
-    # H = 192 on I = 44 accelerators, lengths uniform on 1..L (mean L / 2), B = 128: 132. (The paper says about 133.)
-    assert largest_lag(192 * 44, longest_tokens=2.0, mean_tokens=1.0, batch_size=128) == 132
 
 
 # --- the feeder's bound
