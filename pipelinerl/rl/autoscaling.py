@@ -48,7 +48,7 @@ class _Window:
     """The newest of what actors did: at least `fewest` sequences and a minute, and not much more."""
 
     def __init__(self, fewest: int) -> None:
-        self._fewest = np.array((fewest, FEWEST_BUSY_S, 0.0))
+        self._fewest = np.array((fewest, FEWEST_BUSY_S, -math.inf))
         self._produced: deque[Production] = deque()
         self._sum = np.zeros(3)
 

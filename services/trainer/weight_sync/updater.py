@@ -512,9 +512,7 @@ class WeightUpdater:
                     self._tell(self.roster.served(self.members.values(), epoch, version))
                     self._recorder.served(self._main.record)
                     self._on_served()
-                case _:
-                    continue
-            await self._tend_sides()
+        await self._tend_sides()  # after all of them: who is put out rests first
 
     async def _tend_sides(self) -> None:
         """Ends the side groups that are over, and begins those that may begin."""
