@@ -75,22 +75,13 @@ class Placement:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
 
-    def another(self) -> Placement:
-        """The same place with a stream of its own, which nothing queued on this one holds up."""
-        return self if self.stream is None else on_device(self.device)
-
 
 HOST = Placement(torch.device("cpu"))
 
 
 def on_device(device: torch.device) -> Placement:
-    """On a CUDA device, with a new stream."""
-    return Placement(device, torch.cuda.Stream(device))
-
-
-def beside_model(device: torch.device) -> Placement:
-    """Where tensors for a model on `device` are prepared: on a stream of their own where it has streams."""
-    return on_device(device) if device.type == "cuda" else HOST
+    """On a CUDA device, with a new stream, which nothing queued on another one holds up; any other is host memory."""
+    return Placement(device, torch.cuda.Stream(device)) if device.type == "cuda" else HOST
 
 
 _Result = TypeVar("_Result")
@@ -222,8 +213,6 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 _GO, _VOID = "go", "void"
 """Keys of a meeting: all have checked in; it was given up."""
-_TORCH_ERRORS = (RuntimeError, ValueError, TimeoutError)
-"""Its DistError family and Gloo's own are RuntimeErrors."""
 _MEETING_LOOK_S = 0.01
 _LET_GO_S = 0.5
 """How long whoever connects waits, after the deadline or after giving up, for the meeting to end by itself."""
@@ -313,7 +302,11 @@ class WeightGroup:
                 return cls(spec, GlooTransport(spec, meeting, left_s), store, placement)
             nccl = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
             return cls(spec, nccl, store, placement)
-        except _TORCH_ERRORS as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TimeoutError,
+        ) as error:  # torch's DistError family and Gloo's own are the first
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error

@@ -7,7 +7,7 @@ import torch
 
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum, describe
-from pipelinerl.transfer.group import HOST, beside_model, on_device
+from pipelinerl.transfer.group import HOST, on_device
 from services.trainer.weight_sync.sender import WeightSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -37,7 +37,7 @@ def test_snapshot_is_of_the_weights_before_the_next_step_and_the_host_does_not_w
 
 
 def test_decoding_does_not_wait_for_what_is_loaded_beside_it() -> None:
-    placement = beside_model(torch.device("cuda:0"))
+    placement = on_device(torch.device("cuda:0"))
     torch.cuda.synchronize()
     with placement.scope():
         torch.cuda._sleep(LONG)
@@ -47,4 +47,4 @@ def test_decoding_does_not_wait_for_what_is_loaded_beside_it() -> None:
 
 
 def test_a_model_on_the_host_has_no_stream() -> None:
-    assert beside_model(torch.device("cpu")) is HOST
+    assert on_device(torch.device("cpu")) is HOST

@@ -109,6 +109,7 @@ def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
         ("parameters[w].shape", {"parameters": [pb.ParameterSpec(name="w", shape=[0], dtype="float32")]}),
         ("parameters[w].dtype", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="int8")]}),
         ("chunk_bytes", {"chunk_bytes": 0}),
+        ("chunk_bytes", {"chunk_bytes": 100}),
         ("wire_dtype", {"wire_dtype": "int8"}),
         ("low_rank[q].scaling", {"low_rank": [INFINITE]}),
     ],

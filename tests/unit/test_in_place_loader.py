@@ -27,8 +27,8 @@ class ToyLoader(InPlaceLoader):
 
     def __init__(self, live: Toy, after: Callable[[Toy], None] = lambda model: None) -> None:
         self.model, self._after = Toy(), after
-        self.pairs = list(zip(live.modules(), self.model.modules(), strict=True))
-        self.names = [name for name, _ in live.named_modules()]
+        shadows = self.model.modules()
+        self.pairs = {name: (module, next(shadows)) for name, module in live.named_modules()}
         self._pristine = {module: dict(module.__dict__) for module in self.model.modules()}
         self._blueprint = []
 

@@ -43,44 +43,20 @@ def test_a_round_trip_keeps_the_id(listed, chunk_bytes, wire_dtype) -> None:
     assert sum(chunk.num_bytes for chunk in again.chunks) == again.total_bytes
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_every_difference_changes_the_id() -> None:
+    different = [
+        build_manifest(TWO),
         build_manifest([("x", (3, 5), "float32"), TWO[1]]),
         build_manifest([("a", (5, 3), "float32"), TWO[1]]),
         build_manifest([("a", (3, 5), "float16"), TWO[1]]),
         build_manifest(TWO[:1]),
         build_manifest(TWO, chunk_bytes=128),
         build_manifest(TWO, wire_dtype="float16"),
-    ],
-)
-def test_every_difference_changes_the_id(other) -> None:
-    assert build_manifest(TWO).manifest_id != other.manifest_id
-
-
-@pytest.mark.parametrize(
-    ("listed", "options", "field"),
-    [
-        (TWO, {"chunk_bytes": 100}, "chunk_bytes"),
-        (TWO, {"chunk_bytes": 0}, "chunk_bytes"),
-        (TWO, {"wire_dtype": "int8"}, "wire_dtype"),
-        ([], {}, "parameters"),
-        ([TWO[0], TWO[0]], {}, "parameters"),
-        ([("a", (0,), "float32")], {}, "parameters[a].shape"),
-        ([("a", (1,), "int64")], {}, "parameters[a].dtype"),
-    ],
-)
-def test_impossible_values_name_the_field(listed, options, field) -> None:
-    with pytest.raises(FieldError) as caught:
-        build_manifest(listed, **options)
-    assert caught.value.field == field
-
-
-def test_adapters_come_back_and_are_part_of_the_id() -> None:
-    manifest = build_manifest(FACTORS, low_rank=adapted())
-    [again] = Manifest.from_bytes(manifest.to_bytes()).low_rank
-    assert again == adapted()[0]
-    assert manifest.manifest_id != build_manifest(FACTORS, low_rank=adapted(scaling=0.2)).manifest_id
+        build_manifest(FACTORS),
+        build_manifest(FACTORS, low_rank=adapted()),
+        build_manifest(FACTORS, low_rank=adapted(scaling=0.2)),
+    ]
+    assert len({manifest.manifest_id for manifest in different}) == len(different)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class ShadowLoader:
 
     A swap exchanges parameters and whatever post-processing left on a module (on CPU: the closure `cpu_linear` over a packed
     oneDNN weight); KV caches, attention state and module identity stay with the live modules.
-    `pairs`: every live module with its shadow; `names`: theirs, in the same order.
+    `pairs`: every module by name, the live one with its shadow.
     """
 
     mode = "shadow"
@@ -124,14 +124,12 @@ class ShadowLoader:
 
         self._model_config, self._device = vllm_config.model_config, device
         self._model = _build(vllm_config, device)
-        self.pairs: list[tuple[nn.Module, nn.Module]] = []
-        self.names: list[str] = []
+        self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
         for (name, mine), (other_name, other) in zip(live.named_modules(), self._model.named_modules(), strict=True):
             assert name == other_name, (name, other_name)
             assert type(mine) is type(other), name
-            self.names.append(name)
-            self.pairs.append((mine, other))
-        self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs}
+            self.pairs[name] = (mine, other)
+        self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs.values()}
         # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = []
         metas: dict[int, Tensor] = {}
@@ -177,14 +175,14 @@ class ShadowLoader:
             raise
 
     def swap(self) -> None:
-        for live, shadow in self.pairs:
+        for live, shadow in self.pairs.values():
             _exchange(live._parameters, shadow._parameters, shadow._parameters.keys())
             if hasattr(shadow, "quant_method"):
                 _exchange(live.__dict__, shadow.__dict__, self.derived(shadow))
 
     def drop(self) -> None:
         """Forget what is loaded. Idempotent."""
-        for _, shadow in self.pairs:
+        for _, shadow in self.pairs.values():
             for name in self.derived(shadow):
                 del shadow.__dict__[name]
         for module, name, meta in self._blueprint:
@@ -273,7 +271,7 @@ class InPlaceLoader(ShadowLoader):
         try:
             self._materialise()  # no values: post-processing is to show what it makes of weights
             self._finish()
-            for name, (live, shadow) in zip(self.names, self.pairs, strict=True):
+            for name, (live, shadow) in self.pairs.items():
                 if problem := _difference(live, shadow, self.derived(shadow)):
                     return f"{name}: {problem}"
         finally:
@@ -284,7 +282,7 @@ class InPlaceLoader(ShadowLoader):
     def swap(self) -> None:
         """Queues the copies on the caller's stream; they are done when that is synchronised."""
         copied: set[int] = set()
-        for live, shadow in self.pairs:
+        for live, shadow in self.pairs.values():
             for name, parameter in live._parameters.items():
                 if parameter is None or id(parameter) in copied:
                     continue
@@ -297,7 +295,7 @@ class InPlaceLoader(ShadowLoader):
     def _tied_in_live_only(self) -> str:
         """vLLM ties equal embeddings and heads at start-up, also where the model's configuration does not: they may part."""
         counterparts: dict[int, int] = {}
-        for name, (live, other) in zip(self.names, self.pairs, strict=True):
+        for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
                 mine = id(other._parameters.get(key))
                 if parameter is not None and counterparts.setdefault(id(parameter), mine) != mine:

@@ -60,18 +60,14 @@ class UpdateListener:
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process = instance, process
-        self._manifest: Manifest | None = None
+        self.manifest_id = ""
+        """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._staged: PolicyVersion | None = None
         self._committing = False
         self.epoch: EpochStart | None = None
         self.serving = asyncio.Lock()
-
-    @property
-    def manifest_id(self) -> str:
-        """Of the weights that the served model is prepared for; empty before the trainer's manifest came."""
-        return self._manifest.manifest_id if self._manifest else ""
 
     @property
     def staging_state(self) -> str:
@@ -122,24 +118,21 @@ class UpdateListener:
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
     async def _on_manifest(self, manifest: Manifest) -> None:
-        if self._manifest is not None and self._manifest.manifest_id == manifest.manifest_id:
+        if self.manifest_id == manifest.manifest_id:
             return
         await self._stop_receiving()
         try:
             loading = await self._receiver.prepare(manifest)
         except TransferError as error:
             await self._refuse(error)
-        self._manifest = manifest
+        self.manifest_id = manifest.manifest_id
         self._metrics.weight_loader.set_each({loading.mode: 1.0})
         log.info("weights are loaded by way of %s%s", loading.mode, f": {loading.reason}" if loading.reason else "")
 
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tells the trainer why no version can be served here, and ends the actor: it would only be in the way."""
         self._metrics.updates.labels("refused").inc()
-        await self._answer(
-            "failed",
-            Abort(incarnation=0, epoch=0, version=0, reason=str(error)[:REASON_CHARACTERS], actor=self._instance),
-        )
+        await self._answer("failed", Abort(reason=str(error)[:REASON_CHARACTERS], actor=self._instance))
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
@@ -153,7 +146,7 @@ class UpdateListener:
         if me is None:
             self.epoch = None
             return
-        if self._manifest is None or self._manifest.manifest_id != epoch.manifest_id:
+        if self.manifest_id != epoch.manifest_id:
             await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
             return
         try:

@@ -35,7 +35,7 @@ from pipelinerl.transfer.chunks import (
     prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, WeightGroup, beside_model
+from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
 from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, StagedWeights, as_line
 from services.actor.weight_sync.loaders import Loader
@@ -162,7 +162,7 @@ class TransferWorker:
         self._rank, self._loader, self._manifest = hello.worker_rank, loader, manifest
         self._stall_timeout_s, self._staging_buffers = stall_timeout_s, staging_buffers
         self._memory = StagingMemory(staging_buffers)
-        self._placement = beside_model(device)
+        self._placement = on_device(device)
         self._group: WeightGroup | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None

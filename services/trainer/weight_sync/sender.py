@@ -39,7 +39,7 @@ from pipelinerl.transfer.chunks import (
     prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_thread
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
 from pipelinerl.transfer.manifest import GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.updater import TransferResult
@@ -151,7 +151,7 @@ class WeightSender:
         wait for the next rank once one has come; None: to the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.host, self._store.port, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
-        given_up, placement = threading.Event(), self.group_placement.another()
+        given_up, placement = threading.Event(), on_device(self.group_placement.device)
         connect = partial(WeightGroup.connect, spec, deadline_s, given_up, placement, patience_s)
         meeting = on_thread(f"open-{spec.name}", connect)
         return CollectiveGroup(self, host_port(self._host, self._store.port), meeting, given_up)
@@ -163,27 +163,25 @@ class WeightSender:
 
         If it fails the group is closed. `given_up` makes it fail within the stall timeout.
         """
-        send = partial(self._send, snapshot, group, time.monotonic() + timeout_s, given_up or threading.Event())
-        return on_thread(f"broadcast-{snapshot.version}", send)
-
-    def _send(
-        self, snapshot: Snapshot, group: WeightGroup, deadline: float, given_up: threading.Event
-    ) -> TransferResult:
-        started, placement = time.monotonic(), group.placement
+        started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
-        try:
-            with placement.scope(), closing(prefetch(checksums, 2, f"checksum-{snapshot.version}")) as ready:
-                for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
-                    header = chunk_header(snapshot.version, chunk, value)
-                    for tensor in (header, chunk_of(snapshot.stream, chunk)):
-                        if given_up.is_set():
-                            raise TransferAborted(f"sending of version {snapshot.version} was given up")
-                        left_s = min(deadline - time.monotonic(), self._stall_timeout_s)
-                        group.broadcast(tensor.to(placement.device, non_blocking=True), left_s)
-        except BaseException:
-            group.close()
-            raise
-        return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, time.monotonic() - started)
+
+        def send() -> TransferResult:
+            try:
+                with placement.scope(), closing(prefetch(checksums, 2, f"checksum-{snapshot.version}")) as ready:
+                    for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
+                        header = chunk_header(snapshot.version, chunk, value)
+                        for tensor in (header, chunk_of(snapshot.stream, chunk)):
+                            if stop.is_set():
+                                raise TransferAborted(f"sending of version {snapshot.version} was given up")
+                            left_s = min(started + timeout_s - time.monotonic(), self._stall_timeout_s)
+                            group.broadcast(tensor.to(placement.device, non_blocking=True), left_s)
+            except BaseException:
+                group.close()
+                raise
+            return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, time.monotonic() - started)
+
+        return on_thread(f"broadcast-{snapshot.version}", send)
 
 
 class CollectiveGroup:
