@@ -113,7 +113,7 @@ class Rounds:
         self.folder = written.folder
 
     def _step(self) -> None:
-        self.trainer.step(self.trainer.prepare(self.groups, self.version))
+        self.trainer.step(self.trainer.learner.prepare(self.groups, self.version))
         self.version += 1
 
     def _state(self) -> RunState:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,7 +24,7 @@ from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import HostMicroBatch
 from services.trainer.learn.model import compile_layers, wrap_model
 from services.trainer.learn.policy import Policy
-from services.trainer.learn.step import Learner, PreparedStep, StepOutcome
+from services.trainer.learn.step import Learner, PreparedStep
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measured:
 
 
 class Loop(Protocol):
-    def step(self) -> StepOutcome | None:
+    def step(self) -> dict[str, Any] | None:
         """One optimizer step, and what it says of itself, if anything."""
         ...
 
@@ -54,11 +54,11 @@ class OurLoop:
         self._thread = ThreadPoolExecutor(1)
         self._next = self._thread.submit(self._prepare)
 
-    def step(self) -> StepOutcome:
+    def step(self) -> dict[str, Any]:
         prepared, self._next = self._next.result(), self._thread.submit(self._prepare)
-        outcome = self._learner.outcome(prepared, [self._learner.compute(prepared.shares[0])])
-        assert outcome.applied, outcome.metrics["skipped"]
-        return outcome
+        figures = self._learner.step(prepared)
+        assert not figures["skipped"], figures["skipped"]
+        return figures
 
     def _prepare(self) -> PreparedStep:
         return self._learner.prepare(self._groups, VERSION)
@@ -122,13 +122,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(device: torch.device, outcomes: list[StepOutcome]) -> int | None:
+def _peak(device: torch.device, told: list[dict[str, Any]]) -> int | None:
     """A learner that tells its peak has begun a new one with that."""
     if device.type != "cuda":
         return None
-    return max([torch.cuda.max_memory_allocated(device), *(outcome.memory_peak_bytes for outcome in outcomes)])
+    return max(
+        [torch.cuda.max_memory_allocated(device), *(round(figures["memory_peak_gib"] * 1024**3) for figures in told)]
+    )
 
 
-def _phases(outcomes: list[StepOutcome]) -> dict[str, float]:
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.phases_s)
-    return {name: statistics.median(outcome.phases_s.get(name, 0.0) for outcome in outcomes) for name in names}
+def _phases(told: list[dict[str, Any]]) -> dict[str, float]:
+    phases = [figures["compute_s"] for figures in told]
+    names = dict.fromkeys(name for seconds in phases for name in seconds)
+    return {name: statistics.median(seconds.get(name, 0.0) for seconds in phases) for name in names}

@@ -36,6 +36,7 @@ from benchmarks.training_data import VERSION, uniform_lengths
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.rl.packing import pack
 from services.trainer.learn.attention import VARLEN
+from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 
@@ -74,7 +75,8 @@ def run_alone(case: Case, pairs: int) -> dict[str, Any]:
     trainer = case.trainer()
     learner = Learner(wrap_model(copy.deepcopy(model)), AlgorithmConfig(), trainer)
     batches = [batch.on("cpu") for batch in learner.prepare(groups, VERSION).batches]
-    metrics = learner.train_step(groups, VERSION).metrics
+    metrics = learner.train_step(groups, VERSION)
+    del metrics[SAMPLED_WEIGHTS]
     masked = BareLoop(copy.deepcopy(model), "sdpa", batches, trainer) if case.with_mask else None
     bare = BareLoop(model, VARLEN, batches, trainer)
     bare.step()

@@ -30,10 +30,10 @@ from services.trainer.distributed.world import (
 )
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.model import decoder_layers, wrap_model
 from services.trainer.learn.sharding import shard_policy
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import carry_out
 
 CPU = torch.device("cpu")
@@ -80,14 +80,19 @@ def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
 
 def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict[str, Any]]:
     """This rank's part in one step: plan it and lead, or follow."""
-    lead, links = RankZero(learner), learner.world.links
+    links = learner.world.links
     assert links is not None
 
     def follow() -> dict[str, Any]:
         carry_out(links.hear(), learner)
         return {}
 
-    return (lambda: lead.train_step(lead.prepare(groups, VERSION)).metrics) if learner.world.is_first else follow
+    def lead() -> dict[str, Any]:
+        figures = learner.train_step(groups, VERSION)
+        del figures[SAMPLED_WEIGHTS]
+        return figures
+
+    return lead if learner.world.is_first else follow
 
 
 def bare_loop(model: PreTrainedModel, case: Case, prepared: PreparedStep, world: World) -> BareLoop:

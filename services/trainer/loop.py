@@ -214,7 +214,7 @@ class OptimizerLoop:
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
-        return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
+        return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float]) -> None:
         version = PolicyVersion(self._resume.start.lineage.incarnation, self.version)
@@ -236,7 +236,7 @@ class OptimizerLoop:
         """Starts measuring the version that was just offered; the next steps go on, up to their commit."""
         trained: Logprobs | None = None
         if self._recipe.weights.probe_every > 0:
-            trained = await self._in_compute(self._policy.score, self._evaluator.probe)
+            trained = await self._in_compute(self._policy.learner.score, self._evaluator.probe)
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

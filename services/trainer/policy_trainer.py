@@ -1,40 +1,33 @@
 """Rank 0 of the trainer: the model's side of the optimizer loop, over torch.
 
-`RankZero` gives every order to all ranks and carries it out together with them (their side is `worker.py`); with one rank there
-is nobody to tell. `PolicyTrainer` adds what a run needs of it: figures, snapshots for actors, checkpoints. All methods block
-and belong to one thread, except `prepare`, and the writing of a checkpoint that has been copied. The loop counts the versions.
+`Learner` takes steps and scores, on all ranks; `PolicyTrainer` adds what a run needs of it: snapshots for actors, checkpoints.
+All methods block and belong to one thread, except `Learner.prepare`, and the writing of a checkpoint that has been copied. The
+loop counts the versions.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import Logprobs, PolicyVersion, TokenIds
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, on_device
 from pipelinerl.transfer.manifest import aligned
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
-from services.trainer.checkpoint.state_files import PendingState, stage
-from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, WEIGHTS, Message
-from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import mfu
-from services.trainer.learn.metrics import SAMPLED_WEIGHTS
+from services.trainer.checkpoint.state_files import StateSaver
+from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 from services.trainer.learn.model import DTYPES, hub_arguments
-from services.trainer.learn.step import Learner, PreparedStep, StepOutcome, train_order
+from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
 from services.trainer.weight_sync.sender import Snapshot, WeightSender, adapter_factors, whole_weights
 
@@ -47,76 +40,9 @@ STALL_TIMEOUT_S = 10.0
 """The longest that one chunk of a transfer may take before its group counts as broken."""
 
 
-class RankZero:
-    """Orders to all ranks. `learner`: rank 0's."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-        self._layout, self._links = learner.world.layout, learner.world.links
-        self._state: PendingState | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        return self._layout.size
-
-    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plans the next step, at policy `version`. Any thread may call it."""
-        return self.learner.prepare(groups, version)
-
-    def train_step(self, prepared: PreparedStep) -> StepOutcome:
-        """One optimizer step of all ranks."""
-        per_row = self._layout.sequence_ranks
-        if self._links is not None:
-            rows = [rank // per_row for rank in range(1, self._layout.size)]
-            self._links.tell([train_order(prepared.version, prepared.shares[row]) for row in rows])
-        results = [self.learner.compute(prepared.shares[0])]
-        if self._links is not None:  # the first rank of each row reports for it
-            reports = self._links.reports(range(per_row, self._layout.size, per_row))
-            results += [replace(results[0], values=report.arrays["values"], **report.fields) for report in reports]
-        return self.learner.outcome(prepared, results)
-
-    def score(self, token_ids: TokenIds) -> Logprobs:
-        """Log-probabilities float32[tokens - 1] of the policy as it is."""
-        self._tell(SCORE, token_ids=np.asarray(token_ids))
-        return self.learner.score(token_ids)
-
-    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """`Learner.gather` on all ranks. Must be iterated to its end, or they wait."""
-        self._tell(kind)
-        yield from self.learner.gather(kind)
-
-    def stage(self) -> PendingState:
-        """Copies the state of all ranks into host memory, to be written on another thread beside what comes next.
-
-        One that nobody has begun to write by the next `stage` is dropped; one that is being written must be done by then.
-        """
-        before = None
-        if self._state is not None:
-            self._state.abandon()
-            assert self._state.resolved.done(), "the state before is still being written, from the same memory"
-            before = self._state.staged
-        self._tell(SAVE)
-        self._state = PendingState(stage(self.learner, before), self.learner.world.saving)
-        return self._state
-
-    def heartbeat(self) -> None:
-        """Tells the other ranks that there is no order yet."""
-        self._tell(HEARTBEAT)
-
-    def end(self) -> None:
-        """The last order: the other ranks end. Waits for a state that is being written; drops one that is not."""
-        self._tell(END)
-        if self._state is not None:
-            self._state.abandon()
-            self._state.resolved.result()
-
-    def _tell(self, kind: str, **arrays: Any) -> None:
-        if self._links is not None:
-            self._links.tell_all(Message(kind, arrays=arrays))
-
-
-class PolicyTrainer(RankZero):
-    """What the optimizer loop and the weight updater need of the policy. `sender`: the trainer's end of weight transfers."""
+class PolicyTrainer:
+    """What the optimizer loop and the weight updater need of the policy, beside its `learner`. `sender`: the trainer's end of
+    weight transfers."""
 
     def __init__(
         self,
@@ -125,29 +51,35 @@ class PolicyTrainer(RankZero):
         sender: WeightSender,
         recipe: Recipe,
     ) -> None:
-        super().__init__(learner)
-        self._recipe = recipe
+        self.learner, self._recipe = learner, recipe
         self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
+        self.num_ranks = learner.world.layout.size
         self._version: int | None = None
         """Of the weights; None before the first step, when they are those that it was started with."""
+        self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """One optimizer step; returns its figures (docs/run-directory.md)."""
-        began_at = time.perf_counter()
-        outcome = self.train_step(prepared)
-        seconds = time.perf_counter() - began_at
+        """`Learner.step`."""
+        figures = self.learner.step(prepared)
         self._version = prepared.version + 1  # a skipped step counts, too
-        if not outcome.applied:
+        if figures["skipped"]:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
-        peak_flops = self.learner.peak_flops
-        work = throughput(outcome, prepared.flops, seconds, num_devices=self.num_ranks, peak_flops=peak_flops)
-        return {**outcome.metrics, **work, SAMPLED_WEIGHTS: outcome.sampled_weights}
+        return figures
+
+    def heartbeat(self) -> None:
+        """Tells the other ranks that there is no order yet."""
+        self.learner.order(HEARTBEAT)
+
+    def end(self) -> None:
+        """The last order: the other ranks end. Waits for a checkpoint that is being written; drops one that is not."""
+        self.learner.order(END)
+        self._state.end()
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """A copy of what actors get of the weights as they are, which are `version`."""
-        return self.sender.snapshot(version, self.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
+        return self.sender.snapshot(version, self.learner.gather(ADAPTER if sends_adapter(self._recipe) else WEIGHTS))
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copies state and export of the weights as they are, which are `version`, on all ranks.
@@ -158,16 +90,17 @@ class PolicyTrainer(RankZero):
         write, and `OSError`.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
-        state, export = self.stage(), self._export.stage(self)
+        self._state.stage()
+        self._export.stage(self.learner)
         about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
 
         def write(folder: Path) -> None:
             try:
-                self._export.write(export, folder, about)
+                self._export.write(folder, about)
             except BaseException:
-                state.abandon()  # the other ranks wait to hear where
+                self._state.abandon()  # the other ranks wait to hear where
                 raise
-            state.write(folder / RESUME / STATE)
+            self._state.write(folder / RESUME / STATE)
 
         return write
 
@@ -243,20 +176,3 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
-
-
-def throughput(
-    outcome: StepOutcome, flops: float, seconds: float, *, num_devices: int, peak_flops: float | None
-) -> dict[str, Any]:
-    """What a step's work took of time and devices, under the names of metrics.jsonl. Pure.
-
-    `flops`: of the step, over all ranks. `seconds`: from the batch to the end of the step, on the host. `peak_flops`: of one
-    device, FLOP/s; None = not known.
-    """
-    tokens = {kind: outcome.metrics[f"tokens_{kind}"] for kind in ("trained", "computed")}
-    return {
-        "tokens_per_s": {kind: count / seconds if seconds > 0 else None for kind, count in tokens.items()},
-        "mfu": mfu(flops, seconds, num_devices, peak_flops),
-        "memory_peak_gib": outcome.memory_peak_bytes / 1024**3,
-        "compute_s": dict(outcome.phases_s),
-    }

@@ -61,11 +61,11 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
 def carry_out(order: Message, learner: Learner) -> None:
     """One order, together with the other ranks."""
     if order.kind == TRAIN:
-        result = learner.compute(share_of(order))
+        values, _, figures = learner.compute(share_of(order))
         world = learner.world
         if world.layout.sequence_index == 0 and world.links is not None:
-            fields = {"memory_peak_bytes": result.memory_peak_bytes}
-            world.links.report(Message("result", fields, {"values": result.values}))
+            fields = {"memory_peak_gib": figures["memory_peak_gib"]}
+            world.links.report(Message("result", fields, {"values": values}))
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):

@@ -110,7 +110,7 @@ def test_a_restored_learner_has_its_moments_in_eight_bit_again(tmp_path: Path) -
     ]
     assert sum(quantized) > 8
     assert sum(quantized) < len(quantized)
-    losses = [[one.train_step([group], version).metrics["loss"] for version in (3, 4, 5)] for one in (first, second)]
+    losses = [[one.train_step([group], version)["loss"] for version in (3, 4, 5)] for one in (first, second)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 

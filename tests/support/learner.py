@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import MicroBatch, TrainingGroup, sequence_weights, token_row
 from services.trainer.learn.logprobs import TokenScores
 from services.trainer.learn.loss import compute_loss
+from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
@@ -168,6 +170,12 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], a
     assert max(float(gradient.abs().max()) for gradient in left.values()) > 1e-3, "nothing to compare"
     for name, gradient in left.items():
         torch.testing.assert_close(right[name], gradient, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def told_anywhere(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's figures that are the same on any machine, as JSON has them."""
+    others = {SAMPLED_WEIGHTS, "memory_peak_gib", "compute_s", "tokens_per_s", "mfu"}
+    return {name: figure for name, figure in figures.items() if name not in others}
 
 
 def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]], spread: float = 0.5) -> TrainingGroup:

@@ -102,9 +102,10 @@ def on_ranks(size: int, role: Callable[..., Any], *arguments: Any, wait_s: float
     return results
 
 
-def saved_beside(rank_zero: Any, folder: Path) -> Future[None]:
-    """Stages a state of all ranks, which another thread writes."""
-    return ThreadPoolExecutor(max_workers=1).submit(rank_zero.stage().write, folder)
+def saved_beside(saver: Any, folder: Path) -> Future[None]:
+    """`StateSaver` stages a state of all ranks, which another thread writes."""
+    saver.stage()
+    return ThreadPoolExecutor(max_workers=1).submit(saver.write, folder)
 
 
 def _heard(rank: int, said: Connection, wait_s: float) -> Any:

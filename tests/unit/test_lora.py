@@ -36,7 +36,6 @@ from services.trainer.learn.meter import frozen_flops, model_flops
 from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import RankZero
 from tests.support.learner import (
     LENGTHS,
     VOCABULARY,
@@ -77,7 +76,8 @@ def learner(policy: Policy, **algorithm: Any) -> Learner:
 def train(policy: Policy, steps: int = 3, **algorithm: Any) -> Learner:
     learning = learner(policy, **algorithm)
     for version in range(steps):
-        assert learning.train_step([group_of(sequences_of(LENGTHS, seed=version), seed=version)], version).applied
+        group = group_of(sequences_of(LENGTHS, seed=version), seed=version)
+        assert not learning.train_step([group], version)["skipped"]
     return learning
 
 
@@ -183,7 +183,7 @@ def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     torch.testing.assert_close(reference, with_copy._reference_logprobs(batch), rtol=0, atol=0)
     scores = policy.scores(batch.row, batch.predictors, batch.targets).logprobs.detach()
     assert float((scores - reference).abs().max()) > 0.05
-    assert without.train_step([group], 3).metrics["reference_kl"] > 1e-3  # the next step still trains adapters
+    assert without.train_step([group], 3)["reference_kl"] > 1e-3  # the next step still trains adapters
 
 
 def test_adapters_come_back_after_an_error() -> None:
@@ -212,7 +212,8 @@ def exported(policy: Policy, folder: Path) -> Path:
     tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
     export = PolicyExport(policy.model, tokenizer, policy.model.dtype)
     folder.mkdir()
-    export.write(export.stage(RankZero(learner(policy))), folder, {})
+    export.stage(learner(policy))
+    export.write(folder, {})
     return folder
 
 

@@ -41,9 +41,9 @@ def step_on(device: str, dtype: torch.dtype, family: str = "qwen2-untied") -> St
     trainer = TrainerConfig(tokens_per_microbatch=128, learning_rate=1.0, epsilon=1.0, max_grad_norm=1e6)
     learner = Learner(wrap_model(model), AlgorithmConfig(), trainer)
     outcome = learner.train_step([group_of(sequences_of(LENGTHS))], version=0)
-    assert outcome.applied
-    assert outcome.metrics["microbatches"] > 1
-    return Stepped(_flat(list(trained_parameters(learner).values())) - before, outcome.metrics)
+    assert not outcome["skipped"]
+    assert outcome["microbatches"] > 1
+    return Stepped(_flat(list(trained_parameters(learner).values())) - before, outcome)
 
 
 def _flat(parameters: list[Any]) -> Tensor:

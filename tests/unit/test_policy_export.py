@@ -15,7 +15,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
+from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import PolicyTrainer
@@ -41,13 +41,13 @@ def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
 
 def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
     """What actors would have loaded when it began. When it is written, all weights are something else."""
-    trainer.step(trainer.prepare([GROUP], 6))
-    then = {name: weight.clone() for name, weight in trainer.gather(WEIGHTS)}
-    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.gather(VALUE_HEAD)}
+    trainer.step(trainer.learner.prepare([GROUP], 6))
+    then = {name: weight.clone() for name, weight in trainer.learner.gather(WEIGHTS)}
+    then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.learner.gather(VALUE_HEAD)}
     with pytest.raises(AssertionError, match="weights of 7, the rest of version 6"):
         trainer.begin_checkpoint(6)
     write = trainer.begin_checkpoint(7)
-    trainer.step(trainer.prepare([GROUP], 7))
+    trainer.step(trainer.learner.prepare([GROUP], 7))
     with torch.no_grad():
         for weight in trainer.learner.policy.parameters():
             weight.fill_(torch.nan)
@@ -142,11 +142,12 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path, umask: int
             (folder / "chat" / "template").touch(mode=0o600)
 
     tokenizer: Any = Private()
-    weights = dict(model_of("llama-tied").named_parameters())
+    weights: dict[str, torch.Tensor] = dict(model_of("llama-tied").named_parameters())
     before = os.umask(umask)
     try:
         export = PolicyExport(model_of("llama-tied"), tokenizer, torch.float32)
-        export.write({WEIGHTS: weights, VALUE_HEAD: {}, ADAPTER: {}}, tmp_path, {})
+        export.staged = {WEIGHTS: weights}
+        export.write(tmp_path, {})
     finally:
         os.umask(before)
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}

@@ -18,10 +18,9 @@ from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from services.trainer import worker as rank
-from services.trainer.distributed.world import leave_ranks
+from services.trainer.distributed.world import END, HEARTBEAT, leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
-from services.trainer.policy_trainer import RankZero
 from tests.support.learner import model_of
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import free_port, on_ranks
@@ -66,18 +65,16 @@ def play(folder: str, port: int) -> Any:
 
 def rank_0(folder: str, port: int) -> tuple[int, str]:
     """What the other node's pod answers to /healthz once it is ready and has heard two orders; makes version 6 then."""
-    lead = RankZero(
-        load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
-    )
+    lead = load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
     until(lambda: get(port, "/readyz") == (200, "ready\n"))
-    lead.heartbeat()
-    lead.heartbeat()
+    lead.order(HEARTBEAT)
+    lead.order(HEARTBEAT)
     until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
     healthy = get(port, "/healthz")
     group = make_group()
     batch = TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))
-    lead.train_step(lead.prepare([batch], version=5))
-    lead.end()
+    lead.train_step([batch], version=5)
+    lead.order(END)
     leave_ranks()
     return healthy
 

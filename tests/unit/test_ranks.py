@@ -20,6 +20,8 @@ from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer.distributed.world import (
     ADAPTER,
+    END,
+    HEARTBEAT,
     VALUE_HEAD,
     WEIGHTS,
     Message,
@@ -30,10 +32,11 @@ from services.trainer.distributed.world import (
 from services.trainer.learn import sharding
 from services.trainer.learn.context_parallel import key_repeats
 from services.trainer.learn.lora import whole
+from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import RankZero, weight_sender
-from services.trainer.worker import worker_loop
+from services.trainer.policy_trainer import weight_sender
+from services.trainer.worker import carry_out, worker_loop
 from tests.support.learner import group_of, sequences_of
 from tests.unit.ranks import Cases, Job, jobs_of, on_ranks
 
@@ -71,21 +74,20 @@ def train(learner: Learner, job: Job) -> Result | None:
         worker_loop(learner)
         assert learner._phases.take() == {}, "a rank that nobody asks for its phases keeps none"
         return None
-    lead, outcomes, microbatches = RankZero(learner), [], []
+    outcomes, microbatches = [], []
     for version in range(2):
         group = group_of(sequences_of(list(job.lengths), seed=version), seed=version)
         if job.broken and version == 0:
             group.advantages[3] = np.nan
-        prepared = lead.prepare([group], version)
+        prepared = learner.prepare([group], version)
         microbatches.append(len(prepared.shares[0]))
-        outcome = lead.train_step(prepared)
-        outcomes.append(outcome.metrics | {"sampled": outcome.sampled_weights})
-        lead.heartbeat()
-    scores = lead.score(np.arange(11) % 23)
-    adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.gather(ADAPTER)}
-    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in lead.gather(WEIGHTS)}
-    weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in lead.gather(VALUE_HEAD)}
-    lead.end()
+        outcomes.append(learner.step(prepared))
+        learner.order(HEARTBEAT)
+    scores = learner.score(np.arange(11) % 23)
+    adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(ADAPTER)}
+    weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(WEIGHTS)}
+    weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in learner.gather(VALUE_HEAD)}
+    learner.order(END)
     return Result(outcomes, gradients, weights, adapter, scores, microbatches, state_bytes(learner))
 
 
@@ -137,9 +139,9 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             "skipped",
         ):
             assert right[key] == left[key], key
-        assert set(right["sampled"]) == set(left["sampled"]) == {"g.0", "g.1"}
-        for key, weights in left["sampled"].items():
-            np.testing.assert_allclose(right["sampled"][key], weights, rtol=100 * atol)
+        assert set(right[SAMPLED_WEIGHTS]) == set(left[SAMPLED_WEIGHTS]) == {"g.0", "g.1"}
+        for key, weights in left[SAMPLED_WEIGHTS].items():
+            np.testing.assert_allclose(right[SAMPLED_WEIGHTS][key], weights, rtol=100 * atol)
 
 
 CASES: Cases = {
@@ -325,10 +327,10 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
     if not learner.world.is_first:
         worker_loop(learner)
         return None
-    lead, sender = RankZero(learner), weight_sender(learner, recipe, "gloo")
-    lead.score(np.arange(9))
-    snapshot = sender.snapshot(PolicyVersion(1, 0), lead.gather(WEIGHTS))
-    lead.end()
+    sender = weight_sender(learner, recipe, "gloo")
+    learner.score(np.arange(9))
+    snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
+    learner.order(END)
     unpacker, sent = Unpacker(sender.manifest), {}
     for chunk in sender.manifest.chunks:
         sent |= {
@@ -365,7 +367,11 @@ def whole_tensors_while_sharding(folder: str) -> tuple[list[int], bool]:
     sharding._from_first, sharding.fully_shard = noted, counted
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
     assert learner.reference is not None
-    learner.score(np.arange(9))
+    if learner.world.is_first:
+        learner.score(np.arange(9))
+    else:
+        assert learner.world.links is not None
+        carry_out(learner.world.links.hear(), learner)
     learner._reference_logprobs(learner.prepare([group_of(sequences_of(SHORT))], 0).shares[0][0].on("cpu"))
     policies = (learner.policy, learner.reference)
     only_shards = all(isinstance(weight, DTensor) for policy in policies for weight in policy.parameters())

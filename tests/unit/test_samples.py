@@ -14,7 +14,7 @@ from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.data.evaluation import HeldoutSample
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.metrics import sampled_places, sampled_sequences, sampled_weights
+from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_places, sampled_sequences, sampled_weights
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.records import to_json
@@ -71,10 +71,10 @@ def test_weights_of_a_step_are_those_of_each_sequence_alone(budget: int) -> None
     }
     learner = Learner(wrap_model(model), AlgorithmConfig(clamp=1.5), TrainerConfig(tokens_per_microbatch=budget))
     outcome = learner.train_step(groups, version=1)
-    assert (outcome.metrics["microbatches"] > 1) == (budget == 24)
-    assert outcome.sampled_weights.keys() == expected.keys()
+    assert (outcome["microbatches"] > 1) == (budget == 24)
+    assert outcome[SAMPLED_WEIGHTS].keys() == expected.keys()
     for key, weights in expected.items():
-        np.testing.assert_allclose(outcome.sampled_weights[key], weights, rtol=1e-3)
+        np.testing.assert_allclose(outcome[SAMPLED_WEIGHTS][key], weights, rtol=1e-3)
 
 
 # Pieces

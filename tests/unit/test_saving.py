@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.state_files import trained_parameters
-from services.trainer.distributed.world import join_ranks, leave_ranks
+from services.trainer.checkpoint.state_files import StateSaver, trained_parameters
+from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import whole
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner
-from services.trainer.policy_trainer import RankZero
 from services.trainer.worker import worker_loop
-from tests.support.learner import group_of, sequences_of
+from tests.support.learner import group_of, sequences_of, told_anywhere
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks, saved_beside
 
 SAVED_AT, STEPS = 2, 4
@@ -36,13 +35,13 @@ class Trace:
     """The trained ones after the last step, of float32."""
 
 
-def steps(lead: RankZero, job: Job, first: int, end: int) -> list[dict[str, Any]]:
+def steps(learner: Learner, job: Job, first: int, end: int) -> list[dict[str, Any]]:
     metrics = []
     for version in range(first, end):
         group = group_of(sequences_of(UNEVEN, seed=version), seed=version)
         if job.broken and version == 1:
             group.advantages[3] = np.nan
-        metrics.append(lead.train_step(lead.prepare([group], version)).metrics)
+        metrics.append(told_anywhere(learner.train_step([group], version)))
     return metrics
 
 
@@ -57,15 +56,14 @@ def traced(learner: Learner, job: Job, saved_in: Path | None) -> Trace:
 
 
 def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, Any]]:
-    ranks = RankZero(learner)
     if saved_in is None:
-        metrics = steps(ranks, job, SAVED_AT, STEPS)
+        metrics = steps(learner, job, SAVED_AT, STEPS)
     else:
-        steps(ranks, job, 0, SAVED_AT)
-        saving = saved_beside(ranks, saved_in)
-        metrics = steps(ranks, job, SAVED_AT, STEPS)
+        steps(learner, job, 0, SAVED_AT)
+        saving = saved_beside(StateSaver(learner), saved_in)
+        metrics = steps(learner, job, SAVED_AT, STEPS)
         saving.result()
-    ranks.end()
+    learner.order(END)
     return metrics
 
 

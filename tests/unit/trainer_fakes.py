@@ -164,6 +164,7 @@ class FakePolicy:
         self.stepping, self.may_step = threading.Event(), threading.Event()
         self.may_step.set()
         self.version = 0
+        self.learner = self
         self.vocab_size = 20
         self.sender = FakeSender()
         self.checkpoint_saw_summary: list[bool] = []

@@ -20,22 +20,18 @@ from torch import Tensor
 
 from pipelinerl.errors import FieldError
 from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
-from services.trainer.learn.lora import peft_config
+from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from services.trainer.policy_trainer import RankZero
+    from services.trainer.learn.step import Learner
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
 """Within a checkpoint. In a folder of its own: vLLM takes every safetensors file beside the model for a part of it."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 """What a model has beside its class and configuration that files are made of."""
-
-
-Staged = Mapping[str, Mapping[str, Tensor]]
-"""Of one version, in host memory: `WEIGHTS`, `VALUE_HEAD` and `ADAPTER`, by the names of files; empty where there is none."""
 
 
 class PolicyExport:
@@ -44,34 +40,34 @@ class PolicyExport:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         self.form = form_of(model, dtype)
         self._tokenizer, self._dtype = tokenizer, dtype
-        self._memory: dict[tuple[str, str], Tensor] = {}
+        self.staged: dict[str, dict[str, Tensor]] = {}
+        """Of one version, in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` where there are, by the names of files."""
 
     @torch.no_grad()
-    def stage(self, rank_zero: RankZero) -> Staged:
+    def stage(self, learner: Learner) -> None:
         """Gathers what actors would load. Blocks, on the thread that computes; all ranks take part."""
-        staged: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, VALUE_HEAD: {}, ADAPTER: {}}
-        for kind, copies in staged.items():
-            for name, tensor in rank_zero.gather(kind):
-                copy = self._memory.get((kind, name))
-                if copy is None:
+        there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
+        for kind in (kind for kind, has in there.items() if has):
+            copies = self.staged.setdefault(kind, {})
+            for name, tensor in learner.gather(kind):
+                if name not in copies:
                     dtype = self._dtype if kind == WEIGHTS else tensor.dtype
-                    copy = self._memory[kind, name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-                copies[name] = copy.copy_(tensor, non_blocking=True)
-        device = rank_zero.learner.policy.device
+                    copies[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+                copies[name].copy_(tensor, non_blocking=True)
+        device = learner.policy.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return staged
 
-    def write(self, staged: Staged, folder: Path, info: Mapping[str, Any]) -> None:
+    def write(self, folder: Path, info: Mapping[str, Any]) -> None:
         """Into `folder`, which is there: model, tokenizer, `info` as pipelinerl.json. On any thread, beside training."""
-        self.form.save_pretrained(folder, state_dict=dict(staged[WEIGHTS]), safe_serialization=True)
+        self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         self._tokenizer.save_pretrained(folder)
-        if staged[VALUE_HEAD]:
-            save_value_head(staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)
-        if staged[ADAPTER]:  # what `PeftModel.from_pretrained` reads: the factors, and how they were made
+        if VALUE_HEAD in self.staged:
+            save_value_head(self.staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)
+        if ADAPTER in self.staged:  # what `PeftModel.from_pretrained` reads: the factors, and how they were made
             (folder / "adapter").mkdir()
             peft_config(self.form).save_pretrained(str(folder / "adapter"))
-            named = {f"base_model.model.{name}": tensor for name, tensor in staged[ADAPTER].items()}
+            named = {f"base_model.model.{name}": tensor for name, tensor in self.staged[ADAPTER].items()}
             save_file(named, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         about = folder / "pipelinerl.json"
         about.write_text(json.dumps(dict(info), indent=2) + "\n", encoding="utf-8")

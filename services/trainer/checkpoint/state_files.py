@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from services.trainer.checkpoint.files import sync_folder
-from services.trainer.distributed.world import Links, Message
+from services.trainer.distributed.world import SAVE, Message
 from services.trainer.learn.step import Learner
 
 log = logging.getLogger(__name__)
@@ -212,34 +212,52 @@ def _alone_is_meant() -> None:
 FOLDER, DISCARD = "folder", "discard"
 
 
-class PendingState:
-    """Rank 0: a state that is staged on all ranks and waits for `write` or `abandon`, one of which must be called, once."""
+class StateSaver:
+    """Rank 0: a state that is staged on all ranks, and then written or abandoned; the next one takes the same memory."""
 
-    def __init__(self, staged: Mapping[str, Tensor], others: Links | None) -> None:
-        self.staged = staged
-        self.resolved: Future[None] = Future()
-        """Done when the memory is free for the next one."""
-        self._others, self._begun, self._lock = others, False, threading.Lock()
+    def __init__(self, learner: Learner) -> None:
+        self._learner, self._others = learner, learner.world.saving
+        self.staged: dict[str, Tensor] = {}
+        self._waits, self._lock, self._free = False, threading.Lock(), threading.Event()
+        self._free.set()
+
+    def stage(self) -> None:
+        """Copies the state of all ranks into host memory, to be written on another thread beside what comes next.
+
+        One that nobody has begun to write is dropped; one that is being written must be done by now.
+        """
+        self.abandon()
+        assert self._free.is_set(), "the state before is still being written, from the same memory"
+        self._learner.order(SAVE)
+        self.staged = stage(self._learner, self.staged or None)
+        self._free.clear()
+        self._waits = True
 
     def write(self, folder: Path) -> None:
         """On any thread: blocks until it is durable on all ranks. Raises `ServiceError` when a rank cannot write."""
-        assert self._begin(), "a staged state is written once"
+        begun = self._begin()
+        assert begun, "a staged state is written once"
         try:
             self._tell(Message(FOLDER, {"folder": str(folder)}))
             write_state(self.staged, folder, self._others.group if self._others is not None else None)
         finally:
-            self.resolved.set_result(None)
+            self._free.set()
 
     def abandon(self) -> None:
         """Does nothing once it is being written."""
         if self._begin():
             self._tell(Message(DISCARD))
-            self.resolved.set_result(None)
+            self._free.set()
+
+    def end(self) -> None:
+        """Waits for a state that is being written; drops one that is not."""
+        self.abandon()
+        self._free.wait()
 
     def _begin(self) -> bool:
         with self._lock:
-            first, self._begun = not self._begun, True
-        return first
+            waited, self._waits = self._waits, False
+        return waited
 
     def _tell(self, message: Message) -> None:
         if self._others is not None:

@@ -1,14 +1,19 @@
-"""What a step needs and takes of its device: model FLOPs, the device's peak, time by phase, the most memory.
+"""The figures of one step: what it took of its device, and what it says about its data.
 
-Model FLOPs are matrix products only, a multiply-add counting 2: projections, feed-forward layers (of a mixture of experts,
-those that a token visits), attention over the pairs that a causal query sees, and the head where a token is predicted. A
-training step counts three forward passes, one for the forward and two for the backward pass, also where activations are
-computed again: model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. Its formula counts attention without the
-causal half; here the pairs that no kernel needs are left out, so the figure is the lower one. If only adapters are trained,
-it counts two of the three in frozen products. Norms, activations, optimizer, and forward passes beside training's (a KL
-reference) take time and count nothing.
+Of the device: model FLOPs, the peak, time by phase, the most memory. Model FLOPs are matrix products only, a multiply-add
+counting 2: projections, feed-forward layers (of a mixture of experts, those that a token visits), attention over the pairs that
+a causal query sees, and the head where a token is predicted. A training step counts three forward passes, one for the forward
+and two for the backward pass, also where activations are computed again: model FLOPs utilization as in PaLM, arXiv 2204.02311,
+appendix B. Its formula counts attention without the causal half; here the pairs that no kernel needs are left out, so the
+figure is the lower one. If only adapters are trained, it counts two of the three in frozen products. Norms, activations,
+optimizer, and forward passes beside training's (a KL reference) take time and count nothing.
 
-Not here: phases of the loop around the step (`services.trainer.loop`), work of other streams.
+Of the data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Micro-batches leave their per-token
+results on the device; one transfer at the end of the step brings them over, those of all ranks come together on rank 0, and
+NumPy does the rest, from unclamped weights. The values of a step (`Learner.compute`) come micro-batch after micro-batch, those
+of all ranks behind each other; a sequence's completion tokens are one piece of them.
+
+Not here: phases of the loop around the step (`services.trainer.loop`), work of other streams, rewards, names in Prometheus.
 """
 
 from __future__ import annotations
@@ -17,16 +22,21 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
+from pipelinerl.messages.sequences import Sequence
+from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
 from pipelinerl.rl.packing import CostModel
+from services.trainer.learn.batch import HostMicroBatch, TrainingGroup, row_order
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
@@ -84,7 +94,7 @@ def _windowed_layers(text: Any) -> int:
     """Layers that see the last `sliding_window` tokens only."""
     if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
         return 0
-    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
+    kinds: list[str] | None = getattr(text, "layer_types", None)
     return text.num_hidden_layers if kinds is None else sum(kind == "sliding_attention" for kind in kinds)
 
 
@@ -102,11 +112,6 @@ def _feed_forward(text: Any) -> list[int]:
     return [
         dense if layer in dense_layers or (layer + 1) % every else sparse for layer in range(text.num_hidden_layers)
     ]
-
-
-def training_flops(cost_model: CostModel, lengths: Sequence[int], outputs: Sequence[int]) -> float:
-    """Model FLOPs of one optimizer step on sequences of `lengths` tokens, of which `outputs` are predicted."""
-    return TRAINING_PASSES * float(cost_model.of(lengths, outputs).sum())
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
@@ -285,3 +290,107 @@ class PhaseTimer:
             else:
                 self._spans.append((phase, start, end))
         return seconds
+
+
+SAMPLED_WEIGHTS = "sampled_weights"
+"""Key of the sampled sequences' weights among a step's figures; no key of metrics.jsonl."""
+
+
+def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
+    """Two of a step: its first sequence, and of the other groups' the first one that most versions sampled."""
+    first, *rest = groups[0].sequences
+    others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
+    return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
+
+
+def sampled_places(groups: list[TrainingGroup], batches: Iterable[list[int]]) -> dict[str, slice]:
+    """By id of the sampled sequences, their completion tokens' places among those of the step.
+
+    `batches`: of each micro-batch, in order of the step's values, its sequences as positions in the step.
+    """
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    wanted = {sequence.sequence_id for sequence in sampled_sequences(groups)}
+    places, begin = {}, 0
+    for members in batches:
+        for index in row_order([sequences[member] for member in members]):
+            sequence = sequences[members[index]]
+            end = begin + sequence.num_completion_tokens
+            if sequence.sequence_id in wanted:
+                places[sequence.sequence_id] = slice(begin, end)
+            begin = end
+    return places
+
+
+def sampled_weights(places: Mapping[str, slice], log_weights: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
+    """float64[tokens], importance weights w by id, unclamped, out of `log_weights` [C] of the step, nats."""
+    with np.errstate(over="ignore"):
+        return {key: np.exp(log_weights[place].astype(np.float64)) for key, place in places.items()}
+
+
+LARGEST_LOG_WEIGHT = 80.0
+"""Cap of log w in means of w (5e34), which would otherwise overflow. ESS needs no cap."""
+
+
+def token_figures(
+    values: NDArray[np.float32],
+    totals: NDArray[np.float64],
+    batches: list[HostMicroBatch],
+    budget: int,
+    *,
+    applied: bool = True,
+) -> dict[str, Any]:
+    """Of all completion tokens of one optimizer step, under the names of metrics.jsonl (docs/run-directory.md); None where no
+    token could tell. A step that was not `applied` trained on nothing.
+
+    `values` of all ranks, `totals` of the step, its `batches` in the order of `values`; `budget`: tokens of a micro-batch at
+    most.
+    """
+    log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
+    loss, reference_kl, value_loss = totals.tolist()
+    returns = np.concatenate([batch.advantages for batch in batches])
+    lags = np.concatenate([batch.lags for batch in batches])
+    loads = [batch.num_tokens for batch in batches if batch.num_sequences]
+    usable = bool(np.isfinite(log_weights).all())
+    by_lag = ess_by_lag(log_weights, lags) if usable else {}
+    buckets = lag_bucket(lags)
+    return {
+        "loss": loss,
+        "entropy": _mean(entropy),
+        "ess": effective_sample_size(log_weights) if usable else None,
+        "ess_by_lag": by_lag,
+        "clip_fraction": float(clipped.mean()),
+        "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
+        "mask_fraction": float(masked.mean()),
+        "mismatch_kl": _mean(_k3(log_weights[lags == 0])) if usable else None,
+        "reference_kl": reference_kl,
+        "value_loss": value_loss if baseline else None,
+        "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
+        "log_weight_abs_max": float(np.abs(log_weights).max()) if usable else None,
+        "lag": {"mean": float(lags.mean()), "p95": float(np.percentile(lags, 95)), "max": int(lags.max())},
+        "lag_histogram": _histogram(lags) if applied else {},
+        "sequences_trained": sum(batch.num_sequences for batch in batches) if applied else 0,
+        "tokens_trained": len(lags) if applied else 0,
+        "tokens_computed": sum(loads),
+        "microbatches": len(loads),
+        "packing_fill": sum(loads) / (len(loads) * budget),
+    }
+
+
+def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
+    """1 − Var(R − v) / Var(R), of `baseline` v and `returns` R, [C] each; None where all returns are equal."""
+    spread = float(np.var(returns.astype(np.float64)))
+    return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
+    return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights
+
+
+def _histogram(lags: NDArray[np.int64]) -> dict[int, int]:
+    values, counts = np.unique(lags, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))

@@ -1,13 +1,14 @@
 """The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
 A step is planned and packed once, in NumPy, before any device is touched. Weights of tokens come from totals of the whole
-step, so that losses and gradients of all shares add up to those of one rank. Synchronous: it reads no stream and sends no
-weights. The caller decides which groups make a step, what version results, what becomes of the sequences of a skipped step,
-and tells the other ranks.
+step, so that losses and gradients of all shares add up to those of one rank. Rank 0's learner orders the other ranks to do
+what it does (`worker.py` carries that out); alone it has nobody to tell. Synchronous: it reads no stream and sends no weights.
+The caller decides which groups make a step, what version results, and what becomes of the sequences of a skipped step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
-from services.trainer.distributed.world import ADAPTER, WEIGHTS, Message, World, alone
+from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, World, alone
 from services.trainer.learn.batch import (
     HostMicroBatch,
     MicroBatch,
@@ -32,14 +33,18 @@ from services.trainer.learn.batch import (
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.meter import (
+    SAMPLED_WEIGHTS,
+    TRAINING_PASSES,
     PhaseTimer,
     cost_model_of,
     mark_for,
+    mfu,
     peak_flops,
+    sampled_places,
+    sampled_weights,
     take_memory_peak,
-    training_flops,
+    token_figures,
 )
-from services.trainer.learn.metrics import sampled_places, sampled_weights, token_figures
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
@@ -132,52 +137,16 @@ def prepare_step(
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
         advantage_abs_mean=float(np.abs(advantages).mean()),
         imbalance=plan.imbalance,
-        flops=training_flops(cost_model, lengths, outputs),
+        flops=TRAINING_PASSES * float(cost_model.of(lengths, outputs).sum()),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class ShareResult:
-    """What computing a share gave. `report` and `totals` are those of the whole step, alike on every rank."""
-
-    report: dict[str, Any]
-    """Of the optimizer (`PolicyOptimizer.step`)."""
-    totals: NDArray[np.float64]
-    """[3]: loss, KL to the reference, value loss; sums over micro-batches."""
-    values: NDArray[np.float32]
-    """[4, C] of this rank's share: log weight, clipped, masked, entropy of each completion token; [5, C] with its learned
-    baseline last."""
-    memory_peak_bytes: int
-    """Of this rank."""
-    phases_s: Mapping[str, float]
-    """Seconds by phase, of this rank."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepOutcome:
-    """What one optimizer step did."""
-
-    metrics: dict[str, Any]
-    """Of the step's data and weights, under the names of metrics.jsonl; alike on any machine."""
-    phases_s: Mapping[str, float]
-    """Seconds in `plan`, `build` (both beside the step before), `to_device`, `forward_backward`, `totals`, `optimizer`."""
-    memory_peak_bytes: int
-    """Of the rank that needed most."""
-    sampled_weights: Mapping[str, NDArray[np.float64]]
-    """Importance weights of the completion tokens of sequences that people get to see, by id; unclamped."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether weights changed, so that there is a version + 1."""
-        return not self.metrics["skipped"]
-
-
 class Learner:
     """A policy and its optimizer, on one rank of `world`. With `kl_coefficient` > 0 there is a frozen reference policy.
 
-    Every rank calls the same methods in the same order.
+    Every rank calls the same methods in the same order: rank 0 as it likes, the others as it orders.
     """
 
     def __init__(
@@ -230,13 +199,50 @@ class Learner:
             cost_model=self.cost_model,
         )
 
-    def train_step(self, groups: list[TrainingGroup], version: int) -> StepOutcome:
-        """One optimizer step of a learner that is alone, on `groups` at policy version `version`."""
-        prepared = self.prepare(groups, version)
-        return self.outcome(prepared, [self.compute(prepared.shares[0])])
+    def order(self, kind: str, **arrays: Any) -> None:
+        """On rank 0: tells the other ranks what is done next. Does nothing on those."""
+        if self.world.is_first and self.world.links is not None:
+            self.world.links.tell_all(Message(kind, arrays=arrays))
 
-    def compute(self, share: Share) -> ShareResult:
-        """One optimizer step; `share` is this rank's, or that of its row."""
+    def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
+        """`step` on `groups` at policy version `version`."""
+        return self.step(self.prepare(groups, version))
+
+    def step(self, prepared: PreparedStep) -> dict[str, Any]:
+        """Rank 0: one optimizer step of all ranks. Returns its figures, under the names of metrics.jsonl
+        (docs/run-directory.md) and `SAMPLED_WEIGHTS`."""
+        began_at = time.perf_counter()
+        layout, links = self.world.layout, self.world.links
+        per_row = layout.sequence_ranks
+        if links is not None:
+            rows = [rank // per_row for rank in range(1, layout.size)]
+            links.tell([train_order(prepared.version, prepared.shares[row]) for row in rows])
+        first, totals, figures = self.compute(prepared.shares[0])
+        values = [first]
+        if links is not None:
+            for report in links.reports(range(per_row, layout.size, per_row)):  # the first rank of each row, for it
+                values.append(report.arrays["values"])
+                figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
+        of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
+        figures |= token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        if self.reference is None:
+            figures["reference_kl"] = None
+        figures["advantage_abs_mean"], figures["imbalance"] = prepared.advantage_abs_mean, prepared.imbalance
+        figures["compute_s"] = {**prepared.phases_s, **figures["compute_s"]}
+        seconds = time.perf_counter() - began_at
+        figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
+        figures["mfu"] = mfu(prepared.flops, seconds, layout.size, self.peak_flops)
+        figures[SAMPLED_WEIGHTS] = sampled_weights(prepared.sampled, of_all[0])
+        return figures
+
+    def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
+        """This rank's part in one optimizer step; `share` is its own, or that of its row.
+
+        Returns values [4, C] of the share: log weight, clipped, masked, entropy of each completion token, [5, C] with its
+        learned baseline last; totals [3] of the whole step: loss, KL to the reference, value loss; and figures: those of
+        `PolicyOptimizer.step`, alike on every rank, and this rank's `memory_peak_gib` and `compute_s`, seconds in
+        `to_device`, `forward_backward`, `totals`, `optimizer`.
+        """
         values, terms = [], []
         for host_batch in share:
             with self._phases.measure("to_device"):
@@ -249,28 +255,14 @@ class Learner:
             totals = self.world.sum(torch.stack(terms).double().sum(0))
             loss = float(totals[0])
         with self._phases.measure("optimizer"):
-            report = self.optimizer.step(loss)
+            figures = self.optimizer.step(loss)
         there = torch.cat(values, dim=1).cpu().numpy()  # for which the device has come to the end of the step
-        memory = take_memory_peak(self.policy.device)
-        return ShareResult(report, totals.cpu().numpy(), there, memory, self._phases.take())
-
-    def outcome(self, prepared: PreparedStep, results: list[ShareResult]) -> StepOutcome:
-        """What the step did, from `results` of each share of `prepared`, in their order."""
-        values = np.concatenate([result.values for result in results], axis=1)
-        report, budget = results[0].report, self.trainer.tokens_per_microbatch
-        tokens = token_figures(values, results[0].totals, prepared.batches, budget, applied=not report["skipped"])
-        if self.reference is None:
-            tokens["reference_kl"] = None
-        of_batch = {"advantage_abs_mean": prepared.advantage_abs_mean, "imbalance": prepared.imbalance}
-        return StepOutcome(
-            metrics={**tokens, **report, **of_batch},
-            phases_s={**prepared.phases_s, **results[0].phases_s},
-            memory_peak_bytes=max(result.memory_peak_bytes for result in results),
-            sampled_weights=sampled_weights(prepared.sampled, values[0]),
-        )
+        figures["memory_peak_gib"] = take_memory_peak(self.policy.device) / 1024**3
+        figures["compute_s"] = self._phases.take()
+        return there, totals.cpu().numpy(), figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Adds one micro-batch's gradient; its part of `ShareResult.values` and `totals`, on the device."""
+        """Adds one micro-batch's gradient; its part of `compute`'s values and totals, on the device."""
         scores = self.policy.scores(
             batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
         )
@@ -290,14 +282,16 @@ class Learner:
 
     def score(self, token_ids: TokenIds) -> Logprobs:
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1."""
+        self.order(SCORE, token_ids=np.asarray(token_ids))
         return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters by their checkpoint names, one after the other. All ranks go through it.
+        """Whole parameters by their checkpoint names, one after the other. All ranks go through it, to its end.
 
         `WEIGHTS`: what actors serve, with adapters merged in. `VALUE_HEAD`: nothing where there is none. `ADAPTER`: A and B of
         each adapted layer; nothing where all weights are trained.
         """
+        self.order(kind)
         if kind == WEIGHTS:
             return served_weights(self.policy.model)
         if kind == ADAPTER:

@@ -27,7 +27,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.metrics import SAMPLED_WEIGHTS, sampled_sequences
+from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import RunFiles, StepRecord
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice

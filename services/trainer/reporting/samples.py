@@ -1,6 +1,6 @@
 """Samples: completions as a person reads them, each token with its piece of the text and its importance weight.
 
-Pure. `learn.metrics.sampled_sequences` chooses the completions.
+Pure. `learn.meter.sampled_sequences` chooses the completions.
 """
 
 from __future__ import annotations
