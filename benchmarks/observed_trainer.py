@@ -77,8 +77,6 @@ class Observed:
         app = health_app(Readiness(), registry)
         add_page(app, board)
         self.port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0))
-        stack.callback(board.close)
-        self._board = board
         files = [stack.enter_context(RunFiles(self._folder / side)) for side in ("observed", "plain")]
         tokenizer: Any = Letters()
         self._observed = Recorder(recipe, files[0], metrics, board=board, run=RUN, tokenizer=tokenizer)
