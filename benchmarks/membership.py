@@ -101,7 +101,7 @@ async def _registrations(stage: LightStage, registered_s: dict[str, float]) -> N
 
 
 async def kill_one(stage: LightStage, pid: int, version: int) -> dict[str, float]:
-    """SIGKILL, and the next version offered at once. `noticed_s`: until the trainer called the others to meet without it."""
+    """SIGKILL, and the next version offered at once. `kill_noticed_s`: until the trainer called the others without it."""
     killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     await stage.update(version)

@@ -1,6 +1,6 @@
 """Many simulated actors in a few processes: a consumer, the product's heartbeat and the answers of an actor each, no weights.
 
-They answer each order as an actor would that takes no time for it. Their trainer's end is `NoBytesPort`. What is left is the
+They answer each order as an actor would that takes no time for it. Their trainer's end is `NoBytesSender`. What is left is the
 control channel: NATS, its messages, and the trainer's state machines.
 """
 

@@ -187,7 +187,7 @@ def update_row(
 def bandwidth_row(
     case: Case, manifest: Manifest, alone: Sequence[float], bare: Sequence[float], in_flight: Sequence[Block]
 ) -> dict[str, Any]:
-    """`into_engine` counts from the first byte sent until the version is in the engine's layout, beside decoding."""
+    """`into_engine_mb_per_s` counts from the first byte sent until the version is in the engine's layout, beside decoding."""
     bare_s = statistics.median(bare)
     updates = [update for block in in_flight for update in block.updates]
     staged_s = statistics.median(update.moving[1] - update.moving[0] for update in updates)

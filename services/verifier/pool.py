@@ -141,6 +141,8 @@ class RewardPool:
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
                 return gone.loss
             job = self._jobs.popleft()
+            if job.future.done():  # its caller has just left
+                continue
             try:
                 result = await worker.score(job.item, self._timeout_s)
             except TimeoutError:
