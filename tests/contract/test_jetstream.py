@@ -89,13 +89,6 @@ async def test_a_malformed_url_is_an_error_that_shows_no_password(url: str) -> N
     assert "secret" not in str(caught.value)
 
 
-async def test_one_of_several_servers_is_enough(server: NatsServer) -> None:
-    urls = f"nats://127.0.0.1:{unused_port()},{server.url}"
-    async with jetstream.connect(urls, "demo", limits=LIMITS) as bus:
-        await bus.create_streams()
-        assert await bus.publish_sequence(b"a", "s1") == 1
-
-
 async def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path) -> None:
     with NatsServer(tmp_path, extra={"jetstream": False}) as server, pytest.raises(BusError, match="JetStream is off"):
         async with connected(server):

@@ -12,15 +12,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from grpc import aio
 
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.support.verifier import ITEM, ScriptedVerifier
 
-ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 
@@ -29,20 +27,6 @@ def tried_and_looked_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
     often = {**dict(CHANNEL_OPTIONS), "grpc.dns_min_time_between_resolutions_ms": 100}
     monkeypatch.setattr(verification, "CHANNEL_OPTIONS", tuple(often.items()))
     monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
-
-
-class Counting(verifier_pb2_grpc.VerifierServiceServicer):
-    def __init__(self) -> None:
-        self.calls = 0
-
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
-        self.calls += 1
-        ok = verifier_pb2.VERIFY_STATUS_OK
-        return verifier_pb2.VerifyResponse(
-            results=[verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok) for item in request.items]
-        )
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -76,15 +60,10 @@ async def name_server(*addresses: str) -> AsyncIterator[tuple[NameServer, int]]:
 
 
 @asynccontextmanager
-async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) -> AsyncIterator[Counting]:
-    servicer = Counting()
-
-    def register(server: aio.Server) -> None:
-        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
-
-    serving = serve_grpc(register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s)
-    async with serving:
-        yield servicer
+async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) -> AsyncIterator[ScriptedVerifier]:
+    one = ScriptedVerifier()
+    async with serve_grpc(one.register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s):
+        yield one
 
 
 def free_port() -> int:
@@ -92,7 +71,7 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
-async def calls_until_all_answer(client: VerifierClient, *verifiers: Counting) -> None:
+async def calls_until_all_answer(client: VerifierClient, *verifiers: ScriptedVerifier) -> None:
     before = [one.calls for one in verifiers]
     async with asyncio.timeout(30):
         while any(one.calls == calls for one, calls in zip(verifiers, before, strict=True)):

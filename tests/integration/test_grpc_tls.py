@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
@@ -18,34 +18,13 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.grpc import explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.v1 import verifier_pb2
 from services.trainer.data.evaluation import ActorClient
 from tests.integration.test_balancing import name_server
 from tests.support.certificates import Authority, serial_of
+from tests.support.verifier import ITEM, ScriptedVerifier
 
 HOST = "127.0.0.1"
-ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
-
-
-class Answering(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers with a reward of 1, the item `late` once that is set; keeps the serial number of each caller's certificate."""
-
-    def __init__(self) -> None:
-        self.callers: list[int] = []
-        self.late = asyncio.Event()
-
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
-        shown = context.auth_context().get("x509_pem_cert", [])
-        self.callers += [serial_of(certificate.decode()) for certificate in shown]
-        if request.items[0].sequence_id == "late":
-            await self.late.wait()
-        ok = verifier_pb2.VERIFY_STATUS_OK
-        results = [
-            verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
-        ]
-        return verifier_pb2.VerifyResponse(results=results)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +38,11 @@ def files(tmp_path: Path, authority: Authority) -> Callable[..., Path]:
     return lambda folder, *names, days=1, by=authority: by.issue(tmp_path / folder, *names, days=days)
 
 
-@asynccontextmanager
-async def serving(tls_dir: Path | None, servicer: Answering | None = None, **options: float) -> AsyncIterator[int]:
-    def register(server: aio.Server) -> None:
-        if servicer is not None:
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
-
-    credentials = server_credentials(tls_dir)
-    async with serve_grpc(register, [], HOST, 0, stop_grace_s=0.1, credentials=credentials, **options) as port:
-        yield port
+def serving(
+    tls_dir: Path | None, servicer: ScriptedVerifier | None = None, **options: float
+) -> AbstractAsyncContextManager[int]:
+    given = {"stop_grace_s": 0.1, "credentials": server_credentials(tls_dir), **options}
+    return serve_grpc((servicer or ScriptedVerifier()).register, [], HOST, 0, **given)
 
 
 async def health_of(channel: aio.Channel) -> int:
@@ -173,7 +148,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
     the files are right, the call goes through."""
     server_files, client_files = files("server", HOST), files("client", "caller")
     monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
-    first, servicer, renewed = serial_of(client_files / "tls.crt"), Answering(), asyncio.Event()
+    first, servicer, renewed = serial_of(client_files / "tls.crt"), ScriptedVerifier(), asyncio.Event()
     async with (
         serving(server_files, servicer, connection_age_s=0.2) as port,
         VerifierClient(f"{HOST}:{port}", tls_dir=client_files) as client,

@@ -70,27 +70,6 @@ async def test_a_service_that_never_gets_ready_is_named_with_its_log(start: Star
     assert process.returncode is None
 
 
-@pytest.mark.parametrize(
-    ("code", "returncode", "said"),
-    [
-        (
-            "import sys; print('line before'); sys.exit('no such model')",
-            1,
-            r"exited with code 1; .*line before\nno such",
-        ),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "was killed by SIGKILL"),
-    ],
-)
-async def test_an_early_death_is_noticed_at_once_with_the_end_of_the_log(
-    start: Start, code: str, returncode: int, said: str
-) -> None:
-    process = await start(code)
-    async with asyncio.timeout(10):
-        with pytest.raises(ServiceDied, match=f"(?s)service {said}") as info:
-            await process.ready(timeout_s=3600)
-    assert (info.value.name, info.value.returncode) == ("service", returncode)
-
-
 async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
     def launch(command: str) -> Launch:
         return Launch("ghost", (command,), os.environ, tmp_path / "ghost.log", tmp_path / "ghost.json")

@@ -12,14 +12,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import yaml
-from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages import verification
@@ -32,12 +31,13 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import VerifierSettings
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.server import serve
 from services.verifier.worker_process import children
 from tests.support.certificates import Authority
 from tests.support.exposition import without_run
+from tests.support.verifier import ScriptedVerifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
@@ -360,18 +360,9 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
     assert not (tmp_path / "scored").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"reward": {"scorer": "hostile_rewards:scoer"}}, "has no function scoer; did you mean score?"),
-        ({"reward": {"scorer": "maths"}}, "did you mean math?"),
-    ],
-)
-async def test_a_reward_that_does_not_exist_is_the_users_mistake(
-    tmp_path: Path, users_rewards: None, change: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(UserError, match=re.escape(problem)):
-        async with serving(tmp_path, recipe() | change):
+async def test_a_reward_that_does_not_exist_is_the_users_mistake(tmp_path: Path, users_rewards: None) -> None:
+    with pytest.raises(UserError, match=re.escape("has no function scoer; did you mean score?")):
+        async with serving(tmp_path, recipe(scorer="hostile_rewards:scoer")):
             pass
 
 
@@ -420,41 +411,8 @@ def test_help_is_quick_and_starts_nothing() -> None:
 # --- the client, against scripted servers
 
 
-def good(request: verifier_pb2.VerifyRequest) -> verifier_pb2.VerifyResponse:
-    status = verifier_pb2.VERIFY_STATUS_OK
-    return verifier_pb2.VerifyResponse(
-        results=[verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=status) for item in request.items]
-    )
-
-
-class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers with one status after the other, then well. `calls` counts."""
-
-    def __init__(self, *script: grpc.StatusCode | verifier_pb2.VerifyResponse | float) -> None:
-        self._script = list(script)
-        self.calls = 0
-
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
-        self.calls += 1
-        match self._script.pop(0) if self._script else None:
-            case grpc.StatusCode() as code:
-                await context.abort(code, "as the script says")
-            case verifier_pb2.VerifyResponse() as response:
-                return response
-            case float(seconds):
-                await asyncio.sleep(seconds)
-        return good(request)
-
-
-@asynccontextmanager
-async def scripted(servicer: Scripted, port: int = 0) -> AsyncIterator[int]:
-    def register(server: aio.Server) -> None:
-        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
-
-    async with serve_grpc(register, [], "127.0.0.1", port, stop_grace_s=0.1) as bound:
-        yield bound
+def scripted(servicer: ScriptedVerifier, port: int = 0) -> AbstractAsyncContextManager[int]:
+    return serve_grpc(servicer.register, [], "127.0.0.1", port, stop_grace_s=0.1)
 
 
 def client_of(port: int, **options: Any) -> VerifierClient:
@@ -463,7 +421,7 @@ def client_of(port: int, **options: Any) -> VerifierClient:
 
 async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller_gives_up() -> None:
     failed = list[str]()
-    async with scripted(Scripted()) as port:
+    async with scripted(ScriptedVerifier()) as port:
         client = client_of(port, on_failed_try=failed.append)
         await client.__aenter__()
         assert len(await client.verify(items(["a"]))) == 1
@@ -476,7 +434,7 @@ async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaving
-            async with scripted(Scripted(), port):
+            async with scripted(ScriptedVerifier(), port):
                 assert [outcome.sequence_id for outcome in await waiting] == ["g.0", "g.1"]
     finally:
         await client.__aexit__(None, None, None)
@@ -499,7 +457,7 @@ async def test_a_verifier_that_is_busy_late_or_leaving_is_asked_until_it_answers
     script: list[Any], tries: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verification, "DEADLINE_S", 0.1 if 0.35 in script else 20.0)
-    servicer, failed = Scripted(*script), list[str]()
+    servicer, failed = ScriptedVerifier(*script), list[str]()
     async with (
         scripted(servicer) as port,
         client_of(port, on_failed_try=failed.append) as client,
@@ -528,13 +486,13 @@ def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
     ids=["too few", "out of order", "no status"],
 )
 async def test_an_answer_that_does_not_fit_is_an_error(answer: verifier_pb2.VerifyResponse) -> None:
-    async with scripted(Scripted(answer)) as port, client_of(port) as client:
+    async with scripted(ScriptedVerifier(answer)) as port, client_of(port) as client:
         with pytest.raises(MessageError, match="Verify"):
             await client.verify(items(["a", "b"]))
 
 
 async def test_a_reward_that_is_not_finite_never_counts() -> None:
     answer = response(("g.0", verifier_pb2.VERIFY_STATUS_OK, float("nan")))
-    async with scripted(Scripted(answer)) as port, client_of(port) as client:
+    async with scripted(ScriptedVerifier(answer)) as port, client_of(port) as client:
         (outcome,) = await client.verify(items(["a"]))
     assert (status_name(outcome.status), outcome.reward) == ("bad_reward", 0.0)

@@ -32,16 +32,6 @@ def test_no_continuation_draws_the_random_numbers_of_another() -> None:
     assert {request_of(make_group(seed=0), start).seed for start in (partial(0), partial(0, 7))} == {None}
 
 
-def test_both_parts_keep_their_logprobs_and_versions() -> None:
-    two = replace(generated(9, 2, version=4), spans=(VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)))
-    whole = continued(replace(partial(1, 7, 8, version=3), generation_s=2.0), two, generation_s=0.5)
-    assert whole.completion_token_ids.tolist() == [7, 8, 9, 2]
-    assert whole.behaviour_logprobs.tolist() == [-3.0, -3.0, -4.0, -4.0]
-    assert whole.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3), VersionSpan(5, 3, 4))
-    assert (whole.completion_token_ids.dtype, whole.behaviour_logprobs.dtype) == (np.int32, np.float32)
-    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.5)
-
-
 @pytest.mark.parametrize(
     ("start", "spans", "expected"),
     [
@@ -53,8 +43,10 @@ def test_both_parts_keep_their_logprobs_and_versions() -> None:
 )
 def test_spans_of_both_parts(start: tuple[int, ...], spans: list[Any], expected: list[Any]) -> None:
     rest = replace(generated(*range(spans[-1][2] if spans else 0)), spans=tuple(VersionSpan(*span) for span in spans))
-    whole = continued(partial(1, *start, version=3), rest)
+    whole = continued(replace(partial(1, *start, version=3), generation_s=2.0), rest, generation_s=0.5)
     assert whole.spans == tuple(VersionSpan(*span) for span in expected)
+    assert (whole.completion_token_ids.dtype, whole.behaviour_logprobs.dtype) == (np.int32, np.float32)
+    assert (whole.sample_index, whole.finish_reason, whole.generation_s) == (1, STOP, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +66,3 @@ def test_what_is_at_its_end_is_finished(
 ) -> None:
     group = make_group(prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
     assert finish_of(group, start, max_context) is expected
-
-
-def test_the_start_of_a_sample_is_what_was_handed_over() -> None:
-    group = make_group(num_samples=3, partials=(partial(2, 7),))
-    assert start_of(group, 2).completion_token_ids.tolist() == [7]
-    assert len(start_of(group, 0).completion_token_ids) == 0

@@ -55,20 +55,6 @@ def test_a_registration_says_what_is_served() -> None:
     assert beat.registration().phase == "draining"
 
 
-async def test_it_outlives_its_time_to_live_while_it_beats_and_not_longer() -> None:
-    async with streams() as bus:
-        beating = asyncio.create_task(heartbeat(bus, ServingGate(1)).run())
-        await asyncio.sleep(0.2)
-        found = await next_registration(bus)
-        assert found is not None
-        assert found.actor == "a"
-        await stopped(beating)
-        async with asyncio.timeout(5), bus.watch_members() as events:
-            async for event in events:
-                if event.payload is None:
-                    break
-
-
 async def test_streams_that_are_not_there_yet_are_waited_for_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.03)) as bus:
         beating = asyncio.create_task(heartbeat(bus, ServingGate(1)).run())

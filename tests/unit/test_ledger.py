@@ -22,19 +22,6 @@ def issued(*sequence_ids: str) -> Ledger:
     return ledger
 
 
-def test_each_outcome_is_counted() -> None:
-    ledger = issued("a", "b", "c", "d", "e")
-    ledger.close(["a"], Outcome.TRAINED)
-    ledger.close(["b"], Outcome.DROPPED_STALE, "lag above max_lag")
-    ledger.close(["c"], Outcome.DROPPED_FILTERED)
-    ledger.close(["d"], Outcome.FAILED, "verifier timeout")
-    assert ledger.counts == LedgerCounts(5, 1, 1, 1, 1, 1)
-    assert ledger.in_flight() == ("e",)
-    assert ledger.reasons(Outcome.FAILED) == {"verifier timeout": 1}
-    assert ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 1}
-    assert ledger.reasons(Outcome.TRAINED) == {}
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import sharded_learner
 from services.trainer.worker import worker_loop
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of, told_anywhere
-from tests.unit.ranks import PROCESSES, Job, on_ranks, saved_beside
+from tests.unit.ranks import Job, on_ranks, saved_beside
 
 GROUP = group_of(sequences_of(LENGTHS))
 
@@ -39,10 +37,6 @@ def learner(seed: int = 0, dtype: torch.dtype = torch.float32, lora: LoraConfig 
     if lora is not None:
         add_adapters(model, lora)
     return Learner(wrap_model(model), AlgorithmConfig(), TrainerConfig(learning_rate=1e-2, lora=lora))
-
-
-def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -55,22 +49,6 @@ def written(path: Path, trained: Learner | None = None) -> Path:
     one.train_step([GROUP], 0)
     write_state(stage(one), path, None)
     return path
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_is_that_of_its_staging_whatever_is_trained_while_it_is_written(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    one = learner(dtype=dtype)
-    one.train_step([GROUP], 0)
-    then, saver = copied(learner_state(one)), StateSaver(one)
-    saver.stage()
-    one.train_step([GROUP], 1)
-    saver.write(tmp_path / "state")
-    assert not same(then, learner_state(one))
-    other = learner(seed=1, dtype=dtype)
-    restore(other, tmp_path / "state")
-    assert same(then, learner_state(other))
 
 
 def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> None:
@@ -164,36 +142,6 @@ def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None,
         os.truncate(folder / name, keep)
     with pytest.raises(ServiceError, match=f"the state in {folder} is damaged: {told}"):
         restore(learner(), folder)
-
-
-def save_until(number: int, folder: str, said: Connection) -> None:
-    """Saves as far as the `number`th file that is brought onto the disk, and no farther."""
-    sync, synced = os.fsync, []
-
-    def noted(descriptor: int) -> None:
-        sync(descriptor)
-        synced.append(descriptor)
-        if len(synced) == number:
-            said.send(sorted(os.listdir(folder)))
-            threading.Event().wait()
-
-    os.fsync = noted
-    written(Path(folder))
-
-
-@pytest.mark.parametrize(("number", "there"), [(1, ["__0_0.distcp"]), (2, [".metadata.tmp", "__0_0.distcp"])])
-def test_a_trainer_that_is_killed_while_it_writes_leaves_nothing_to_go_on_from(
-    tmp_path: Path, number: int, there: list[str]
-) -> None:
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=save_until, args=(number, str(tmp_path / "state"), theirs), daemon=True)
-    process.start()
-    assert ours.poll(60)
-    assert ours.recv() == there
-    process.kill()
-    process.join()
-    with pytest.raises(FieldError, match="has no complete state"):
-        restore(learner(), tmp_path / "state")
 
 
 # --- disks that do not take it ---------------------------------------------------------------------------------------

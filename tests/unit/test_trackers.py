@@ -251,19 +251,6 @@ def test_stop_run_on_wandbs_page_does_not_stop_the_run(tmp_path: Path, monkeypat
     assert stop() is None
 
 
-async def test_a_tracker_without_its_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it fails
-    async with run_trackers(make_recipe(trackers=["wandb"]), settings_in(tmp_path), Start()) as trackers:
-        trackers.step({"step": 1, "ess": 1.0})
-        trackers.end({}, finished=True)
-    first, last = warnings(caplog)
-    assert "tracker wandb failed: MissingPackage: " in first
-    assert "pip install 'pipelinerl[wandb]'" in first
-    assert last == "tracker wandb: 1 of 1 points did not reach it"
-
-
 def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:
     assert [kept_id(tmp_path, "wandb", lambda made=made: made) for made in ("tiny-0a1b2c3d", "x")] == [
         "tiny-0a1b2c3d"

@@ -287,18 +287,6 @@ async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_ot
         assert one.told("b") == ["evicted", "joined", "evicted"], "nobody has said that it leaves"
 
 
-async def test_an_actor_that_stages_other_bytes_or_fails_serves_nothing_until_it_is_well() -> None:
-    async with stage("a", "b", "d") as one:
-        one.actors["b"].receiver.on_receive = lambda version: CHECKSUM + 1
-        one.fail("d", TransferError("disk full"))
-        await one.send(0)
-        assert [one.served(name) for name in "abd"] == [[0], [], []]
-        one.actors["d"].receiver.on_receive = lambda version: CHECKSUM
-        await one.brought_back("d", 0)
-        await one.send(1)
-        assert [one.served(name) for name in "abd"] == [[0, 1], [], [0, 1]]
-
-
 async def test_a_measured_version_is_kept_until_it_is_released() -> None:
     async with stage("a") as one:
         await one.updater.offer(0, "snapshot-0")
