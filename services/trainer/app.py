@@ -28,7 +28,7 @@ from services.trainer.policy_trainer import load_policy_trainer
 from services.trainer.records import RunFiles
 from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import PageBoard, add_page, guarded, page_hosts
+from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, guarded, page_hosts
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
@@ -84,6 +84,8 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         readiness.reason = ""
         announce(settings, grpc_port, http_port)
         await run.run(stop)
+        if board is not None and board.is_read and not stop.is_set():
+            await asyncio.sleep(ASKED_WITHIN_S)  # open pages hear how the run ended
 
 
 def stream_limits(settings: TrainerSettings) -> StreamLimits:

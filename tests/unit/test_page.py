@@ -147,6 +147,7 @@ def news(board: PageBoard, after: str) -> dict[str, Any]:
 def test_a_reader_hears_each_step_once_and_the_state_now() -> None:
     board = begun(1, 2)
     before = position(board)
+    assert not board.is_read
     assert news(board, before) == {"position": before, "state": {"phase": "starting"}, "steps": []}
     board.state({"phase": "training"})
     board.step(record(3))
@@ -155,6 +156,7 @@ def test_a_reader_hears_each_step_once_and_the_state_now() -> None:
     assert ([one["record"]["step"] for one in told["steps"]], told["state"]) == ([3, 4], {"phase": "training"})
     assert told["position"] == position(board)
     assert news(board, told["position"])["steps"] == []
+    assert board.is_read
     history = json.loads(board.history())
     assert ([one["step"] for one in history["records"]], history["run"]) == ([1, 2, 3, 4], "r")
 

@@ -11,8 +11,10 @@ site may read it.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +37,7 @@ MOST_PENDING = 16
 """Samples between two steps; the newest are kept."""
 STEPS_KEPT = 256
 """Steps that a reader who was away can still catch up with."""
+ASKED_WITHIN_S = 1.5
 
 
 class PageBoard:
@@ -48,6 +51,7 @@ class PageBoard:
         self._state: dict[str, Any] = {"phase": "starting"}
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_PENDING)
         """Since the last step."""
+        self._asked_at = -math.inf
 
     def _anew(self) -> None:
         self._token = secrets.token_hex(4)
@@ -95,6 +99,7 @@ class PageBoard:
     def news(self, after: str) -> str:
         """JSON of the `steps` since position `after`, the `state` now and the new `position`; `{"reset": true}` when steps are
         missing in between, or `after` is a position of another trainer or none."""
+        self._asked_at = time.monotonic()
         token, _, number = after[:64].partition("-")
         with self._lock:
             oldest = self._steps[0][0] if self._steps else self._count + 1
@@ -103,6 +108,11 @@ class PageBoard:
                 return '{"reset": true}'
             steps = ",".join(text for at, text in self._steps if at > count)
             return f'{{"position": "{self._position()}", "state": {to_json(self._state)}, "steps": [{steps}]}}'
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a page is open that will ask again within `ASKED_WITHIN_S`."""
+        return time.monotonic() - self._asked_at < 2 * ASKED_WITHIN_S
 
     def _position(self) -> str:
         return f"{self._token}-{self._count}"
