@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
-from pipelinerl.commands.streams import (
-    NAMED_IN,
-    OpenStreams,
-    add_server_arguments,
-    holds_streams,
-    run_name,
-    streams_in_environment,
-    streams_in_folder,
-    streams_on_server,
-)
+from pipelinerl.commands.streams import NAMED_IN, add_server_arguments, holds_streams, run_name, streams_of
 
 NAME = "audit"
 HELP = "derive a run's ledger again from its journal, checkpoints and streams"
@@ -46,12 +36,8 @@ def execute(args: argparse.Namespace) -> int:
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         what = "has neither run.json nor lineage.json: give the folder of a run"
         raise FieldError("RUN_DIR", str(args.run_dir), what)
-    here = not args.nats and holds_streams(args.run_dir)
-    if args.nats:
-        streams: OpenStreams | None = streams_on_server(args.nats, run, args.credentials, args.tls_dir)
-    else:
-        streams = partial(streams_in_folder, args.run_dir) if here else streams_in_environment(run)
-    elsewhere = streams is not None and not here
+    streams = streams_of(args, run)
+    elsewhere = streams is not None and (args.nats or not holds_streams(args.run_dir))
     at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
     audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
     if args.json:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.commands import streams
+from pipelinerl.commands.streams import add_server_arguments, run_name, streams_of
 
 if TYPE_CHECKING:
     from pipelinerl.messages.sequences import DeadLetter
@@ -19,7 +20,11 @@ _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    streams.add_arguments(parser)
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not"
+    )
+    add_server_arguments(parser)
+    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
 
 
@@ -43,11 +48,16 @@ def execute(args: argparse.Namespace) -> int:
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Each dead letter as JSON, the oldest first, and how many messages cannot be read."""
-    from pipelinerl.errors import MessageError
+    from pipelinerl.errors import FieldError, MessageError
     from pipelinerl.messages.sequences import decode_dead_letter
 
+    folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
+    opened = None if folder and args.nats else streams_of(args, args.run or (run_name(folder) if folder else ""))
+    if opened is None:
+        what = "" if args.nats or not folder else "holds no streams of a run; "
+        raise FieldError("RUN_DIR", str(folder or ""), f"{what}{where}")
     letters, unreadable = [], 0
-    async with streams.streams_of(args)() as bus:
+    async with opened() as bus:
         for payload in await bus.dead_letters():
             try:
                 letters.append(described(decode_dead_letter(payload, expected_run=bus.run)))

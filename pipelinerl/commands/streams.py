@@ -26,14 +26,6 @@ _STORE = "jetstream"
 """What nats-server calls the folder of its streams."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not"
-    )
-    add_server_arguments(parser)
-    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
-
-
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nats",
@@ -50,41 +42,29 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def streams_of(args: argparse.Namespace) -> OpenStreams:
-    """Raises `FieldError` when neither the arguments nor the environment say where the streams are."""
-    folder: Path | None = args.run_dir
-    if not args.nats and not (folder and holds_streams(folder)):
-        elsewhere = streams_in_environment(args.run or (run_name(folder) if folder else ""))
-        if elsewhere is not None:
-            return elsewhere
-    if bool(folder) == bool(args.nats):
-        raise FieldError("RUN_DIR", str(folder or ""), "give the folder of a run, or --nats URL --run NAME")
-    if folder:
-        return partial(streams_in_folder, folder)
-    return streams_on_server(args.nats, args.run, args.credentials, args.tls_dir)
-
-
-def streams_on_server(url: str, run: str, credentials: Path | None, tls_dir: Path | None) -> OpenStreams:
-    """Those of `run`. Raises `FieldError` for what is no run's name; opening them, `BusError` when NATS does not answer."""
+def streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
+    """Of `run`: on the server that the arguments name, else in the folder, else on the environment's server. None where none of
+    them says where they are. Raises `FieldError` for what is no run's name."""
     from pipelinerl.bus.jetstream import connect
     from pipelinerl.bus.protocol import check_run_name
-
-    return partial(connect, url, check_run_name(run, "--run"), credentials=credentials, tls_dir=tls_dir)
-
-
-def streams_in_environment(run: str = "") -> OpenStreams | None:
-    """Of `run`, or of the run that the environment names; None where it names no NATS server."""
     from pipelinerl.service.settings import StreamsSettings
 
+    if args.nats:
+        return partial(
+            connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir
+        )
+    if args.run_dir and holds_streams(args.run_dir):
+        return partial(streams_in_folder, args.run_dir)
     found = StreamsSettings()
     if not found.nats_url:
         return None
-    return streams_on_server(found.nats_url, run or found.run, found.nats_credentials, found.nats_tls_dir)
+    run = check_run_name(run or found.run, "--run")
+    return partial(connect, found.nats_url, run, credentials=found.nats_credentials, tls_dir=found.nats_tls_dir)
 
 
 @asynccontextmanager
 async def streams_in_folder(run_dir: Path) -> AsyncIterator[Bus]:
-    """A connected bus. Raises `FieldError` when the folder holds no streams."""
+    """A connected bus. Raises `FieldError` when the folder does not say where they are."""
     from pipelinerl.bus.jetstream import connect
 
     name = run_name(run_dir)
@@ -142,8 +122,6 @@ async def _server_url(folder: Path) -> AsyncIterator[str]:
             raise FieldError("RUN_DIR", str(file), fix) from error
         yield url
         return
-    if not holds_streams(folder):
-        raise FieldError("RUN_DIR", str(folder), "holds no streams of a run; give --nats URL --run NAME")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-streams-") as copy:
         await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, Path(copy, _STORE))
         with NatsServer(Path(copy)) as server:

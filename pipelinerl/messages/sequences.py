@@ -158,8 +158,8 @@ MAX_SAMPLES = 65_536
 """Samples of one group at most: far above any use, and small enough that a broken count does no harm."""
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
-_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-_FROM_PROTO = {int(number): reason for reason, number in _TO_PROTO.items()}
+FINISH_REASON_TO_PROTO = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s"),
@@ -181,7 +181,7 @@ def encode_sequence(sequence: Sequence) -> bytes:
             prompt_token_ids=sequence.prompt_token_ids.tobytes(),
             completion_token_ids=sequence.completion_token_ids.tobytes(),
             behaviour_logprobs=sequence.behaviour_logprobs.tobytes(),
-            finish_reason=_TO_PROTO[sequence.finish_reason],
+            finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
         )
         for span in sequence.spans:  # added in place: half the cost of handing over a list
             message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
@@ -223,7 +223,7 @@ def encode_group(group: PromptGroup) -> bytes:
         return pb.PromptGroup(
             **{name: getattr(group, name) for name in _SAME_IN_GROUP},
             prompt_token_ids=group.prompt_token_ids.tobytes(),
-            sampling=sampling_to_proto(group.sampling),
+            sampling=pb.SamplingParams(**vars(group.sampling)),
             partials=[_partial_to_proto(partial) for partial in group.partials],
             done_samples=group.done_samples,
         ).SerializeToString()
@@ -235,7 +235,7 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
     group = PromptGroup(
         **{name: getattr(message, name) for name in _SAME_IN_GROUP},
         prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, _GROUP, "prompt_token_ids"),
-        sampling=_sampling(message.sampling),
+        sampling=sampling_from_proto(message.sampling),
         partials=tuple(_partial_from_proto(partial) for partial in message.partials),
         done_samples=tuple(message.done_samples),
     )
@@ -276,15 +276,15 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
     return letter
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(**vars(sampling))
-
-
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Raises `MessageError` when a value is out of range."""
-    sampling = _sampling(message)
-    _check_sampling(sampling, "SamplingParams", "")
-    return sampling
+    """Not checked. What is a float32 on the wire becomes the shortest decimal that it stands for: 0.7 comes back as 0.7."""
+    return SamplingParams(
+        temperature=float(str(np.float32(message.temperature))),
+        top_p=float(str(np.float32(message.top_p))),
+        top_k=message.top_k,
+        max_tokens=message.max_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
 
 
 def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
@@ -294,10 +294,6 @@ def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
 def spans_from_proto(messages: Iterable[pb.VersionSpan]) -> tuple[VersionSpan, ...]:
     """Not checked: that needs the number of tokens."""
     return tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in messages)
-
-
-def finish_reason_to_proto(reason: FinishReason) -> pb.FinishReason:
-    return _TO_PROTO[reason]
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
@@ -324,28 +320,13 @@ def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
     return np.frombuffer(data, dtype)
 
 
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        temperature=_shortest(message.temperature),
-        top_p=_shortest(message.top_p),
-        top_k=message.top_k,
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that a float32 stands for: 0.7 goes over the wire and comes back as 0.7."""
-    return float(str(np.float32(value)))
-
-
 def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
     return pb.PartialSequence(
         sample_index=partial.sample_index,
         completion_token_ids=partial.completion_token_ids.tobytes(),
         behaviour_logprobs=partial.behaviour_logprobs.tobytes(),
         spans=spans_to_proto(partial.spans),
-        finish_reason=_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
+        finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason] if partial.finish_reason else None,
         generation_s=partial.generation_s,
     )
 
@@ -395,7 +376,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     _check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids):
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
-    _check_sampling(group.sampling, _GROUP, "sampling.")
+    check_sampling(group.sampling, _GROUP, "sampling.")
     for name in ("problem_index", "seed", "issued_version"):
         check_uint(getattr(group, name), _GROUP, name, bits=64)
     _check_num_samples(group.num_samples, _GROUP, "num_samples")
@@ -431,7 +412,8 @@ def _check_num_samples(number: int, kind: str, field: str) -> None:
         raise MessageError(kind, field, f"{number} is not in [1, {MAX_SAMPLES}]")
 
 
-def _check_sampling(sampling: SamplingParams, kind: str, prefix: str) -> None:
+def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
+    """Raises `MessageError`."""
     check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
     if not 0 < sampling.top_p <= 1:
         raise MessageError(kind, f"{prefix}top_p", f"{sampling.top_p} is not in (0, 1]")

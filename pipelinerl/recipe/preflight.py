@@ -79,9 +79,9 @@ def examine(recipe: Recipe) -> list[FieldError]:
     return sorted(found, key=lambda problem: isinstance(problem, Lacking))
 
 
-def has_gpu(devices: Path = _DEVICES) -> bool:
+def has_gpu() -> bool:
     """Whether an NVIDIA GPU seems to be there, told without CUDA's libraries."""
-    return any(devices.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    return any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
 def _model(recipe: Recipe) -> Iterator[FieldError]:

@@ -75,13 +75,9 @@ def is_loopback(host: str) -> bool:
 
 
 def health_app(
-    readiness: Readiness,
-    registry: CollectorRegistry,
-    *,
-    loop_watch: Callable[[], float] = lambda: 0.0,
-    blocked_after_s: float = BLOCKED_AFTER_S,
+    readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0
 ) -> FastAPI:
-    """`/healthz`: 503 when the watched loop has not run for `blocked_after_s`, else 200. `/readyz`: 503 with the reason
+    """`/healthz`: 503 when the watched loop has not run for `BLOCKED_AFTER_S`, else 200. `/readyz`: 503 with the reason
     until ready. `/metrics`: the registry, in the text format that every scraper takes.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -89,7 +85,7 @@ def health_app(
     @app.get("/healthz")
     async def healthz() -> Response:
         silent_s = loop_watch()
-        if silent_s > blocked_after_s:
+        if silent_s > BLOCKED_AFTER_S:
             return Response(f"event loop blocked for {silent_s:.1f} s\n", 503, media_type="text/plain")
         return Response("ok\n", media_type="text/plain")
 

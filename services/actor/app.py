@@ -25,10 +25,11 @@ from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import in_cluster
 from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
+    FINISH_REASON_TO_PROTO,
     FinishReason,
     SamplingParams,
     TokenIds,
-    finish_reason_to_proto,
+    check_sampling,
     sampling_from_proto,
     spans_to_proto,
     token_ids_from_bytes,
@@ -284,7 +285,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             completion_token_ids=generation.completion_token_ids.tobytes(),
             behaviour_logprobs=np.asarray(generation.behaviour_logprobs, dtype=np.float32).tobytes(),
             spans=spans_to_proto(generation.spans),
-            finish_reason=finish_reason_to_proto(generation.finish_reason or FinishReason.STOP),
+            finish_reason=FINISH_REASON_TO_PROTO[generation.finish_reason or FinishReason.STOP],
             completion_text=self._engine.decode(generation.completion_token_ids),
             failure=defect_of(generation) if generation.finish_reason else UNFINISHED,
         )
@@ -306,7 +307,9 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int) -> tuple[S
         prompt.id: read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids")
         for prompt in request.prompts
     }
-    return sampling_from_proto(request.sampling), prompts
+    sampling = sampling_from_proto(request.sampling)
+    check_sampling(sampling, "SamplingParams")
+    return sampling, prompts
 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:

@@ -16,7 +16,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import DeadLetter, PromptGroup, Sequence, encode_sequence, finish_reason_to_proto
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, DeadLetter, PromptGroup, Sequence, encode_sequence
 from pipelinerl.messages.validation import building
 from pipelinerl.messages.verification import VerifierClient, status_name
 from pipelinerl.service.retry import retry_forever
@@ -213,7 +213,7 @@ def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
         reference_json=sequence.reference_json,
         completion_tokens=sequence.num_completion_tokens,
         max_tokens=sample.group.sampling.max_tokens,
-        finish_reason=finish_reason_to_proto(sequence.finish_reason),
+        finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
         traceparent=headers_of(trace).get("traceparent", ""),
     )
 

@@ -456,13 +456,14 @@ def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch:
     devices.mkdir()
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(preflight, "_DEVICES", devices)
     (devices / "nvidiactl").touch()
-    assert not has_gpu(devices)
+    assert not has_gpu()
     (devices / "nvidia3").touch()
-    assert has_gpu(devices)
+    assert has_gpu()
     (devices / "nvidia3").unlink()
     (tools / "nvidia-smi").touch(mode=0o755)
-    assert has_gpu(devices)
+    assert has_gpu()
 
 
 def test_the_changes_that_demonstrations_make_to_the_task_are_tried() -> None:

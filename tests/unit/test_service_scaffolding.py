@@ -32,7 +32,7 @@ from pydantic import Field
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
-from pipelinerl.service import tls
+from pipelinerl.service import http, tls
 from pipelinerl.service.address import ServiceAddress, host_port, read_address, split_host_port
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
@@ -142,9 +142,10 @@ async def test_health_readiness_and_metrics() -> None:
         assert await fetch(port, "/healthz") == (200, "ok\n"), "IPv4 too"
 
 
-async def test_blocked_loop_is_visible_from_another_thread() -> None:
+async def test_blocked_loop_is_visible_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BLOCKED_AFTER_S", 0.4)
     async with watch_loop() as watch:
-        app = health_app(Readiness(), CollectorRegistry(), loop_watch=watch, blocked_after_s=0.4)
+        app = health_app(Readiness(), CollectorRegistry(), loop_watch=watch)
         async with serve_http(app, HOST, 0) as port:
             assert (await fetch(port, "/healthz"))[0] == 200
             answers: list[tuple[int, str]] = []

@@ -30,7 +30,6 @@ from pipelinerl.messages.sequences import (
     SamplingParams,
     TokenIds,
     logprobs_from_bytes,
-    sampling_to_proto,
     spans_from_proto,
     token_ids_from_bytes,
 )
@@ -40,7 +39,7 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.spans import Trace, child, headers_of, root, trace_of
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.data.feeder import EncodedProblem
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -86,7 +85,7 @@ class ActorClient:
                 actor_pb2.GeneratePrompt(id=problem_id, prompt_token_ids=tokens.tobytes())
                 for problem_id, tokens in prompts.items()
             ],
-            sampling=sampling_to_proto(sampling),
+            sampling=sequence_pb2.SamplingParams(**vars(sampling)),
             seed=seed,
         )
         with self._answers("Generate"):
