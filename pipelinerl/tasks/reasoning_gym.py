@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import TaskConfig
 from pipelinerl.tasks.source import Problem, Split
 
 
@@ -43,13 +44,11 @@ HELDOUT_SEED = 0
 class ReasoningGymSource:
     """Raises `FieldError` for an unknown family or arguments it refuses."""
 
-    def __init__(
-        self, family: str, config: Mapping[str, Any], *, seed: int, num_heldout: int, compact: bool = False
-    ) -> None:
-        self._family, self._config, self._seed = family, dict(config), seed
-        self._num_heldout, self._compact = num_heldout, compact
-        check_family(family)
-        check_arguments(family, self._config)
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._family, self._config, self._seed = config.name, config.config, seed
+        self._num_heldout, self._compact = config.heldout_problems, config.prompt_style == "compact"
+        check_family(self._family)
+        check_arguments(self._family, self._config)
         self._block = lru_cache(maxsize=8)(self._make_block)
         self._entry(Split.HELDOUT, 0, 0)
 

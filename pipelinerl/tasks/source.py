@@ -55,40 +55,25 @@ class TaskSource(Protocol):
 def make_source(config: TaskConfig, seed: int) -> TaskSource:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
     if config.source == "jsonl":
-        return FileSource(
-            Path(config.path),
-            task=config.name,
-            prompt_field=config.prompt_field,
-            answer_field=config.answer_field,
-            seed=seed,
-            num_heldout=config.heldout_problems,
-        )
+        return FileSource(config, seed)
     from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
 
-    return ReasoningGymSource(
-        config.name,
-        config.config,
-        seed=seed,
-        num_heldout=config.heldout_problems,
-        compact=config.prompt_style == "compact",
-    )
+    return ReasoningGymSource(config, seed)
 
 
 class FileSource:
     """Raises `UserError` with the file and line of what is wrong."""
 
-    def __init__(
-        self, path: Path, *, task: str, prompt_field: str, answer_field: str, seed: int, num_heldout: int
-    ) -> None:
+    def __init__(self, config: TaskConfig, seed: int) -> None:
         distinct: dict[str, Problem] = {}
-        for problem in _problems(path, task, prompt_field, answer_field):
+        for problem in _problems(config):
             distinct.setdefault(problem.question, problem)
-        problems = list(distinct.values())
+        problems, num_heldout = list(distinct.values()), config.heldout_problems
         if len(problems) <= num_heldout:
             raise FieldError(
                 "task.heldout_problems",
                 num_heldout,
-                f"{path} has {len(problems)} distinct problems; some must be left for training",
+                f"{config.path} has {len(problems)} distinct problems; some must be left for training",
             )
         self._train, self._heldout = problems[:-num_heldout], problems[-num_heldout:]
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -106,15 +91,15 @@ class FileSource:
         return order
 
 
-def _problems(path: Path, task: str, prompt_field: str, answer_field: str) -> Iterator[Problem]:
-    for where, row in _rows(path):
-        for name in (prompt_field, answer_field):
+def _problems(config: TaskConfig) -> Iterator[Problem]:
+    for where, row in _rows(Path(config.path)):
+        for name in (config.prompt_field, config.answer_field):
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
                 raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
-        question = str(row[prompt_field])
+        question = str(row[config.prompt_field])
         if not question.strip():
-            raise UserError(f"{where}: field {prompt_field!r} is empty")
-        yield Problem(task, question, {"answer": str(row[answer_field])})
+            raise UserError(f"{where}: field {config.prompt_field!r} is empty")
+        yield Problem(config.name, question, {"answer": str(row[config.answer_field])})
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

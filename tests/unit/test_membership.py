@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.kube.client import Pod
-from pipelinerl.kube.pods import KnownPods, PodEnd
+from pipelinerl.kube.pods import PodEnd
 from services.trainer.weight_sync.coordinator import (
     Coordinator,
     Evicted,
@@ -73,18 +72,11 @@ def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
 
 
 def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its_heartbeat() -> None:
-    pods, departures = KnownPods(), Departures()
-    pods.listed([Pod("a", "u1")])
-    end = pods.changed(Pod("a", "u1", deleted=True))
-    assert end is not None
-    assert departures.leaving(end, {"a": IN_POD}) == MembersLeaving(
-        (IN_POD,), "its pod was deleted, or relabelled", False
-    )
+    departures, why = Departures(), "its pod was deleted, or relabelled"
+    relabelled = PodEnd("a", "u1", why, still_running=False, final=False)
+    assert departures.leaving(relabelled, {"a": IN_POD}) == MembersLeaving((IN_POD,), why, False)
     assert not departures.has_left(IN_POD)
-    pods.listed([Pod("a", "u1", terminating=True)])
-    end = pods.changed(Pod("a", "u1", deleted=True))
-    assert end is not None
-    departures.leaving(end, {})
+    departures.leaving(PodEnd("a", "u1", "its pod was deleted", still_running=False), {})
     assert departures.has_left(IN_POD)
 
 

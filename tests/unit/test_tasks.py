@@ -21,7 +21,7 @@ ONE_DIGIT = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def sums(seed: int = 0, num_heldout: int = 16, config: dict[str, Any] = ONE_DIGIT) -> ReasoningGymSource:
-    return ReasoningGymSource("chain_sum", config, seed=seed, num_heldout=num_heldout, compact=True)
+    return ReasoningGymSource(TaskConfig(config=config, heldout_problems=num_heldout, prompt_style="compact"), seed)
 
 
 def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[str]:
@@ -88,7 +88,7 @@ def test_without_reasoning_gym_it_is_said_what_to_install(monkeypatch: pytest.Mo
 
 def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
     with pytest.raises(FieldError, match=r"list its \d+ families: python -c") as info:
-        ReasoningGymSource("foo", {}, seed=0, num_heldout=1)
+        ReasoningGymSource(TaskConfig(name="foo"), 0)
     command = info.value.fix.partition('"')[2].rstrip('"')
     listed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
     assert "chain_sum" in listed
@@ -116,15 +116,16 @@ def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
     ],
 )
 def test_a_family_or_arguments_that_cannot_be_are_named(family: str, config: dict[str, Any], said: str) -> None:
+    source = TaskConfig(name=family, config=config, heldout_problems=1, prompt_style="compact")
     with pytest.raises(FieldError) as info:
-        ReasoningGymSource(family, config, seed=0, num_heldout=1, compact=True).problem(Split.TRAIN, 0)
+        ReasoningGymSource(source, 0).problem(Split.TRAIN, 0)
     assert said in str(info.value)
 
 
 @pytest.mark.parametrize("family", ["list_functions", "gsm_symbolic", "countdown"])
 def test_other_families_repeat_and_leave_the_global_generator_alone(family: str) -> None:
     def ask() -> Problem:
-        return ReasoningGymSource(family, {}, seed=3, num_heldout=2).problem(Split.TRAIN, 300)
+        return ReasoningGymSource(TaskConfig(name=family, heldout_problems=2), 3).problem(Split.TRAIN, 300)
 
     ask()  # the first import of reasoning-gym draws from the global generator, once in a process
     random.seed(1)
