@@ -380,7 +380,7 @@ class MemberWatch(OrderedReader[MemberEvent]):
             except BusError as error:
                 _log.debug("whether actor %s is still there will be seen: %s", actor, error)
                 return None
-            if not state.subjects:
+            if not (state.subjects or self._buffer):
                 del self._seen_at[actor]
                 return MemberEvent(actor, None)
             self._seen_at[actor] = now  # its heartbeat, or the marker of its end, is on its way here

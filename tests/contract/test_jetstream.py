@@ -165,7 +165,7 @@ async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServ
         assert (await waiting).payload == b"group"
 
 
-@pytest.mark.parametrize("how", ["during an outage", "without a marker"])
+@pytest.mark.parametrize("how", ["during an outage", "without a marker", "while nobody reads"])
 async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(server: NatsServer, how: str) -> None:
     async with connected(server) as bus, bus.watch_members() as events:
         await bus.put_member("stays", b"a")
@@ -173,6 +173,11 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
         assert {(await soon(events)).actor, (await soon(events)).actor} == {"stays", "goes"}
         if how == "without a marker":
             await bus.connection.js.purge_stream("KV_members-demo", subject="$KV.members-demo.goes")
+        elif how == "while nobody reads":
+            await bus.put_member("goes", b"again")
+            for _ in range(10):
+                await bus.put_member("stays", b"a")
+                await asyncio.sleep(LIMITS.member_ttl_s / 4)
         else:
             port = stop(server)
             await asyncio.sleep(LIMITS.member_ttl_s * 1.2)
@@ -183,13 +188,18 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
                 await persistently(lambda: bus.put_member("stays", b"a"))
                 await asyncio.sleep(LIMITS.member_ttl_s / 4)
 
-        beating = asyncio.create_task(beat())
+        heard, beating = [MemberEvent("goes", b"")], asyncio.create_task(beat())
         try:
             async with asyncio.timeout(10):
                 while (event := await anext(events)) != MemberEvent("goes", None):
                     assert event.payload is not None  # put again, or told again: nobody else leaves
+                    heard.append(event)
         finally:
             beating.cancel()
+        last = next(event for event in reversed(heard) if event.actor == "goes")
+        assert last.payload == (b"again" if how == "while nobody reads" else b""), (
+            "a removal comes after what was there"
+        )
 
 
 # --- readers
