@@ -252,6 +252,9 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works()
         trainer.broadcast(torch.zeros(1 << 24), 10)  # more than the kernel buffers
     assert not isinstance(caught.value, DeadlineExceeded)
     trainer.close()
+    trainer.close()
+    with pytest.raises(GroupFailed, match="is closed"):
+        trainer.broadcast(torch.zeros(1), 1)
 
     trainer, actor = connected(store, "epoch-2", 2)
     tensors = [torch.arange(4.0), torch.zeros(4)]
@@ -349,15 +352,6 @@ def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_
     finally:
         host.kill()
         host.join()
-
-
-def test_closed_group_says_so() -> None:
-    store = GroupStore("127.0.0.1")
-    [alone] = connected(store, "epoch-1", 1)
-    alone.close()
-    alone.close()
-    with pytest.raises(GroupFailed):
-        alone.broadcast(torch.zeros(1), 1)
 
 
 def test_the_memory_of_a_snapshot_that_nobody_holds_is_used_for_the_next() -> None:

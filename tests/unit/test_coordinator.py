@@ -64,8 +64,8 @@ def told(actions: list[c.Action]) -> str:
                 words.append(f"commit {version} in {epoch}")
             case c.SendAbort():
                 words.append("abort")
-            case c.Evicted(actor, _, _, left, cause):
-                words.append(f"{actor} left" if left else f"evict {actor}: {cause.value}")
+            case c.Evicted(actor, _, _, cause):
+                words.append(f"evict {actor}: {cause.value}" if cause else f"{actor} left")
             case c.VersionServed(version, _, members):
                 words.append(f"served {version} by {''.join(members)}")
             case c.WaitingForMembers():
@@ -307,8 +307,8 @@ class World:
                         assert (member.actor, epoch, version) in self.staged, "commit without staged in this epoch"
                     if self.is_alive(member):
                         self.pending.append(serving(member.actor, epoch, version))
-            case c.Evicted(actor, _, _, left):
-                if not left:
+            case c.Evicted(actor, _, _, cause):
+                if cause:
                     self.unproven.add(actor)
             case c.SetDeadline(token):
                 self.pending.append(c.DeadlinePassed(token))

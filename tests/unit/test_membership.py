@@ -22,7 +22,6 @@ from services.trainer.weight_sync.membership import (
     MOST_AT_ONCE,
     MOST_REMEMBERED,
     MOST_RESTED,
-    Departures,
     MemberChange,
     Roster,
 )
@@ -56,43 +55,43 @@ RENAMED, OTHER = Member("actor-0", "p", pod_uid="u1"), Member("a", "q", pod_uid=
     ],
 )
 def test_a_pods_end_is_the_departure_of_its_process_and_of_nobody_else(end, present, departure, left, not_left) -> None:
-    departures = Departures()
-    assert departures.leaving(end, {member.actor: member for member in present}) == departure
-    assert all(departures.has_left(member) for member in left)
-    assert not any(departures.has_left(member) for member in not_left)
+    roster = Roster()
+    assert roster.leaving(end, {member.actor: member for member in present}) == departure
+    assert all(roster.has_left(member) for member in left)
+    assert not any(roster.has_left(member) for member in not_left)
 
 
 def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
-    departures = Departures()
-    departures.leaving(deletion(), {"a": IN_POD})
+    roster = Roster()
+    roster.leaving(deletion(), {"a": IN_POD})
     gone = deletion(still_running=False)
-    assert departures.leaving(gone, {}) == leaves(IN_POD, still_running=False)
-    assert departures.leaving(gone, {}) is None
-    assert departures.has_left(IN_POD)
+    assert roster.leaving(gone, {}) == leaves(IN_POD, still_running=False)
+    assert roster.leaving(gone, {}) is None
+    assert roster.has_left(IN_POD)
 
 
 def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its_heartbeat() -> None:
-    departures, why = Departures(), "its pod was deleted, or relabelled"
+    roster, why = Roster(), "its pod was deleted, or relabelled"
     relabelled = PodEnd("a", "u1", why, still_running=False, final=False)
-    assert departures.leaving(relabelled, {"a": IN_POD}) == MembersLeaving((IN_POD,), why, False)
-    assert not departures.has_left(IN_POD)
-    departures.leaving(PodEnd("a", "u1", "its pod was deleted", still_running=False), {})
-    assert departures.has_left(IN_POD)
+    assert roster.leaving(relabelled, {"a": IN_POD}) == MembersLeaving((IN_POD,), why, False)
+    assert not roster.has_left(IN_POD)
+    roster.leaving(PodEnd("a", "u1", "its pod was deleted", still_running=False), {})
+    assert roster.has_left(IN_POD)
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    departures = Departures()
+    roster = Roster()
     for number in range(MOST_REMEMBERED + 1):
-        departures.leaving(deletion(f"u{number}"), {})
-    assert not departures.has_left(Member("a", "p", pod_uid="u0"))
-    assert departures.has_left(Member("a", "p", pod_uid="u1"))
+        roster.leaving(deletion(f"u{number}"), {})
+    assert not roster.has_left(Member("a", "p", pod_uid="u0"))
+    assert roster.has_left(Member("a", "p", pod_uid="u1"))
 
 
 A, B = Member("a", "a-1"), Member("b", "b-1")
 
 
-def put_out(roster: Roster, actor: str, *, left: bool = False) -> list[str]:
-    return [change.kind for change in roster.put_out(Evicted(actor, 1, "too slow", left), 3)]
+def put_out(roster: Roster, actor: str) -> list[str]:
+    return [change.kind for change in roster.put_out(Evicted(actor, 1, "too slow"), 3)]
 
 
 def gone(roster: Roster, actor: str) -> list[str]:
@@ -103,7 +102,7 @@ def serves(roster: Roster, *members: Member, version: int = 3) -> list[MemberCha
     return roster.served(members, 1, version)
 
 
-def test_arrivals_and_departures_are_told_once() -> None:
+def test_arrivals_and_roster_are_told_once() -> None:
     roster, again = Roster(), Member("a", "a-2")
     assert put_out(roster, "a") == [], "nobody knows it"
     roster.up(A)
@@ -116,7 +115,7 @@ def test_arrivals_and_departures_are_told_once() -> None:
     roster.up(again)
     assert serves(roster, A, version=6) == [], "that process is no longer there"
     assert serves(roster, again, version=6) == [MemberChange("joined", again, 1, 6)]
-    assert roster.put_out(Evicted("a", 2, "its pod", left=True), 6) == [MemberChange("left", again, 2, 6, "its pod")]
+    assert roster.put_out(Evicted("a", 2, "its pod", None), 6) == [MemberChange("left", again, 2, 6, "its pod")]
     assert gone(roster, "a") == [], "an epoch has put it out before"
     roster.up(A)
     assert gone(roster, "a") == [], "it never served"

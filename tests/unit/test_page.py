@@ -27,7 +27,6 @@ from services.trainer.reporting import page as live_page
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import STEPS_KEPT, PageBoard
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.weight_sync.membership import member_states
 from tests.unit.builders import make_recipe
 from tests.unit.trainer_fakes import stop_during_step, training_run
 
@@ -114,8 +113,7 @@ def test_history_of_a_long_run_is_bounded() -> None:
 
 def test_members_have_the_version_that_they_serve() -> None:
     loads = dict.fromkeys(("actor-10", "actor-2"), ActorState(policy_version=4, sequences_in_progress=5))
-    present = {"actor-10", "actor-9", "actor-2", "x"}
-    states = member_states(present, {"actor-2", "actor-9", "actor-10"}, {"actor-10"}, {"actor-2", "y"})
+    states = {"actor-10": "joining", "x": "waiting", "actor-9": "serving", "actor-2": "serving", "y": "leaving"}
     rows = live_page.member_rows(states, 7, loads)
     assert [(row["name"], row["state"], row["version"], row["in_progress"]) for row in rows] == [
         ("actor-2", "serving", 7, 5),

@@ -78,14 +78,6 @@ async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_wait
     await group.abandon()
 
 
-async def test_nothing_is_sent_without_a_group() -> None:
-    sender, snapshot = sender_and_snapshot()
-    group = sender.open_group(1, 2, 0.5)
-    with pytest.raises(TransferError):
-        await group.broadcast(snapshot, 1)
-    await group.abandon()
-
-
 def test_the_store_listens_on_the_one_interface_it_was_given() -> None:
     """It has no authentication, and torch's own listens on all interfaces whatever host it is given."""
     store = GroupStore("127.0.0.2")
@@ -137,10 +129,5 @@ def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_well() -> None:
 )
 def test_backend_follows_from_the_recipe_and_the_trainers_device(wanted, on_gpu, backend) -> None:
     assert transfer_backend(wanted, on_gpu) == backend
-
-
-def test_nccl_without_a_gpu_names_the_field_and_the_fix() -> None:
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(FieldError, match=r"weights\.backend.*gloo"):
         transfer_backend("nccl", on_gpu=False)
-    assert caught.value.field == "weights.backend"
-    assert "gloo" in caught.value.fix

@@ -414,7 +414,7 @@ async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
     async with stage("a", "b") as one:
         await one.send(0)
         await one.actors["b"].register(phase="draining")
-        await one.until(lambda: one.updater.num_present == 1)
+        await one.until(lambda: one.updater.states == {"a": "serving", "b": "leaving"})
         await one.actors["b"].bus.remove_member("b")
         await one.send(1)
         assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])

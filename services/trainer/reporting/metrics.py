@@ -28,8 +28,7 @@ from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, 
 from services.trainer.learn.step import TRAIN
 from services.trainer.records import StepRecord
 from services.trainer.weight_sync.coordinator import EvictionCause
-from services.trainer.weight_sync.membership import MEMBER_STATES
-from services.trainer.weight_sync.updater import UpdateRecord
+from services.trainer.weight_sync.updater import MEMBER_STATES, UpdateRecord
 
 if TYPE_CHECKING:
     from services.trainer.run import TrainingRun

@@ -170,13 +170,12 @@ class EvictionCause(StrEnum):
 
 @dataclass(frozen=True)
 class Evicted:
-    """`left`: in order, on somebody's wish."""
+    """`cause` None: it left in order, on somebody's wish."""
 
     actor: str
     epoch: int
     reason: str
-    left: bool = False
-    cause: EvictionCause = field(default=EvictionCause.FAILED, compare=False)
+    cause: EvictionCause | None = EvictionCause.FAILED
 
 
 @dataclass(frozen=True)
@@ -319,12 +318,12 @@ class Coordinator:
             gone = not still_running and not self._round.left.isdisjoint(processes.values())
             return self._again(reason) if hangs and gone else []
         if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
-            return self._lose(leaving, reason, left=True)
+            return self._lose(leaving, reason, None)
         for actor in leaving:
             self._round.left.add(self.members.pop(actor).process)
             self._round.answered.pop(actor, None)
         self._group_stands = False
-        return [Evicted(actor, self.epoch, reason, left=True) for actor in sorted(leaving)] + self._advance()
+        return [Evicted(actor, self.epoch, reason, None) for actor in sorted(leaving)] + self._advance()
 
     def _forget(self, actors: Iterable[str]) -> None:
         for actor in actors:
@@ -415,11 +414,9 @@ class Coordinator:
         self._round = _Round()
         return [SendVersion(self.epoch, self.version), self._new_deadline()]
 
-    def _lose(
-        self, actors: set[str], reason: str, cause: EvictionCause = EvictionCause.FAILED, *, left: bool = False
-    ) -> list[Action]:
+    def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Some members are gone: go on with the rest. While committing the rest already has the bytes; no rest: aborted."""
-        evicted: list[Action] = [Evicted(actor, self.epoch, reason, left, cause) for actor in sorted(actors)]
+        evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
                 self._benched[actor] = next(self._failures)

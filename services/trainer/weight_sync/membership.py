@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,39 +34,6 @@ class MemberChange:
     version: int
     reason: str = ""
     cause: EvictionCause | None = None
-
-
-class Departures:
-    """Which pods are known to end, so that a late heartbeat brings nobody back; a new pod of the same name, or a container
-    that starts again in its pod, is somebody else. One whose end is not certain comes back with its next heartbeat."""
-
-    def __init__(self) -> None:
-        self._ended: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
-        """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
-
-    def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Where one was told to
-        end before, the end of its processes is a departure once more."""
-        of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
-        nameless = present.get(pod.name)
-        if nameless is not None and not nameless.pod_uid:
-            self._remember(nameless.process if pod.final else "")
-            of_pod.append(nameless)
-        told = () if pod.still_running else self._ended.get(pod.uid, ())
-        if pod.final:
-            self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
-        of_pod.extend(told)
-        return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
-
-    def has_left(self, member: Member) -> bool:
-        return member.pod_uid in self._ended or member.process in self._ended
-
-    def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:
-        if key:
-            self._ended[key] = still_running
-            self._ended.move_to_end(key)
-        while len(self._ended) > MOST_REMEMBERED:
-            self._ended.popitem(last=False)
 
 
 MOST_AT_ONCE = 4
@@ -95,10 +61,13 @@ class _Registered:
 
 
 class Roster:
-    """Registered actors, in the order in which they came. Tells each arrival and each departure once."""
+    """Registered actors, in the order in which they came, and pods that are known to end. Tells each arrival and each
+    departure once."""
 
     def __init__(self) -> None:
         self._actors: dict[str, _Registered] = {}
+        self._ended: OrderedDict[str, tuple[Member, ...]] = OrderedDict()
+        """Pods by uid; of actors that do not know theirs, processes. With who was told to end and may still run."""
 
     def up(self, member: Member) -> None:
         """Registered, or sent a heartbeat. A new process of a known actor serves nothing yet."""
@@ -122,9 +91,8 @@ class Roster:
             return []
         known.joined = False
         _rest(known)
-        cause = None if evicted.left else evicted.cause
-        kind: Kind = "left" if evicted.left else "evicted"
-        return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, cause)]
+        kind: Kind = "evicted" if evicted.cause else "left"
+        return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
         """The version was brought to them, by an epoch or on a side group."""
@@ -172,6 +140,33 @@ class Roster:
         ]
         return ended, due[: MOST_AT_ONCE - len(running) + len(ended)]
 
+    def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
+        """The departure that follows from a pod's end; None where no actor of that pod is present (yet). Where one was told to
+        end before, the end of its processes is a departure once more. One whose end is not certain comes back with its next
+        heartbeat."""
+        of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
+        nameless = present.get(pod.name)
+        if nameless is not None and not nameless.pod_uid:
+            self._remember(nameless.process if pod.final else "")
+            of_pod.append(nameless)
+        told = () if pod.still_running else self._ended.get(pod.uid, ())
+        if pod.final:
+            self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
+        of_pod.extend(told)
+        return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
+
+    def has_left(self, member: Member) -> bool:
+        """Its pod is known to end: a late heartbeat brings nobody back. A new pod of the same name, or a container that starts
+        again in its pod, is somebody else."""
+        return member.pod_uid in self._ended or member.process in self._ended
+
+    def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:
+        if key:
+            self._ended[key] = still_running
+            self._ended.move_to_end(key)
+        while len(self._ended) > MOST_REMEMBERED:
+            self._ended.popitem(last=False)
+
     def _process(self, member: Member) -> _Registered | None:
         known = self._actors.get(member.actor)
         return known if known is not None and known.member.process == member.process else None
@@ -180,17 +175,3 @@ class Roster:
 def _rest(known: _Registered) -> None:
     known.failures += 1
     known.rest = min(2 ** (known.failures - 1), MOST_RESTED)
-
-
-MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: it serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is still
-registered."""
-
-
-def member_states(
-    present: AbstractSet[str], serving: AbstractSet[str], joining: AbstractSet[str], draining: AbstractSet[str]
-) -> dict[str, str]:
-    """State by name. `present`: members of the group and who waits to be one; `joining`: on side groups; `draining`: told to
-    end. An actor on a side group is joining, though it may still serve the version before."""
-    states = {name: "joining" if name in joining else "serving" if name in serving else "waiting" for name in present}
-    return {**states, **dict.fromkeys(draining - present, "leaving")}

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipelinerl.errors import TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.address import host_port
@@ -203,8 +202,6 @@ class CollectiveGroup:
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:
         """Raises `TransferError`; the group is then closed."""
-        if not self._meeting.done():
-            raise TransferError("the group is not built")
         self._broadcast = self._sender.broadcast(snapshot, self._meeting.result(), deadline_s, self._given_up)
         return await asyncio.wrap_future(self._broadcast)
 

@@ -39,7 +39,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import RanksMissing
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import MEMBER_STATES, Departures, MemberChange, Roster, member_states
+from services.trainer.weight_sync.membership import MemberChange, Roster
 
 if TYPE_CHECKING:
     from services.trainer.reporting.recorder import Recorder
@@ -55,6 +55,9 @@ phase, which would blame all whom it kept waiting."""
 PATIENCE_S = 3.0
 """For the next rank once one has come, in a meeting of members that have met before: who died a moment ago is found out by
 this, long before its registration expires. Who is only slow is left out too, and comes back by a side group."""
+MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
+"""`waiting`: it serves no version, or an older one, and its turn is still to come. `leaving`: it was told to end, and is still
+registered."""
 MOST_REASONS = 16
 """Actors whose last reason is remembered: enough for a person, and bounded where names keep changing."""
 
@@ -272,7 +275,7 @@ class WeightUpdater:
         self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
         self._recorder, self._join_timeout_s, self._on_served = recorder, join_timeout_s, on_served
         self.tasks: asyncio.TaskGroup
-        self.roster, self._departures = Roster(), Departures()
+        self.roster = Roster()
         self._draining: set[str] = set()
         """Actors that were told to end and are still registered."""
         self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
@@ -304,9 +307,16 @@ class WeightUpdater:
 
     @property
     def states(self) -> dict[str, str]:
-        """Of each registered actor, by name. May be read on any thread."""
-        present, draining = set(self._main.coordinator.present), set(self._draining)
-        return member_states(present, set(self.serving), set(self._sides), draining)
+        """Of each registered actor, by name; on a side group it is joining, though it may still serve the version before.
+
+        May be read on any thread.
+        """
+        serving, joining = set(self.serving), set(self._sides)
+        states = {
+            name: "joining" if name in joining else "serving" if name in serving else "waiting"
+            for name in list(self._main.coordinator.present)
+        }
+        return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
 
     @property
     def member_states(self) -> dict[str, int]:
@@ -340,7 +350,7 @@ class WeightUpdater:
 
     def pod_ends(self, pod: PodEnd) -> None:
         """An actor's pod is being deleted, or has ended: its departure, whatever its heart does."""
-        leaving = self._departures.leaving(pod, self._main.coordinator.present)
+        leaving = self.roster.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
             self.post(None, leaving)
 
@@ -469,7 +479,7 @@ class WeightUpdater:
             await self._changed.wait_for(condition)
 
     async def _membership(self, event: c.Event) -> None:
-        if isinstance(event, c.MemberUp) and self._departures.has_left(event.member):
+        if isinstance(event, c.MemberUp) and self.roster.has_left(event.member):
             return
         await self._step_main(event)
         match event:
@@ -498,8 +508,8 @@ class WeightUpdater:
                     if self._formed_before:
                         self._recorder.regrouped()
                     self._formed_before = True
-                case c.Evicted(actor, _, reason, left):
-                    self.evictions += not left
+                case c.Evicted(actor, _, reason, cause):
+                    self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
                 case c.SendAbort(epoch, version, reason):
