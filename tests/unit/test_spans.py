@@ -216,8 +216,8 @@ async def test_a_commit_that_nobody_lives_to_carry_out_ends_as_an_error() -> Non
             await one.updater.offer(0, "snapshot-0")
             await one.until(lambda: one.updater._main.coordinator.phase is Phase.COMMITTING)
             await actor.bus.remove_member("a")
-            await one.until(lambda: len(one.aborts) > 0)
-            assert [(version, reason) for version, _, _, reason in one.aborts] == [
+            await one.until(lambda: len(one.history.aborts) > 0)
+            assert [(version, reason) for version, _, _, reason in one.history.aborts] == [
                 (0, "left, or its heartbeat stopped")
             ]
             (commit,) = [span for span in spans.named("weight_update.commit") if span.kind is SpanKind.PRODUCER]

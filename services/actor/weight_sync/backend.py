@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.manifest import Manifest
 from services.actor.engine import parse_version
 from services.actor.weight_sync.client import Hello, WeightLoading
@@ -103,8 +103,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises NothingStaged when the version named is not the one staged."""
-        if self._worker is None:
-            raise TransferError("no manifest is prepared")
+        assert self._worker is not None, "init_transfer_engine comes first"
         self._worker.check_staged(parse_version(update_info.version))
 
     def finish_weight_update(self) -> None:

@@ -273,10 +273,12 @@ class WeightUpdateClient:
         return hellos[0].loading
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        await self._connected().ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
+        assert self._link is not None, "prepare comes first"
+        await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        staged = await self._connected().ask(Receive(version, deadline_s))
+        assert self._link is not None, "prepare comes first"
+        staged = await self._link.ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}
         if len(checksums) != 1:
             raise TransferError(f"ranks of one engine staged different bytes of version {version}: {sorted(checksums)}")
@@ -317,8 +319,3 @@ class WeightUpdateClient:
         link, self._link = self._link, None
         if link is not None:
             await link.close()
-
-    def _connected(self) -> WorkerLink:
-        if self._link is None:
-            raise TransferError("no manifest is prepared")
-        return self._link
