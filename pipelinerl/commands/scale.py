@@ -43,13 +43,19 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
+    """Raises `FieldError` when the run has ended meanwhile."""
     import asyncio
+
+    from pipelinerl.local.following import ask_actor
+    from pipelinerl.local.processes import running_pids
+    from pipelinerl.local.progress import phase_of
 
     shown = ""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                phases = await _phases(run_dir)
+                actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
+                phases = {name: phase_of(await ask_actor(run_dir.address(name))) for name in actors}
                 line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
                 if line != shown:
                     shown = line
@@ -61,13 +67,3 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
         raise ServiceError(
             f"{count} actors do not all serve after {timeout_s:g} s: {shown}. The run goes on; look at its logs"
         ) from None
-
-
-async def _phases(run_dir: RunDir) -> dict[str, str]:
-    """What each actor of the run says it is at. Raises `FieldError` when the run has ended meanwhile."""
-    from pipelinerl.local.following import ask_actor
-    from pipelinerl.local.processes import running_pids
-    from pipelinerl.local.progress import phase_of
-
-    actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
-    return {name: phase_of(await ask_actor(run_dir.address(name))) for name in actors}

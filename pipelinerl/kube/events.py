@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError, Pod
+from pipelinerl.kube.client import BACKOFF, KubeClient, KubeError, Pod
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,10 @@ class EventRecorder:
         component: str,
         instance: str,
         limiter: EventRateLimiter | None = None,
-        backoff: KubeBackoff = BACKOFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._component, self._instance = client, component, instance
-        self._limiter, self._backoff, self._clock = limiter or EventRateLimiter(), backoff, clock
+        self._limiter, self._clock = limiter or EventRateLimiter(), clock
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_SIZE)
         self._denied_until_s = 0.0
         self._logged: tuple[object, ...] = ()
@@ -130,11 +129,11 @@ class EventRecorder:
                 log.log(logging.DEBUG if why == self._logged else logging.WARNING, "no Kubernetes Events: %s", error)
                 self._logged = why
                 if error.denied:
-                    self._denied_until_s = self._clock() + self._backoff.denied_s
+                    self._denied_until_s = self._clock() + BACKOFF.denied_s
                 if 400 <= error.status < 500 and error.status != 429:
                     break
                 if tries < TRIES:
-                    await asyncio.sleep(self._backoff.after(error, tries))
+                    await asyncio.sleep(BACKOFF.after(error, tries))
             else:
                 self._logged = ()
                 return

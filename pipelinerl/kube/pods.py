@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipelinerl.kube.client import BACKOFF, KubeBackoff, KubeClient, KubeError, Pod
+from pipelinerl.kube.client import BACKOFF, KubeClient, KubeError, Pod
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +34,8 @@ class PodEnd:
 class PodWatch:
     """`selector`: labels, as `kubectl get pods -l` takes them. `without`: what follows while it cannot watch, for the log."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        selector: str,
-        on_end: Callable[[PodEnd], None],
-        *,
-        without: str,
-        backoff: KubeBackoff = BACKOFF,
-    ) -> None:
-        self._client, self._selector, self._on_end = client, selector, on_end
-        self._without, self._backoff = without, backoff
+    def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
+        self._client, self._selector, self._on_end, self._without = client, selector, on_end, without
         self._pods: dict[str, Pod] = {}  # by uid
         self._reported: dict[str, bool] = {}  # by uid: whether it was still running then
         self._resource_version = ""
@@ -70,9 +61,9 @@ class PodWatch:
                     self._resource_version = ""
                 else:
                     self._log_away(error)
-                await asyncio.sleep(self._backoff.after(error, self._failures))
+                await asyncio.sleep(BACKOFF.after(error, self._failures))
             else:
-                await asyncio.sleep(self._backoff.first_s)
+                await asyncio.sleep(BACKOFF.first_s)
 
     async def _watch(self) -> None:
         """Until the server ends the watch."""

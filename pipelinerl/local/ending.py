@@ -33,14 +33,7 @@ SAMPLES_READ = 64
 
 def write_report(run_dir: Path) -> Path:
     """Writes `run_dir`/report.html and returns its path. Raises `FieldError` when the folder is not a run's."""
-    report = run_dir / "report.html"
-    report.write_text(report_html(read_run(run_dir)), encoding="utf-8")
-    return report
-
-
-def read_run(run_dir: Path) -> dict[str, Any]:
-    """The page's data, from recipe.yaml, metrics.jsonl, samples.jsonl and, if it is there, summary.json."""
-    recipe_file = run_dir / "recipe.yaml"
+    recipe_file, report = run_dir / "recipe.yaml", run_dir / "report.html"
     if not run_dir.is_dir():
         what = "is a file" if run_dir.exists() else "there is no such folder"
         raise FieldError("RUN_DIR", str(run_dir), f"{what}; give the folder of a run")
@@ -52,7 +45,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     samples = jsonl_ends(run_dir / "samples.jsonl", SAMPLES_READ)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    return {**data, "starts": trainer_starts(run_dir)}
+    report.write_text(report_html({**data, "starts": trainer_starts(run_dir)}), encoding="utf-8")
+    return report
 
 
 def report_html(data: Mapping[str, Any]) -> str:

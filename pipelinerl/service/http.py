@@ -48,15 +48,12 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
         is_answered = scope["type"] != "http" or scope["path"] in open_paths
         if not is_answered:
             hosts = Headers(scope=scope).getlist("host")
-            is_answered = len(hosts) == 1 and _without_port(hosts[0].strip().lower()) in known
+            asked = hosts[0].strip().lower() if len(hosts) == 1 else ""
+            name, colon, port = asked.rpartition(":")
+            is_answered = bool(asked) and (name if colon and port.isdecimal() else asked) in known
         await (app if is_answered else PlainTextResponse(refusal, 403))(scope, receive, send)
 
     return guarded
-
-
-def _without_port(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdecimal() else host
 
 
 def bracketed(host: str) -> str:

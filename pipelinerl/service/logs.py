@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "color_message", "taskName"),
@@ -39,14 +38,10 @@ class LogContext:
 
 
 def configure_logging(
-    context: LogContext,
-    *,
-    log_format: Literal["text", "json"] = "text",
-    level: str = "info",
-    stream: TextIO | None = None,
+    context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info"
 ) -> None:
-    """Sends the root logger to `stream` (standard error by default) in one format, replacing its handlers."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Sends the root logger to standard error in one format, replacing its handlers."""
+    handler = logging.StreamHandler()
     handler.setFormatter(ContextFormatter(context, log_format))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)

@@ -23,6 +23,7 @@ ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 MOST = 2**31 - 1
 """The annotation is an int32."""
 EVERY_S = 15.0
+BACKOFF = KubeBackoff(first_s=EVERY_S, most_s=20 * EVERY_S)
 CHANGED_SHARE, CHANGED_TOKENS = 0.2, 256
 """Of what was told last: a cost that differs by less is told as it was. An actor at work has sequences of all lengths in hand,
 whose sum moves little; the order of busy pods is then true to a fifth, and that of idle and busy ones exact."""
@@ -52,7 +53,6 @@ async def tell_deletion_cost(
     *,
     pod: str,
     uid: str,
-    backoff: KubeBackoff | None = None,
 ) -> None:
     """Has Kubernetes take the cheapest pod first when it scales down. Runs until cancelled.
 
@@ -63,7 +63,6 @@ async def tell_deletion_cost(
     to change an order of pods. Without API or permission one line says so and generation does not notice.
 
     `client` None: no Kubernetes, only the gauge. `pod`: this one's name; `uid` may be empty."""
-    backoff = backoff or KubeBackoff(first_s=EVERY_S, most_s=20 * EVERY_S)
     told: int | None = None
     failures, not_before_s = 0, 0.0
     try:
@@ -80,7 +79,7 @@ async def tell_deletion_cost(
                         "the deletion cost of this pod is not kept up to date, scaling down may stop a busy actor: %s",
                         error,
                     )
-                    not_before_s = now_s + backoff.after(error, failures)
+                    not_before_s = now_s + BACKOFF.after(error, failures)
                 else:
                     if failures:
                         log.info("the deletion cost of this pod is kept up to date again")

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -95,11 +96,13 @@ async def telling(
 ) -> AsyncIterator[Running]:
     held, group, progress, metrics = HeldGroups(), make_group(0), Progress(), ActorMetrics(CollectorRegistry())
     held.take(group, Delivery())  # type: ignore[arg-type]
-    told = tell_deletion_cost(client, held, progress, metrics, pod="actor-x", uid=uid, backoff=backoff)  # type: ignore[arg-type]
+    told = tell_deletion_cost(client, held, progress, metrics, pod="actor-x", uid=uid)  # type: ignore[arg-type]
     task = asyncio.create_task(told)
+    shortened = backoff or KubeBackoff(first_s=membership.EVERY_S, most_s=20 * membership.EVERY_S)
     try:
-        yield Running(progress, group.sequence_id(0), metrics)
-        assert not task.done()
+        with patch.object(membership, "BACKOFF", shortened):
+            yield Running(progress, group.sequence_id(0), metrics)
+            assert not task.done()
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):

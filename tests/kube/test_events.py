@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from pipelinerl.errors import ServiceError
+from pipelinerl.kube import events as kube_events
 from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, KubeBackoff, KubeClient, Pod
 from pipelinerl.kube.events import MOST_KEYS, QUEUE_SIZE, EventRateLimiter, EventRecorder
 from pipelinerl.service.lifecycle import StartStopped
@@ -33,12 +35,13 @@ SHORT = KubeBackoff(first_s=0.01, most_s=0.02, denied_s=1000.0)
 
 @asynccontextmanager
 async def recording(client: KubeClient, **options: Any) -> AsyncIterator[EventRecorder]:
-    options = {"component": "pipelinerl-trainer", "instance": "t-0", "backoff": SHORT} | options
+    options = {"component": "pipelinerl-trainer", "instance": "t-0"} | options
     recorder = EventRecorder(client, **options)
     task = asyncio.create_task(recorder.run())
     try:
-        yield recorder
-        assert not task.done()
+        with patch.object(kube_events, "BACKOFF", SHORT):
+            yield recorder
+            assert not task.done()
     finally:
         task.cancel()
 

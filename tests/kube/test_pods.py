@@ -7,9 +7,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 
+from pipelinerl.kube import pods
 from pipelinerl.kube.client import (
     CREATE_EVENTS,
     LIST_PODS,
@@ -47,12 +49,11 @@ class Told:
 @asynccontextmanager
 async def watching(client: KubeClient, backoff: KubeBackoff = SHORT) -> AsyncIterator[Told]:
     told = Told()
-    task = asyncio.create_task(
-        PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell", backoff=backoff).run()
-    )
+    task = asyncio.create_task(PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell").run())
     try:
-        yield told
-        assert not task.done()
+        with patch.object(pods, "BACKOFF", backoff):
+            yield told
+            assert not task.done()
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
