@@ -141,8 +141,8 @@ class ServiceLaunches:
 
     def warmstart(self, cache: Path) -> Launch:
         """What builds the initial model in that folder. Nothing else runs beside it."""
-        settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve()), "verifier": ""}
-        return self._launch("warmstart", settings, {})
+        settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
+        return self._launch("warmstart", {**settings, "model_dir": "", "verifier": ""}, {})
 
     def _of_policy(self) -> dict[str, str]:
         return {"nats_url": self.nats_url, "verifier": self.verifier_address, "model_dir": self.model_dir}
