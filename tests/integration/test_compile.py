@@ -44,6 +44,7 @@ def is_compiled(model: PreTrainedModel) -> list[bool]:
 
 
 @needs_compiler
+@pytest.mark.timeout(240)  # the compiler takes half a minute of a free core
 def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() -> None:
     """Recomputed activations, rows of several lengths, and a reference policy: an uncompiled copy of a compiled one."""
     torch.compiler.reset()
