@@ -67,14 +67,6 @@ async def test_prompts_are_taken_once_in_order_of_publication_by_whoever_waits(b
     assert (await bus.prompts_info()).messages == 0
 
 
-async def test_two_clients_share_the_queue(bus: Bus, connect: Connect) -> None:
-    for number in range(6):
-        await bus.publish_prompt(str(number).encode(), f"g{number}")
-    async with connect() as other, asyncio.TaskGroup() as tasks:
-        takes = [tasks.create_task(take(client)) for client in (bus, other, bus, other, other, bus)]
-    assert sorted(taken.result().payload for taken in takes) == [b"0", b"1", b"2", b"3", b"4", b"5"]
-
-
 async def test_an_unacknowledged_prompt_goes_to_somebody_else_after_ack_wait(bus: Bus, connect: Connect) -> None:
     await bus.publish_prompt(b"group", "g1")
     began = time.monotonic()

@@ -584,13 +584,6 @@ async def test_every_query_of_every_panel_finds_data(
     assert wrong == []
 
 
-async def test_no_label_of_ours_gives_way_to_one_of_the_target(tour: Tour, stopped: Stopped) -> None:
-    """Prometheus calls ours `exported_…` where both have the name, and no query would find it."""
-    names = {label for one in found(tour, stopped, '{__name__=~"pipelinerl_.+"}') for label in one["metric"]}
-    assert {"run", "service", "instance", "process"} <= names
-    assert [name for name in names if name.startswith("exported_")] == []
-
-
 async def test_every_alert_looks_at_series_that_are_there(tour: Tour, stopped: Stopped) -> None:
     missing = []
     for name, rule in shown_alerts().items():

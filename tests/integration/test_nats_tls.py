@@ -126,19 +126,11 @@ async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, autho
 
 
 async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
-    async def problem() -> str:
-        with pytest.raises(FieldError) as caught:
-            async with jetstream.connect("tls://127.0.0.1:1", RUN, tls_dir=tmp_path / "client"):
-                pass
-        assert caught.value.field == "nats_tls_dir"
-        return str(caught.value)
-
-    assert "ca.crt': cannot be read: No such file" in await problem()
-    folder = authority.issue(tmp_path / "client", "caller")
-    (folder / "tls.key").write_text("no key")
-    assert "tls.crt': and tls.key are no pair" in await problem()
-    (folder / "ca.crt").write_text("no certificate")
-    assert "ca.crt': holds no certificate in PEM" in await problem()
+    """What else may be wrong with them: see test_grpc_tls."""
+    (authority.issue(tmp_path / "client", "caller") / "tls.key").write_text("no key")
+    with pytest.raises(FieldError, match=r"nats_tls_dir = .*tls\.crt': and tls\.key are no pair"):
+        async with jetstream.connect("tls://127.0.0.1:1", RUN, tls_dir=tmp_path / "client"):
+            pass
 
 
 async def test_a_reconnection_uses_the_renewed_files(

@@ -16,7 +16,6 @@ from pipelinerl.local.processes import (
     Launch,
     ServiceDied,
     ServiceProcess,
-    log_tail,
 )
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
@@ -79,14 +78,6 @@ async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> Non
         await process.address(timeout_s=3600)
     with pytest.raises(ServiceError, match="ghost cannot be started"):
         await ServiceProcess.start(launch("x" * 300_000))
-
-
-async def test_a_restart_appends_to_the_log_and_believes_no_stale_address(start: Start) -> None:
-    for life in ("first", "second"):
-        process = await start(f"print('{life} life')\n" + SERVICE)
-        assert (await process.address(timeout_s=10)).pid == process.pid
-        await process.kill_and_wait()
-    assert log_tail(process.launch.log) == "first life\nsecond life"
 
 
 async def test_a_kernel_that_takes_its_time_with_the_dead_does_not_fail_a_stop(

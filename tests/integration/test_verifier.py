@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -36,7 +35,7 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResul
 from services.verifier.server import serve
 from services.verifier.worker_process import children
 from tests.support.certificates import Authority
-from tests.support.exposition import without_run
+from tests.support.exposition import metric
 from tests.support.verifier import ScriptedVerifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
@@ -59,17 +58,9 @@ def recipe(**reward: Any) -> dict[str, Any]:
     }
 
 
-def get(address: ServiceAddress, path: str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address.http}{path}", timeout=5) as answer:
-        return str(answer.read().decode())
-
-
 async def sample(address: ServiceAddress, name: str) -> float:
     """One sample by its name without prefix, with labels but the run's; 0 when it is not there yet."""
-    text = without_run(await asyncio.to_thread(get, address, "/metrics"))
-    found = re.search(rf"^pipelinerl_verifier_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    return await asyncio.to_thread(metric, address.http, f"pipelinerl_verifier_{name}")
 
 
 class Verifier:

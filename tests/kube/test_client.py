@@ -13,8 +13,6 @@ import pytest
 
 from pipelinerl.kube.client import (
     ACTOR,
-    CREATE_EVENTS,
-    LIST_PODS,
     TRAINER,
     KubeClient,
     KubeError,
@@ -54,16 +52,6 @@ async def test_each_service_may_do_what_it_calls_and_nothing_else(
         with pytest.raises(KubeError) as raised:
             await refused
         assert raised.value.denied
-
-
-async def test_a_refusal_names_the_role_that_is_missing(api: ApiServer, trainer: KubeClient) -> None:
-    api.rights["trainer-token"] = frozenset({CREATE_EVENTS})
-    with pytest.raises(KubeError, match='apiGroups \\[""\\], resources \\[pods\\], verbs \\[list\\]') as raised:
-        await trainer.list_pods(SELECTOR)
-    assert (raised.value.status, raised.value.permission) == (403, LIST_PODS)
-    with pytest.raises(KubeError, match="User cannot watch resource 'pods'"):
-        async with trainer.watch_pods(SELECTOR, "1"):
-            pass
 
 
 async def test_an_event_that_is_stored_already_is_stored(api: ApiServer, trainer: KubeClient) -> None:

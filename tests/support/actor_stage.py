@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
-import urllib.request
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
@@ -26,8 +22,8 @@ from pipelinerl.local.processes import kill_session
 from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
 from pipelinerl.service.address import read_address
 from pipelinerl.service.grpc import serve_grpc
-from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from tests.support.exposition import without_run
+from tests.support.exposition import metric
+from tests.support.verifier import ScriptedVerifier
 from tests.unit.builders import make_group
 
 RUN = "demo"
@@ -35,20 +31,6 @@ ROOT = Path(__file__).parents[2]
 SOON_S = 150.0
 """Longer than anything here takes; reached only by what waits for ever."""
 PROMPT = (0, 1, 2)
-NAME = "pipelinerl.v1.VerifierService"
-
-
-class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Every completion is worth 1."""
-
-    async def Verify(
-        self, request: verifier_pb2.VerifyRequest, context: grpc.aio.ServicerContext
-    ) -> verifier_pb2.VerifyResponse:
-        ok = verifier_pb2.VERIFY_STATUS_OK
-        results = [
-            verifier_pb2.VerifyResult(sequence_id=item.sequence_id, status=ok, reward=1.0) for item in request.items
-        ]
-        return verifier_pb2.VerifyResponse(results=results)
 
 
 @dataclass
@@ -63,11 +45,7 @@ class LightActor:
 
     def metric(self, name: str, labels: str = "") -> float:
         """Of its /metrics; 0 when it is not there."""
-        url = f"http://{read_address(self.address_file).http}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            text = without_run(answer.read().decode())
-        found = re.search(rf"^pipelinerl_actor_{name}{re.escape(labels)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        return metric(read_address(self.address_file).http, f"pipelinerl_actor_{name}{labels}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -144,6 +122,6 @@ async def actor_stage(folder: Path, recipe: Path, limits: StreamLimits | None = 
         server = stack.enter_context(NatsServer(folder / "nats"))
         bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
         await bus.create_streams()
-        add = lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(), server)  # noqa: E731
-        verifier_port = await stack.enter_async_context(serve_grpc(add, [NAME], "127.0.0.1", 0, stop_grace_s=0.1))
+        serving = serve_grpc(ScriptedVerifier().register, [], "127.0.0.1", 0, stop_grace_s=0.1)
+        verifier_port = await stack.enter_async_context(serving)
         yield ActorStage(folder, server, bus, limits, stack, recipe, verifier_port)

@@ -1,12 +1,16 @@
-"""What a service answers to /metrics, without the label that is the same on every line."""
+"""One figure of what a service answers to /metrics."""
 
 from __future__ import annotations
 
 import re
+from urllib.request import ProxyHandler, build_opener
 
 _RUN = re.compile(r'\{run="[^"]*"\}|run="[^"]*",|,run="[^"]*"')
 
 
-def without_run(text: str) -> str:
-    """The exposition text without the label `run`. Pure."""
-    return _RUN.sub("", text)
+def metric(address: str, sample: str) -> float:
+    """By its name and its labels but the run's, which is on every line; 0 when it is not there."""
+    with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=5) as answer:
+        text = _RUN.sub("", answer.read().decode())
+    found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0

@@ -26,7 +26,6 @@ from pipelinerl.messages.sequences import (
     encode_group,
     encode_sequence,
     remains_of_group,
-    sampling_from_proto,
 )
 from pipelinerl.v1 import sequence_pb2 as pb
 from tests.unit.builders import damaged
@@ -415,11 +414,3 @@ def test_a_group_without_sampling_parameters_is_refused() -> None:
     with pytest.raises(MessageError) as caught:
         decode_group(message.SerializeToString())
     assert caught.value.field == "sampling.top_p"
-
-
-# --- parts that gRPC messages use
-
-
-def test_sampling_parameters_come_back_unchanged() -> None:
-    greedy = SamplingParams(temperature=0.0, top_p=0.3, top_k=1, max_tokens=5, stop_token_ids=(1, 2))
-    assert sampling_from_proto(pb.SamplingParams(**vars(greedy))) == greedy

@@ -19,7 +19,6 @@ from pipelinerl.rl.groups import (
     LAG_BUCKETS,
     Lineage,
     StaleReason,
-    all_equal,
     effective_sample_size,
     ess_by_lag,
     group_advantages,
@@ -232,11 +231,6 @@ def test_one_sample_has_no_others_to_leave_in() -> None:
 def test_rewards_must_be_finite(bad: float) -> None:
     with pytest.raises(FieldError, match="must be finite"):
         group_advantages([0.0, bad])
-
-
-def test_all_equal() -> None:
-    assert all_equal([0.5, 0.5])
-    assert not all_equal([0.5, 0.5, 0.25])
 
 
 @given(REWARDS, st.floats(-100, 100))

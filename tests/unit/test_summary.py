@@ -15,7 +15,6 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import (
-    is_finished,
     lag_summary,
     read_jsonl,
     summary_from_metrics,
@@ -105,12 +104,6 @@ def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
     if summary is not None:
         run.summary.write_text(json.dumps(summary))
     return run
-
-
-def test_what_counts_as_finished() -> None:
-    assert is_finished({"interrupted": False})
-    unfinished = ({}, {"interrupted": True}, {"interrupted": False, "error": "x"})
-    assert not any(is_finished(summary) for summary in unfinished)
 
 
 def test_the_trainers_summary_is_kept_and_completed(tmp_path: Path) -> None:

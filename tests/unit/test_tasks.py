@@ -98,21 +98,13 @@ def test_a_family_like_no_other_gets_the_way_to_list_them() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "said"),
     [
-        ("chain_summ", {}, "task.name = 'chain_summ': not a reasoning-gym family; did you mean chain_sum"),
-        (
-            "chain_sum",
-            {"min_term": 3},
-            "task.config.min_term = 3: chain_sum has no such argument; did you mean min_terms? ",
-        ),
         (
             "chain_sum",
             {"zzz": 3},
             "task.config.zzz = 3: chain_sum has no such argument; allowed: min_terms, max_terms, ",
         ),
         ("chain_sum", {"seed": 3}, "task.config.seed = 3: leave it out"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "chain_sum refuses it"),
         ("chain_sum", {"min_terms": "three"}, "chain_sum refuses it"),
-        ("gcd", {}, "only chain_sum has a compact form"),
     ],
 )
 def test_a_family_or_arguments_that_cannot_be_are_named(family: str, config: dict[str, Any], said: str) -> None:
@@ -198,21 +190,9 @@ def test_a_bad_line_is_named_by_file_line_and_field(row: Any, said: str, tmp_pat
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"task\.path.*no such file"):
-        make_source(file_task(tmp_path / "none.jsonl"), seed=0)
     (tmp_path / "p.csv").write_text("prompt,answer\n")
     with pytest.raises(FieldError, match=r"task\.path.*\.jsonl or a \.parquet"):
         make_source(file_task(tmp_path / "p.csv"), seed=0)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
     with pytest.raises(UserError, match=r"latin\.jsonl: not a UTF-8 text file"):
         make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
-    with pytest.raises(FieldError, match=r"task\.heldout_problems = 10: .*10 distinct problems"):
-        make_source(file_task(write_jsonl(tmp_path / "p.jsonl", ROWS), heldout=10), seed=0)
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    path = tmp_path / "p.parquet"
-    path.write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="pip install pyarrow"):
-        make_source(file_task(path), seed=0)
