@@ -94,6 +94,26 @@ def create_run_dir(recipe_name: str, now: datetime, name: str | None = None, pat
     return run
 
 
+NAMED_IN = ("run.json", "lineage.json")
+"""Files of a run's folder that say what the run is called: of a run on this machine, and the trainer's."""
+
+
+def run_name(folder: Path, option: str = "RUN_DIR") -> str:
+    """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
+    if not folder.is_dir():
+        raise FieldError(option, str(folder), "is no folder: give the folder of a run")
+    name = folder.resolve().name
+    for file in NAMED_IN:
+        try:
+            name = json.loads((folder / file).read_bytes())["run"]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise FieldError(option, str(folder), f"its {file} does not name the run: {error!r}") from error
+        break
+    return check_run_name(str(name), option)
+
+
 def _unused(stamped: str) -> RunDir:
     Path("runs").mkdir(exist_ok=True)
     for attempt in count(1):

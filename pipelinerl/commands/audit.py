@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipelinerl.commands.streams import NAMED_IN, add_server_arguments, holds_streams, run_name, streams_of
+from pipelinerl.commands.streams import add_server_arguments, holds_streams, streams_of
+from pipelinerl.run_dir import NAMED_IN, RunDir, run_name
 
 NAME = "audit"
 HELP = "derive a run's ledger again from its journal, checkpoints and streams"
@@ -30,7 +31,6 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.audit.report import as_json, lines
     from pipelinerl.errors import FieldError
     from pipelinerl.local.processes import living_names
-    from pipelinerl.run_dir import RunDir
 
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):

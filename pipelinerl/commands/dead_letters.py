@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.commands.streams import add_server_arguments, run_name, streams_of
+from pipelinerl.commands.streams import add_server_arguments, streams_of
+from pipelinerl.run_dir import run_name
 
 if TYPE_CHECKING:
     from pipelinerl.messages.sequences import DeadLetter

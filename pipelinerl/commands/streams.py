@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError
+from pipelinerl.run_dir import run_name
 
 if TYPE_CHECKING:
     from pipelinerl.bus.jetstream import Bus
@@ -67,38 +68,13 @@ async def streams_in_folder(run_dir: Path) -> AsyncIterator[Bus]:
     """A connected bus. Raises `FieldError` when the folder does not say where they are."""
     from pipelinerl.bus.jetstream import connect
 
-    name = run_name(run_dir)
-    async with _server_url(run_dir) as url, connect(url, name) as bus:
+    async with _server_url(run_dir) as url, connect(url, run_name(run_dir)) as bus:
         yield bus
 
 
 def holds_streams(run_dir: Path) -> bool:
     """Whether it is the folder of a run on this machine, which keeps its streams there."""
     return (run_dir / "nats" / _STORE).is_dir()
-
-
-NAMED_IN = ("run.json", "lineage.json")
-"""Files of a run's folder that say what the run is called: of a run on this machine, and the trainer's."""
-
-
-def run_name(run_dir: Path) -> str:
-    """What the run in this folder is called: `NAMED_IN` say so; without them, the folder's name. Raises `FieldError`."""
-    import json
-
-    from pipelinerl.bus.protocol import check_run_name
-
-    if not run_dir.is_dir():
-        raise FieldError("RUN_DIR", str(run_dir), "is no folder: give the folder of a run")
-    name = run_dir.resolve().name
-    for file in NAMED_IN:
-        try:
-            name = json.loads((run_dir / file).read_bytes())["run"]
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise FieldError("RUN_DIR", str(run_dir), f"its {file} cannot be read: {error!r}") from error
-        break
-    return check_run_name(str(name), "RUN_DIR")
 
 
 @asynccontextmanager

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -82,11 +80,6 @@ class NatsServer:
             return str(json.loads((self.folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
         except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written
             return None
-
-    def reload(self) -> None:
-        """Makes the server read `extra` again: users and certificates may change while it runs."""
-        self._configure()
-        os.kill(self.pid, signal.SIGHUP)
 
     def start(self) -> None:
         """Returns when clients can connect to `url`. Call it from a thread that outlives the server."""

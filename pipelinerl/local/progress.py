@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -252,7 +252,7 @@ _PHASE_EVERY_S = 2.0
 """Plain lines of phases before the first step come at most this often."""
 
 
-class Display:
+class Display(contextlib.AbstractContextManager["Display"]):
     """Where progress is shown, in a with block: one line for a step, at most one every `every_s`; before the first step, what
     the run is at."""
 
@@ -260,9 +260,6 @@ class Display:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s = "", float("-inf")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None

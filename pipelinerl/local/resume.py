@@ -11,13 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.local.processes import living
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import Change, check_resumable, load_recipe, read_recipe, recipe_from_data
 from pipelinerl.recipe.preflight import check_environment
-from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json
+from pipelinerl.run_dir import RunDir, missing_from, newest_checkpoint, newest_state, read_json, run_name
 from pipelinerl.run_summary import is_finished
 
 OPTION = "--resume"
@@ -71,11 +70,7 @@ def find_run(folder: Path) -> RunDir:
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
     if missing:
         raise FieldError(OPTION, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
-    try:
-        name = json.loads(run_dir.identity.read_bytes())["run"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise FieldError(OPTION, shown, f"its run.json does not name the run: {error!r}") from error
-    return RunDir(folder, check_run_name(str(name), OPTION))
+    return RunDir(folder, run_name(folder, OPTION))
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ async def test_in_a_pod_of_the_run_nothing_need_be_named(
         (["--nats", "nats://h"], "--run = ''"),
         (["RUN"], "holds no streams"),
         (["RUN/absent"], "is no folder"),
-        (["RUN/broken"], "its run.json cannot be read"),
+        (["RUN/broken"], "its run.json does not name the run"),
     ],
 )
 def test_a_place_must_be_named(

@@ -20,7 +20,7 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.local.nats import NatsServer
-from tests.support.guarded_nats import PASSWORDS, guarded, logged
+from tests.support.guarded_nats import PASSWORDS, guarded, logged, reload
 
 RUN = "demo"
 SUBJECTS = Subjects(RUN)
@@ -228,12 +228,12 @@ async def test_a_changed_password_is_used_for_the_next_connection(
             assert await bus.publish_prompt(b"1", "g1") == 1
             (tmp_path / TRAINER).write_text("trainer:rotated-secret")
             server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
-            server.reload()
+            reload(server)
             await logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"2", "g2") == 2
             caplog.clear()
             server.extra = {"authorization": authorization(RUN, PASSWORDS)}
-            server.reload()  # before the file: as it is while a Secret takes its minute to reach the pod
+            reload(server)  # before the file: as it is while a Secret takes its minute to reach the pod
             await logged(caplog, "Authorization Violation")
             (tmp_path / TRAINER).write_text("half written")
             await logged(caplog, "logging in to NATS as before")

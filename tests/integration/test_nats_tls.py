@@ -16,7 +16,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, FieldError
 from pipelinerl.local.nats import NatsServer
 from tests.support.certificates import Authority
-from tests.support.guarded_nats import LIMITS, logged
+from tests.support.guarded_nats import LIMITS, logged, reload
 
 RUN, HOST = "demo", "127.0.0.1"
 LONG_S = 60.0
@@ -83,10 +83,10 @@ async def test_what_is_wrong_with_the_servers_certificate_is_said_at_once(tmp_pa
         assert "is nats_tls_dir missing?" in await refusal(server, None)
         assert "is nats_tls_dir missing?" in await refusal(server, None, "nats")
         authority.issue(folder, "pipelinerl-nats")
-        server.reload()
+        reload(server)
         assert "IP address mismatch" in await refusal(server, trusting, text="mismatch")
         authority.issue(folder, HOST, days=-1)
-        server.reload()
+        reload(server)
         assert "certificate has expired" in await refusal(server, trusting, text="expired")
 
 

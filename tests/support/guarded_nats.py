@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -31,6 +33,12 @@ def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
     return NatsServer(
         folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra}
     )
+
+
+def reload(server: NatsServer) -> None:
+    """Makes it read `extra` again: users and certificates may change while it runs."""
+    server.prepare()
+    os.kill(server.pid, signal.SIGHUP)
 
 
 async def persistently(call: Callable[[], Awaitable[T]]) -> T:
