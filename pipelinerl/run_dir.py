@@ -147,10 +147,10 @@ def _make_empty(run: RunDir, option: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none. NaN and infinities, which some writers write, are None."""
+    """The object in a JSON file; empty where none can be read. NaN and infinities, which some writers write, are None."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -190,7 +190,8 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
 
 def trainer_starts(run_dir: Path) -> list[int]:
     """The policy version that each of the run's trainers began at; empty where lineage.json cannot be read."""
-    return [int(start) for start in read_json(run_dir / LINEAGE).get("starts") or ()]
+    starts = read_json(run_dir / LINEAGE).get("starts")
+    return [start for start in starts if isinstance(start, int)] if isinstance(starts, list) else []
 
 
 def missing_from(run_dir: Path) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, write_json
+from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, trainer_starts, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -90,3 +90,9 @@ def test_json_is_replaced_whole(tmp_path: Path) -> None:
     write_json(tmp_path / "pids.json", {"trainer": 2})
     assert json.loads((tmp_path / "pids.json").read_text()) == {"trainer": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]
+
+
+def test_a_damaged_lineage_tells_no_starts(tmp_path: Path) -> None:
+    for damaged in ('{"starts": 5}', '{"starts": ["a"]}', '{"starts": [null]}', "{", "[]"):
+        (tmp_path / "lineage.json").write_text(damaged)
+        assert trainer_starts(tmp_path) == []
