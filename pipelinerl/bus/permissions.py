@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects, check_run_name
@@ -26,12 +25,8 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
 
-@dataclass(frozen=True)
-class Permissions:
-    """Subjects that may be published to and subscribed to; everything else is refused. In a fixed order."""
-
-    publish: tuple[str, ...]
-    subscribe: tuple[str, ...]
+Permissions = dict[str, list[str]]
+"""Subjects that may be `publish`ed to and `subscribe`d to, in a fixed order; everything else is refused."""
 
 
 def inbox_prefix(user: str) -> str:
@@ -44,9 +39,9 @@ def permissions(run: str) -> dict[str, Permissions]:
     """What each user of `run` may do. Raises `FieldError` for a name that no run can have."""
     subjects = Subjects(run)
     return {
-        TRAINER: Permissions(_trainer(subjects), (f"{inbox_prefix(TRAINER)}.>",)),
-        ACTOR: Permissions(_actor(subjects), (f"{inbox_prefix(ACTOR)}.>",)),
-        ADMIN: Permissions((">",), (">",)),
+        TRAINER: {"publish": _trainer(subjects), "subscribe": [f"{inbox_prefix(TRAINER)}.>"]},
+        ACTOR: {"publish": _actor(subjects), "subscribe": [f"{inbox_prefix(ACTOR)}.>"]},
+        ADMIN: {"publish": [">"], "subscribe": [">"]},
     }
 
 
@@ -57,21 +52,17 @@ def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
     """
     return {
         "users": [
-            {
-                "user": user,
-                "password": passwords[user],
-                "permissions": {"publish": list(allowed.publish), "subscribe": list(allowed.subscribe)},
-            }
+            {"user": user, "password": passwords[user], "permissions": allowed}
             for user, allowed in permissions(run).items()
             if user in passwords
         ]
     }
 
 
-def _trainer(subjects: Subjects) -> tuple[str, ...]:
+def _trainer(subjects: Subjects) -> list[str]:
     """Makes the run's streams, issues prompts, gives orders, reads everything, purges what it has consumed."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
-    return (
+    return [
         subjects.prompts,
         *(subjects.control(kind) for kind in FROM_TRAINER),
         *(subjects.control(kind, "*") for kind in TO_ONE_ACTOR),
@@ -86,14 +77,14 @@ def _trainer(subjects: Subjects) -> tuple[str, ...]:
         *_reading(subjects.sequences_stream),
         *_reading(subjects.control_stream),
         *_reading(subjects.members_stream),
-    )
+    ]
 
 
-def _actor(subjects: Subjects) -> tuple[str, ...]:
+def _actor(subjects: Subjects) -> list[str]:
     """Takes prompt groups, publishes sequences, answers and what it gives up or hands over, follows the orders."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
-    return (
+    return [
         subjects.sequences,
         subjects.prompts,
         subjects.dead,
@@ -104,7 +95,7 @@ def _actor(subjects: Subjects) -> tuple[str, ...]:
         f"$JS.ACK.*.*.{queue}.>",  # as servers with a domain and an account in their acknowledgements name it
         *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # for the text of the error when one is full
         *_reading(subjects.control_stream),
-    )
+    ]
 
 
 def _reading(stream: str) -> tuple[str, ...]:

@@ -225,16 +225,12 @@ class SequenceTracker:
             if group.queue_position is not None and group.queue_position < first_position
         ]
 
-    def train(self, sequences: Iterable[Sequence], version: int) -> None:
-        """They were trained on, and `version` came of it. Raises `LedgerViolation`."""
-        self.close(sequences, Outcome.TRAINED, version=version)
-
     def end_step(self, version: int) -> None:
         """All of the step that made `version` is in."""
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
-        """They end here; `more` goes into the event. Raises `LedgerViolation`."""
+        """They end here; `more` goes into the event: the `version` that came of those trained on. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)

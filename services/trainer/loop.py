@@ -202,7 +202,7 @@ class OptimizerLoop:
             if figures["skipped"]:
                 self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
             else:
-                self._tracker.train(group.sequences, self.version + 1)
+                self._tracker.close(group.sequences, Outcome.TRAINED, version=self.version + 1)
         self.version += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
         self._tracker.end_step(self.version)

@@ -98,7 +98,8 @@ def test_the_ledger_and_the_tokens_that_went_each_way() -> None:
             books.arrive(make_sequence(group, index, completion=(1, 2, 3), version=version))
     books.arrive(make_sequence(third, 0, completion=(1,), failure="engine: it broke"))
     books.arrive(make_sequence(third, 1, completion=()))
-    books.train([make_sequence(first, 0, completion=(1, 2, 3)), make_sequence(first, 1, completion=(1, 2, 3))], 1)
+    trained = [make_sequence(first, index, completion=(1, 2, 3)) for index in range(2)]
+    books.close(trained, Outcome.TRAINED, version=1)
     books.close([make_sequence(second, 0, completion=(1, 2, 3))], Outcome.DROPPED_STALE, "lag above max_lag")
     wanted = {"issued": 8, "trained": 2, "dropped_stale": 1, "dropped_filtered": 0, "failed": 1, "in_flight": 4}
     assert {state: exported("ledger_sequences", state=state) for state in wanted} == wanted
