@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from pipelinerl.errors import BusError, PayloadTooLarge
 from pipelinerl.local.nats import NatsServer
 from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
 from tests.support.guarded_nats import LIMITS, persistently
+from tests.support.machine import free_port
 
 REQUEST_TIMEOUT_S = 1.0
 
@@ -58,11 +58,6 @@ def start_again(server: NatsServer, port: int) -> None:
     server.start()
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 # --- connecting
 
 
@@ -73,7 +68,7 @@ async def test_an_unreachable_server_is_named_quickly(silent: bool) -> None:
         writer.close()
 
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listener:
-        url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1] if silent else unused_port()}"
+        url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1] if silent else free_port()}"
         began = time.monotonic()
         with pytest.raises(BusError, match=url):
             async with jetstream.connect(url, "demo", connect_timeout_s=0.5):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,20 +15,9 @@ import pytest
 from pipelinerl.errors import ServiceError
 from pipelinerl.local import nats as nats_server
 from pipelinerl.local.nats import NatsServer
+from tests.support.machine import ends_within
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def ends_within(pid: int, timeout_s: float) -> bool:
-    """Whether process `pid`, which need not be our child, ends in time. A zombie has ended."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], timeout_s)[0])
-    finally:
-        os.close(handle)
 
 
 async def test_it_serves_on_loopback_and_is_gone_after(tmp_path: Path) -> None:

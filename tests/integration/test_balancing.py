@@ -17,6 +17,7 @@ from pipelinerl.messages import verification
 from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
+from tests.support.machine import free_port
 from tests.support.verifier import ITEM, ScriptedVerifier
 
 FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -64,11 +65,6 @@ async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) 
     one = ScriptedVerifier()
     async with serve_grpc(one.register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s):
         yield one
-
-
-def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 async def calls_until_all_answer(client: VerifierClient, *verifiers: ScriptedVerifier) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,8 +17,8 @@ import pytest
 from pipelinerl.errors import FieldError
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.launch import num_ranks
+from tests.support.machine import ends_within, free_port
 from tests.unit.builders import make_recipe
-from tests.unit.ranks import free_port
 
 AGENT = """
 import json, sys
@@ -95,14 +94,6 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
         agent.communicate()
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
     assert agent.stdout is not None
     return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
@@ -153,17 +144,14 @@ def test_sigterm_ends_ranks_and_agent_well(start_agent: Agents) -> None:
     pids = pids_of(agent, 2)
     agent.terminate()
     assert agent.wait(WAIT_S) == 0
-    assert all(gone(pid) for pid in pids)
+    assert all(ends_within(pid, 0) for pid in pids)
 
 
 def test_ranks_do_not_outlive_a_killed_agent(start_agent: Agents) -> None:
     agent = start_agent(WAITS, 2)
-    descriptors = [os.pidfd_open(pid) for pid in pids_of(agent, 2)]
+    pids = pids_of(agent, 2)
     agent.kill()
-    for descriptor in descriptors:
-        ready, _, _ = select.select([descriptor], [], [], WAIT_S)
-        assert ready, "a rank outlives its agent"
-        os.close(descriptor)
+    assert all(ends_within(pid, WAIT_S) for pid in pids), "a rank outlives its agent"
 
 
 def test_ranks_of_all_nodes_are_counted_and_nodes_need_a_place_to_meet() -> None:

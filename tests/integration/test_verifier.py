@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from services.verifier.server import serve
 from services.verifier.worker_process import children
 from tests.support.certificates import Authority
 from tests.support.exposition import metric
+from tests.support.machine import ends_within
 from tests.support.verifier import ScriptedVerifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
@@ -117,7 +117,7 @@ def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Itera
     finally:
         process.kill()
         process.wait()
-    assert [worker for worker in workers if not wait_until_gone(worker)] == [], "workers outlived their verifier"
+    assert [worker for worker in workers if not ends_within(worker, 10.0)] == [], "workers outlived their verifier"
 
 
 @asynccontextmanager
@@ -168,18 +168,6 @@ async def outcomes(running: Verifier, completions: Sequence[str], task: str = TA
         return await client.verify(items(completions, task))
 
 
-def wait_until_gone(pid: int, within_s: float = 10.0) -> bool:
-    """Whether the process, anyone's child, ended in time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], within_s)[0])
-    finally:
-        os.close(descriptor)
-
-
 # --- misdeeds
 
 
@@ -226,7 +214,7 @@ async def test_processes_a_reward_started_end_with_its_item(
     assert [status_name(outcome.status) for outcome in scored] == [status, "ok"]
     pids = [int(line) for line in pid_file.read_text().split()]
     assert len(pids) == 6
-    assert [pid for pid in pids if not wait_until_gone(pid)] == []
+    assert [pid for pid in pids if not ends_within(pid, 10.0)] == []
 
 
 async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -> None:
@@ -327,7 +315,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert running.process.wait(10) == 0, running.log
         assert "Traceback" not in running.log
         assert len(workers) == 2
-        assert all(wait_until_gone(worker, 0.0) for worker in workers)
+        assert all(ends_within(worker, 0.0) for worker in workers)
 
 
 async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(

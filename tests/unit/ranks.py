@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.recipe.fields import Recipe
+from tests.support.machine import free_port
 from tests.unit.builders import make_recipe
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -129,9 +129,3 @@ def _play(
     except BaseException:  # noqa: BLE001 - a process boundary: the test raises it
         said.send((False, traceback.format_exc()))
     said.poll(WAIT_S)  # the groups live until the test has heard everybody
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

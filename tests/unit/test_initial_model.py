@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.server import StepFeed, TrainerService
 from services.trainer.warmstart import __main__ as command
 from tests.support.certificates import Authority
+from tests.support.machine import free_port
 
 TINY = {
     "name": "tiny",
@@ -159,9 +159,7 @@ def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> No
 async def test_an_actor_waits_for_the_trainer_and_says_so(
     tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     caplog.set_level(logging.INFO)
     settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
     fetching = asyncio.create_task(fetched(settings))

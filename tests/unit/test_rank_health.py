@@ -22,8 +22,9 @@ from services.trainer.distributed.world import END, HEARTBEAT, leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from tests.support.learner import model_of
+from tests.support.machine import free_port
 from tests.unit.builders import make_group, make_recipe, make_sequence
-from tests.unit.ranks import free_port, on_ranks
+from tests.unit.ranks import on_ranks
 
 WAIT_S = 60.0
 

@@ -387,10 +387,6 @@ def test_departures_that_come_in_a_row_are_taken_together_when_they_are_of_one_k
     ]
 
 
-def deletion(name: str, uid: str) -> PodEnd:
-    return PodEnd(name, uid, "its pod is being deleted", still_running=True)
-
-
 async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admitted() -> None:
     async with stage("a") as one:
         b = await one.join("b", pod_uid="u1")
@@ -399,7 +395,7 @@ async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admi
         await b.register("p2", pod_uid="u1")
         present = one.updater._main.coordinator.present
         await one.until(lambda: present["b"].process == "p2")
-        one.updater.pod_ends(deletion("b", "u1"))
+        one.updater.pod_ends(PodEnd("b", "u1", "its pod is being deleted", still_running=True))
         await one.until(lambda: one.updater.num_present == 1)
         await b.register("p3", pod_uid="u2")
         await one.until(lambda: one.updater.num_present == 2)
