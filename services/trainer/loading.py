@@ -17,7 +17,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import load_value_head
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.distributed.world import Message, World, alone, join_ranks, world_of_ranks
+from services.trainer.distributed.world import Message, RankLayout, World, join_ranks, world_of_ranks
 from services.trainer.learn.model import DTYPES, blank_policy, compile_layers, frozen_copy, load_policy
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.learn.sharding import shard_policy
@@ -47,7 +47,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
         gradient_checkpointing=recipe.trainer.gradient_checkpointing,
         lora=recipe.trainer.lora,
     )
-    return _learner(policy, recipe, source, alone(device), resume)
+    return _learner(policy, recipe, source, World(RankLayout(), device), resume)
 
 
 def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:

@@ -77,13 +77,7 @@ class OptimizerLoop:
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
         start = resume.start
         self.checkpoints = Checkpointer(
-            resume.run_dir,
-            recipe.checkpoint,
-            start.version,
-            lambda version: self._in_compute(policy.begin_checkpoint, version),
-            self._capture,
-            resume.checkpoint_written,
-            resume.journal.sync,
+            resume, lambda version: self._in_compute(policy.begin_checkpoint, version), self._capture
         )
         self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the step that was computed last, unless that is done."""

@@ -65,7 +65,7 @@ def carry_out(order: Message, learner: Learner) -> None:
         world = learner.world
         if world.layout.sequence_index == 0 and world.links is not None:
             fields = {"memory_peak_gib": figures["memory_peak_gib"]}
-            world.links.report(Message("result", fields, {"values": values}))
+            world.links.send(Message("result", fields, {"values": values}), 0)
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"])
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):

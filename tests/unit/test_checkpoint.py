@@ -5,20 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelinerl.recipe.fields import ModelConfig
-from services.trainer.checkpoint.files import (
-    partial_folder,
-    put_in_place,
-    tidy,
-)
+from services.trainer.checkpoint.files import replacing, tidy
 from services.trainer.learn.model import hub_arguments
 
 
 def replace_by(folder: Path, text: str) -> None:
     """With a folder of one file."""
-    partial = partial_folder(folder)
-    partial.mkdir()
-    (partial / "model").write_text(text)
-    put_in_place(partial, folder)
+    with replacing(folder) as partial:
+        partial.mkdir()
+        (partial / "model").write_text(text)
 
 
 def names(folder: Path) -> list[str]:

@@ -18,12 +18,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS
-from services.trainer.checkpoint.files import partial_folder, prune, put_in_place, sync_folder, sync_tree
+from services.trainer.checkpoint.files import prune, replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState
+
+if TYPE_CHECKING:
+    from services.trainer.resume import Resume
 
 log = logging.getLogger(__name__)
 
@@ -56,39 +59,25 @@ def write_checkpoint(
     """
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
-    partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with replacing(folder) as partial:
         (partial / RESUME).mkdir(parents=True)
         write_tensors(partial)
         state.save(partial / RESUME)
         sync_tree(partial)
         before_rename()
-        put_in_place(partial, folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    sync_folder(folder.parent)
     prune(folder.parent, keep)
     return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
 
 
 class Checkpointer:
-    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop. `version`: of the last
-    one that was written; `before_rename`: see `write_checkpoint`."""
+    """`begin(version)` copies the tensors, on the compute thread; `capture` the rest, on the event loop."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: CheckpointConfig,
-        version: int,
-        begin: Callable[[int], Awaitable[WriteTensors]],
-        capture: Callable[[], RunState],
-        on_written: Callable[[WrittenCheckpoint], None],
-        before_rename: Callable[[], None],
+        self, resume: Resume, begin: Callable[[int], Awaitable[WriteTensors]], capture: Callable[[], RunState]
     ) -> None:
-        self._run_dir, self._config, self._begin, self._capture = run_dir, config, begin, capture
-        self._on_written, self._before_rename = on_written, before_rename
-        self._began_version, self._began_s = version, time.monotonic()
+        self._resume, self._config, self._begin, self._capture = resume, resume.recipe.checkpoint, begin, capture
+        self._began_version, self._began_s = resume.start.version, time.monotonic()
         """Of the newest one, whether or not it is written by now."""
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -160,7 +149,7 @@ class Checkpointer:
         self._began_version, self._began_s = version, time.monotonic()
         write_tensors = await self._begin(version)
         job = self._thread.submit(
-            write_checkpoint, self._run_dir, self._config.keep, write_tensors, state, self._before_rename
+            write_checkpoint, self._resume.run_dir, self._config.keep, write_tensors, state, self._resume.journal.sync
         )
         task = asyncio.create_task(self._finish(job, version))
         self._newest = version, task
@@ -173,7 +162,7 @@ class Checkpointer:
         except Exception as error:  # of the disk, torch, or another rank: whatever it is, the run goes on
             raise ServiceError(f"the checkpoint of version {version} is not written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
-        self._on_written(written)
+        self._resume.checkpoint_written(written)
         return written
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
@@ -183,13 +172,8 @@ class Checkpointer:
 
 def link_export(step_folder: Path, folder: Path) -> Path:
     """Makes `folder` the policy's export that is in a checkpoint: the same files, where the file system can, else copies."""
-    partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with replacing(folder) as partial:
         shutil.copytree(step_folder, partial, ignore=shutil.ignore_patterns(RESUME), copy_function=_link)
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

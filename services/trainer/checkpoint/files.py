@@ -8,24 +8,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
     """Replaces `path` at once; a crash leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("wb") as file:
-        file.write(data)
+        file.write(json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
     sync_folder(path.parent)
-
-
-def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
-    write_durably(path, json.dumps(value).encode() + b"\n")
 
 
 def sync_folder(folder: Path) -> None:
@@ -51,17 +48,22 @@ def sync_tree(folder: Path) -> None:
 _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 
-def partial_folder(folder: Path) -> Path:
-    """Where what is to become `folder` is written; `tidy` knows it."""
-    return folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Where the caller makes what is renamed to `folder` when the block ends well, and removed when it does not.
 
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Renames; what `folder` was before is gone then."""
+    What `folder` was before is gone then. `tidy` knows the names that a crash leaves.
+    """
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
-    if folder.exists():
-        os.replace(folder, replaced)
-    os.replace(partial, folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        if folder.exists():
+            os.replace(folder, replaced)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -31,7 +31,7 @@ from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import failed_sample
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, missing_from, resumable
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.checkpoint.files import tidy, write_durably, write_json_durably
+from services.trainer.checkpoint.files import tidy, write_json_durably
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 
@@ -116,14 +116,15 @@ class RunState:
     """Of the run's report and intake."""
 
     def save(self, folder: Path) -> None:
-        """Writes both files into `folder`; returns when they are on disk."""
+        """Writes both files into `folder`, for the caller to bring onto the disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
         good += [sequence for sequence in held.open if not sequence.failure]
-        write_durably(folder / SEQUENCES, _delimited(good))
+        (folder / SEQUENCES).write_bytes(_delimited(good))
         content = {own.name: getattr(self, own.name) for own in fields(self)}
-        write_json_durably(folder / RUN_STATE, {"format": FORMAT, **content, "held": _held_to_json(held)})
+        content |= {"format": FORMAT, "held": _held_to_json(held)}
+        (folder / RUN_STATE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def load_run_state(folder: Path) -> RunState:

@@ -9,7 +9,7 @@ safetensors format (never pickle). Not here: what rank 0 orders, and how it is c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -90,48 +90,34 @@ TENSOR_TIMEOUT = timedelta(minutes=10)
 
 
 class Links:
-    """Messages between rank 0 and the others. Every method is called by all ranks it names, in the same order."""
+    """Messages between rank 0 and the others. What one rank sends the other must receive, in the same order."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self._size = group, size
 
-    def tell(self, messages: list[Message]) -> None:
-        """Rank 0: one message to each of ranks 1, 2, …"""
-        for rank, message in enumerate(messages, start=1):
-            _send(message, rank, self.group)
+    def send(self, message: Message, to: int) -> None:
+        data = message.to_bytes()
+        dist.send(torch.tensor([len(data)]), to, group=self.group)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=self.group)
+
+    def receive(self, source: int) -> Message:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, source, group=self.group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(data, source, group=self.group)
+        return Message.from_bytes(data.numpy().tobytes())
 
     def tell_all(self, message: Message) -> None:
         """Rank 0: the same message to every other rank."""
-        self.tell([message] * (self._size - 1))
+        for rank in range(1, self._size):
+            self.send(message, rank)
 
     def hear(self) -> Message:
         """Other ranks: the next message of rank 0. Raises `ServiceError` when rank 0 is gone."""
         try:
-            return _receive(0, self.group)
+            return self.receive(0)
         except RuntimeError as error:
             raise ServiceError(f"a rank lost rank 0, whose log says why: {error}") from error
-
-    def report(self, message: Message) -> None:
-        """Other ranks: a message to rank 0."""
-        _send(message, 0, self.group)
-
-    def reports(self, ranks: Iterable[int]) -> list[Message]:
-        """Rank 0: one message from each of `ranks`."""
-        return [_receive(rank, self.group) for rank in ranks]
-
-
-def _send(message: Message, to: int, group: Any) -> None:
-    data = message.to_bytes()
-    dist.send(torch.tensor([len(data)]), to, group=group)
-    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=group)
-
-
-def _receive(source: int, group: Any) -> Message:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source, group=group)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, source, group=group)
-    return Message.from_bytes(data.numpy().tobytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,11 +151,6 @@ class World:
         """Rank 0's values into every rank's `tensor`."""
         if self.mesh is not None:
             dist.broadcast(tensor, 0)
-
-
-def alone(device: torch.device | str = "cpu") -> World:
-    """One rank."""
-    return World(RankLayout(), torch.device(device))
 
 
 def join_ranks(device: torch.device) -> None:

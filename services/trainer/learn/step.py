@@ -21,7 +21,7 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
-from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, World, alone
+from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 from services.trainer.learn.batch import (
     HostMicroBatch,
     MicroBatch,
@@ -171,7 +171,7 @@ class Learner:
         self.temperature = temperature
         self.pad_multiple = policy.row_multiple
         """What packed rows are rounded up to."""
-        self.world = world or alone(policy.device)
+        self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
         if reference is None and algorithm.kl_coefficient > 0:  # what adapters adapt stays as it is
@@ -215,12 +215,13 @@ class Learner:
         layout, links = self.world.layout, self.world.links
         per_row = layout.sequence_ranks
         if links is not None:
-            rows = [rank // per_row for rank in range(1, layout.size)]
-            links.tell([train_order(prepared.version, prepared.shares[row]) for row in rows])
+            for rank in range(1, layout.size):
+                links.send(train_order(prepared.version, prepared.shares[rank // per_row]), rank)
         first, totals, figures = self.compute(prepared.shares[0])
         values = [first]
         if links is not None:
-            for report in links.reports(range(per_row, layout.size, per_row)):  # the first rank of each row, for it
+            for rank in range(per_row, layout.size, per_row):  # the first rank of each row reports for it
+                report = links.receive(rank)
                 values.append(report.arrays["values"])
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
