@@ -74,7 +74,22 @@ def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]
     take_over("torch")
     for name in ("agent.server", "multiprocessing.api"):  # they tell of every rank that they end
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    config = LaunchConfig(nproc_per_node=num_here, **_agent(settings))
+    if settings.nodes == 1:  # one node meets itself; several meet at node 0, which has rank 0
+        meeting: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{LOOPBACK}:0"}
+    else:
+        meeting = {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous}
+        meeting["rdzv_configs"] = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
+    config = LaunchConfig(
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        nproc_per_node=num_here,
+        run_id=settings.run,
+        local_addr=LOOPBACK if settings.nodes == 1 else settings.advertise_host,
+        max_restarts=0,
+        monitor_interval=0.2,
+        shutdown_timeout=math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,
+        **meeting,
+    )
     program, *arguments = guarded(command, signal.SIGKILL)
     try:
         elastic_launch(config, program)(*arguments)
@@ -97,20 +112,3 @@ def killed(rank: int, number: int) -> str:
         f"rank {rank} of the trainer was killed by {name}{why}. A trainer that starts again goes on from the newest "
         "checkpoint; steps since then are taken again (checkpoint.every_steps)"
     )
-
-
-def _agent(settings: TrainerSettings) -> dict[str, Any]:
-    """What the agent is told but for the number of ranks. One node meets itself; several meet at node 0, which has rank 0."""
-    agent: dict[str, Any] = {
-        "min_nodes": settings.nodes,
-        "max_nodes": settings.nodes,
-        "run_id": settings.run,
-        "max_restarts": 0,
-        "monitor_interval": 0.2,
-        "shutdown_timeout": math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,
-    }
-    if settings.nodes == 1:
-        return agent | {"rdzv_backend": "c10d", "rdzv_endpoint": f"{LOOPBACK}:0", "local_addr": LOOPBACK}
-    meeting = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
-    agent["local_addr"] = settings.advertise_host
-    return agent | {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous, "rdzv_configs": meeting}

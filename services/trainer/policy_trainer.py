@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALL_TIMEOUT_S = 10.0
-"""The longest that one chunk of a transfer may take before its group counts as broken."""
-
 
 class PolicyTrainer:
     """What the optimizer loop and the weight updater need of the policy, beside its `learner`. `sender`: the trainer's end of
@@ -146,13 +143,7 @@ def weight_sender(
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
     return WeightSender(
-        manifest,
-        stall_timeout_s=STALL_TIMEOUT_S,
-        placement=of_snapshots,
-        group_placement=of_groups,
-        store=store,
-        host=host,
-        backend=backend,
+        manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend
     )
 
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 from pipelinerl.errors import UserError
@@ -22,7 +23,7 @@ from pipelinerl.service.lifecycle import EXIT_USER_ERROR, Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
-from services.trainer.checkpoint.state_files import WorkerSaver
+from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.distributed.world import (
     ADAPTER,
     END,
@@ -48,14 +49,18 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
     """
     links = learner.world.links
     assert links is not None, "a rank that is alone gets no orders"
-    saver = WorkerSaver(learner)
+    saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
+    writing: Future[None] | None = None
     while (order := links.hear()).kind != END:
         if order.kind == SAVE:
-            saver.save()
+            if writing is not None:
+                writing.result()  # which rank 0 has done
+            saver.stage()
+            writing = saving.submit(saver.follow)
         else:
             carry_out(order, learner)
         on_order(order)
-    saver.end()
+    saving.shutdown()
 
 
 def carry_out(order: Message, learner: Learner) -> None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.run_dir import CHECKPOINTS
-from services.trainer.checkpoint.files import prune, replacing, sync_folder, sync_tree
+from pipelinerl.run_dir import CHECKPOINTS, resumable
+from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def write_checkpoint(
         sync_tree(partial)
         before_rename()
     sync_folder(folder.parent)
-    prune(folder.parent, keep)
+    for old in list(resumable(run_dir).values())[:-keep]:
+        shutil.rmtree(old.parent.parent, ignore_errors=True)
     return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
 
 

@@ -75,10 +75,3 @@ def tidy(parent: Path) -> None:
             os.replace(replaced, folder)
     for path in (*parent.glob(f".*{_PARTIAL}*"), *parent.glob(f".*{_REPLACED}*")):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints of `folder`."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")))[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)

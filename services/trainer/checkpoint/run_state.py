@@ -121,7 +121,9 @@ class RunState:
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
         good += [sequence for sequence in held.open if not sequence.failure]
-        (folder / SEQUENCES).write_bytes(_delimited(good))
+        with (folder / SEQUENCES).open("wb") as file:
+            for sequence in good:
+                serialize_length_prefixed(sequence_pb2.Sequence.FromString(encode_sequence(sequence)), file)
         content = {own.name: getattr(self, own.name) for own in fields(self)}
         content |= {"format": FORMAT, "held": _held_to_json(held)}
         (folder / RUN_STATE).write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -171,15 +173,6 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
         ready=tuple(those(g["ids"]) for g in content["ready"]),
         open=tuple(failed(entry) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
     )
-
-
-def _delimited(sequences: Iterable[Sequence]) -> bytes:
-    out = BytesIO()
-    for sequence in sequences:
-        message = sequence_pb2.Sequence()
-        message.ParseFromString(encode_sequence(sequence))
-        serialize_length_prefixed(message, out)
-    return out.getvalue()
 
 
 def _read_delimited(data: bytes) -> Iterator[Sequence]:

@@ -25,7 +25,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +212,17 @@ FOLDER, DISCARD = "folder", "discard"
 
 
 class StateSaver:
-    """Rank 0: a state that is staged on all ranks, and then written or abandoned; the next one takes the same memory."""
+    """A rank's part in saving: a state is staged on all ranks, and then written or abandoned; the next one takes its memory.
+
+    Rank 0 decides. Another rank stages by its order, and `follow`s what it says of that state. Rank 0 tells of a state that
+    cannot be written; it does not end training.
+    """
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waits, self._lock, self._free = False, threading.Lock(), threading.Event()
+        """The memory has no state that is yet to be written."""
         self._free.set()
 
     def stage(self) -> None:
@@ -243,6 +247,18 @@ class StateSaver:
         finally:
             self._free.set()
 
+    def follow(self) -> None:
+        """Not rank 0: what it says of the staged state, on a thread beside training."""
+        assert self._others is not None, "a rank that is alone follows none"
+        try:
+            told = self._others.hear()
+            if told.kind == FOLDER:
+                self.write(Path(told.fields["folder"]))
+        except (PipelineRLError, OSError) as error:
+            log.error("this rank's part of a checkpoint is not written: %s", error)
+        finally:
+            self.abandon()
+
     def abandon(self) -> None:
         """Does nothing once it is being written."""
         if self._begin():
@@ -260,36 +276,5 @@ class StateSaver:
         return waited
 
     def _tell(self, message: Message) -> None:
-        if self._others is not None:
+        if self._others is not None and self._learner.world.is_first:
             self._others.tell_all(message)
-
-
-class WorkerSaver:
-    """Checkpoints of a rank other than 0. Rank 0 tells of a state that cannot be written; it does not end training."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._staged: dict[str, Tensor] | None = None
-        self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-
-    def save(self) -> None:
-        """Stages now, and writes on its own thread where rank 0 says. Waits for the write before, which rank 0 has done."""
-        if self._writing is not None:
-            self._writing.result()
-        self._staged = stage(self._learner, self._staged)
-        self._writing = self._thread.submit(self._write, self._staged)
-
-    def end(self) -> None:
-        """Waits for a write under way."""
-        self._thread.shutdown()
-
-    def _write(self, staged: Mapping[str, Tensor]) -> None:
-        saving = self._learner.world.saving
-        assert saving is not None, "a rank that is alone has no worker"
-        try:
-            told = saving.hear()
-            if told.kind == FOLDER:
-                write_state(staged, Path(told.fields["folder"]), saving.group)
-        except (PipelineRLError, OSError) as error:
-            log.error("this rank's part of a checkpoint is not written: %s", error)

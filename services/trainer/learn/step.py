@@ -84,10 +84,9 @@ class PreparedStep:
     shares: tuple[Share, ...]
     """One for each row that is computed at the same time."""
     sequence_ids: tuple[str, ...]
-    advantage_abs_mean: float
-    """Over sequences; 0 means that no group told anything."""
-    imbalance: float
-    """Share of the ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
+    figures: Mapping[str, float]
+    """Of the step: `advantage_abs_mean` over sequences, 0 where no group told anything, and `imbalance`, the share of the
+    ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
@@ -135,8 +134,7 @@ def prepare_step(
         version=version,
         shares=shares,
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
-        advantage_abs_mean=float(np.abs(advantages).mean()),
-        imbalance=plan.imbalance,
+        figures={"advantage_abs_mean": float(np.abs(advantages).mean()), "imbalance": plan.imbalance},
         flops=TRAINING_PASSES * float(cost_model.of(lengths, outputs).sum()),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
@@ -226,9 +224,9 @@ class Learner:
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
         figures |= token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        figures |= prepared.figures
         if self.reference is None:
             figures["reference_kl"] = None
-        figures["advantage_abs_mean"], figures["imbalance"] = prepared.advantage_abs_mean, prepared.imbalance
         figures["compute_s"] = {**prepared.phases_s, **figures["compute_s"]}
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
