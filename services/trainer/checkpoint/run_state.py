@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,10 @@ def load_run_state(folder: Path) -> RunState:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}: it was written by another version of pipelinerl")
-        sequences = {s.sequence_id: s for s in _read_delimited((folder / SEQUENCES).read_bytes())}
+        sequences = {}
+        with (folder / SEQUENCES).open("rb") as file:
+            while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
+                sequences[message.sequence_id] = decode_sequence(message.SerializeToString())
         held = _held_from_json(content.pop("held"), sequences, content["run"])
         return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
@@ -173,12 +175,6 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
         ready=tuple(those(g["ids"]) for g in content["ready"]),
         open=tuple(failed(entry) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
     )
-
-
-def _read_delimited(data: bytes) -> Iterator[Sequence]:
-    source = BytesIO(data)
-    while (message := parse_length_prefixed(sequence_pb2.Sequence, source)) is not None:
-        yield decode_sequence(message.SerializeToString())
 
 
 RESUME, STATE = "resume", "state"
