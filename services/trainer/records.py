@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -67,30 +67,23 @@ class RunFiles:
                 cut(run_dir / name, keep_steps)
             if (run_dir / METRICS).is_file():
                 self.kept = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
-        self._metrics = (run_dir / METRICS).open("a", encoding="utf-8")
-        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8")
+        self._open = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
 
     def __enter__(self) -> RunFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for file in self._open.values():
+            file.close()
 
-    def write_step(self, record: StepRecord) -> None:
-        _append(self._metrics, record)
-
-    def write_sample(self, sample: Mapping[str, Any]) -> None:
-        _append(self._samples, sample)
+    def append(self, name: str, value: Mapping[str, Any]) -> None:
+        """One line of `METRICS` or `SAMPLES`."""
+        self._open[name].write(to_json(value) + "\n")
+        self._open[name].flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Atomic: a crash leaves the previous one or none."""
         write_json(self.run_dir / "summary.json", _finite(summary))
-
-
-def _append(file: IO[str], value: Mapping[str, Any]) -> None:
-    file.write(to_json(value) + "\n")
-    file.flush()
 
 
 def cut(path: Path, keep_steps: int) -> None:

@@ -28,7 +28,7 @@ from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_sequences
-from services.trainer.records import RunFiles, StepRecord
+from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
@@ -124,7 +124,7 @@ class Recorder:
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)
-        self._files.write_step(record)
+        self._files.append(METRICS, record)
         self.metrics.steps.observe(record)
         self._advise(record)
         weights = figures.get(SAMPLED_WEIGHTS, {})
@@ -300,7 +300,7 @@ class Recorder:
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
-        self._files.write_sample(sample if due else {**sample, "tokens": None, "weights": None})
+        self._files.append(SAMPLES, sample if due else {**sample, "tokens": None, "weights": None})
         self._tell_page(lambda board: board.sample(sample))
 
     def _actor_busy_fraction(self) -> float | None:
