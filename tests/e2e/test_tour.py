@@ -303,7 +303,7 @@ async def test_samples_are_coloured_by_version_and_say_what_a_token_weighs(tour:
         for one in trained:
             assert one["completion"].startswith("".join(one["tokens"]))
             assert len(one["tokens"]) == len(one["weights"]) == one["spans"][-1][2]
-        text = shown.page.locator("tr:has-text('Prompt') .tokens, .samples .tokens").last
+        text = shown.page.locator(".samples .tokens:has(.token ~ .token)").last
         await text.focus()
         await shown.page.keyboard.press("Home")
         await shown.page.keyboard.press("ArrowRight")
