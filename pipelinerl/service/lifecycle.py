@@ -119,17 +119,15 @@ def run_service(
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with `code`, threads or not.
+    """Ends the process with `code` at once, whatever its threads do.
 
     The interpreter's own end pulls the ground from under threads that are inside native code, such as a transfer that is
-    given up but stuck for its last seconds: the process would abort, and a run that went well count as failed.
+    given up but stuck for its last seconds: the process would abort or hang, and a run that went well count as failed.
     """
-    if threading.active_count() > 1:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def exit_code(run: Callable[[], None]) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 from pipelinerl.local.services import keep_to_quota
-from pipelinerl.service.lifecycle import run_service
+from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.logs import LogContext, take_over
 from pipelinerl.service.settings import ActorSettings
 
@@ -29,4 +28,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -25,7 +25,7 @@ from pipelinerl.local.following import background
 from pipelinerl.messages import verification
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.service.lifecycle import Readiness, run_service
+from pipelinerl.service.lifecycle import Readiness, leave, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
 from services.actor import app, membership
@@ -136,4 +136,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Options(**json.loads(sys.argv[1]))))
+    leave(main(Options(**json.loads(sys.argv[1]))))
