@@ -95,7 +95,7 @@ class Report:
 
 
 class TensorReceiver:
-    """Implements `weight_sync.client.WeightReceiver` over plain tensors, in this process. `weights`: the served version.
+    """As `weight_sync.client.WeightUpdateClient`, over plain tensors, in this process. `weights`: the served version.
 
     `address`: on which other ranks reach it; `stall_timeout_s`: the longest that one chunk may take.
     """

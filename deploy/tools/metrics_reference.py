@@ -48,7 +48,9 @@ def catalogue() -> dict[str, list[Sourced]]:
     for service, makers in SERVICES.items():
         for make in makers:
             registry = RunRegistry("")
-            make(load_recipe("arithmetic"), registry) if make is replica_advice else make(registry)
+            recipe = load_recipe("arithmetic")
+            more = {replica_advice: {"recipe": recipe}, VerifierMetrics: {"task": recipe.task.name}}
+            make(registry=registry, **more.get(make, {}))
             path = Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix()
             found[service] += [Sourced(family, path) for family in registry.families]
     return found

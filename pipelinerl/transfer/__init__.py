@@ -1,7 +1,4 @@
-"""What both ends of a weight transfer agree on, as pure data. No torch, no transport.
+"""What trainer and actor both need for moving weights: manifest, chunks and collective groups. Neither imports the other.
 
-What trainer and actor both need from torch for moving weights: collective groups and chunks. Neither service imports
-the other, and `pipelinerl` itself stays free of torch.
+`manifest.py` is free of torch, and with it the rest of `pipelinerl`.
 """
-
-from __future__ import annotations

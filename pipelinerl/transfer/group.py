@@ -295,18 +295,15 @@ class WeightGroup:
             if spec.rank == 0:
                 _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
             else:
-                _check_in(spec, meeting, deadline, timeout_s, given_up)
+                _check_in(spec, meeting, deadline, given_up)
             left_s = max(deadline - time.monotonic(), 0.001)
             store.set_timeout(timedelta(seconds=left_s))
             if spec.backend == "gloo":
                 return cls(spec, GlooTransport(spec, meeting, left_s), store, placement)
             nccl = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
             return cls(spec, nccl, store, placement)
-        except (
-            RuntimeError,
-            ValueError,
-            TimeoutError,
-        ) as error:  # torch's DistError family and Gloo's own are the first
+        # torch's DistError family and Gloo's own are RuntimeErrors
+        except (RuntimeError, ValueError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
@@ -384,14 +381,12 @@ def _wait_for_all(
     meeting.set(_GO, "1")
 
 
-def _check_in(
-    spec: GroupSpec, meeting: PrefixStore, deadline: float, timeout_s: float, given_up: threading.Event
-) -> None:
-    """The others' side: returns when rank 0 says go. Raises DeadlineExceeded, TransferAborted."""
+def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
+    """The others' side: returns when rank 0 says go. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", "1")
     while not meeting.check([_GO]):
         if given_up.is_set() or meeting.check([_VOID]):
             raise TransferAborted(f"the meeting of {spec.name} was given up")
         if time.monotonic() >= deadline:
-            raise DeadlineExceeded(spec.name, f"the meeting of {spec.world} ranks", timeout_s)
+            raise TimeoutError
         given_up.wait(_MEETING_LOOK_S)

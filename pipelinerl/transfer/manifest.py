@@ -140,7 +140,6 @@ class Manifest:
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def sent_dtype(self, spec: ParameterSpec) -> str:
-        """Name of the dtype in which `spec` is sent."""
         return self.wire_dtype or spec.dtype
 
     @cached_property

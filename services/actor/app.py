@@ -153,7 +153,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             bus, engine.weights, gate, metrics, instance=instance, process=self._process
         )
         metrics.version.read(lambda: gate.served.number if gate.served else None)
-        metrics.ready.read(lambda: float(gate.is_open))
+        metrics.ready.read(lambda: float(gate.opened.is_set()))
         metrics.held_groups.read(lambda: len(held))
         metrics.staging.read_state(STAGING_STATES, lambda: updates.staging_state)
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
@@ -223,7 +223,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
             epoch=self._updates.epoch.epoch if self._updates.epoch else 0,
-            sequences_in_progress=self._generation.num_in_progress,
+            sequences_in_progress=self._metrics.busy.running,
             generated_tokens=self._metrics.tokens_total,
             busy_s=self._metrics.busy.total_s,
             uptime_s=time.monotonic() - self._started_s,

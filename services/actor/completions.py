@@ -57,11 +57,6 @@ def defect_of(made: Generation | PartialSequence) -> str:
     return ""
 
 
-def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: str) -> Sequence:
-    """Accounts for a sample that was not generated."""
-    return sequence_of(group, _nothing(sample_index), actor, failure=failure)
-
-
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
     """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
     return replace(
@@ -76,10 +71,10 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
     """What there is of this sample: what an actor that left has handed over, or nothing yet."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
-    return next(given, None) or _nothing(sample_index)
+    return next(given, None) or nothing_yet(sample_index)
 
 
-def _nothing(sample_index: int) -> PartialSequence:
+def nothing_yet(sample_index: int) -> PartialSequence:
     return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 

@@ -15,7 +15,7 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
-    from services.actor.weight_sync.client import WeightReceiver
+    from services.actor.weight_sync.client import WeightUpdateClient
 
 
 class EngineError(PipelineRLError):
@@ -48,7 +48,7 @@ class InferenceEngine(Protocol):
     """Generates on one policy version at a time."""
 
     @property
-    def weights(self) -> WeightReceiver:
+    def weights(self) -> WeightUpdateClient:
         """Through which this engine gets new weights."""
         ...
 

@@ -116,7 +116,9 @@ class Finisher:
 
     async def _work(self) -> None:
         while True:
-            batch = await self._next_batch()
+            batch = [await self._buffer.get()]
+            while len(batch) < self._batch_size and not self._buffer.empty():
+                batch.append(self._buffer.get_nowait())
             try:
                 async with asyncio.TaskGroup() as tasks:  # at once: one round trip to the stream, not one for each
                     for sample in await self._rewarded(batch):
@@ -124,12 +126,6 @@ class Finisher:
             finally:
                 for _ in batch:
                     self._buffer.task_done()
-
-    async def _next_batch(self) -> list[FinishedSample]:
-        batch = [await self._buffer.get()]
-        while len(batch) < self._batch_size and not self._buffer.empty():
-            batch.append(self._buffer.get_nowait())
-        return batch
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
         """The batch with rewards, or reasons. One that the verifier refuses does not take the others with it."""

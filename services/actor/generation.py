@@ -26,8 +26,8 @@ from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
 from services.actor.completions import (
     continued,
     defect_of,
-    failed_sequence,
     finish_of,
+    nothing_yet,
     request_of,
     sequence_of,
     start_of,
@@ -55,7 +55,7 @@ class ServingGate:
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
-        self._opened = asyncio.Event()
+        self.opened = asyncio.Event()
         self.served: PolicyVersion | None = None
         self.announced: PolicyVersion | None = None
         self.draining = False
@@ -65,10 +65,6 @@ class ServingGate:
         if self.draining:
             return "draining"
         return "joining" if self.served is None else "serving"
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
 
     @property
     def reason(self) -> str:
@@ -97,14 +93,11 @@ class ServingGate:
         self.draining = True
         self._update()
 
-    async def wait_open(self) -> None:
-        await self._opened.wait()
-
     def _update(self) -> None:
         if self.reason:
-            self._opened.clear()
+            self.opened.clear()
         else:
-            self._opened.set()
+            self.opened.set()
 
 
 def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
@@ -113,7 +106,7 @@ def newer(one: PolicyVersion, other: PolicyVersion) -> bool:
 
 
 class GenerationLoop:
-    """Keeps H sequences in progress. `num_in_progress` is what /metrics and the gRPC state show.
+    """Keeps H sequences in progress. `metrics.busy` counts them.
 
     Consumes prompt groups from PROMPTS, produces finished samples for `finishing.Finisher`. It waits for the serving gate (a
     commit opens it), for a free slot (a finished sample frees it, once the finisher has taken it) and for a group (the
@@ -140,13 +133,12 @@ class GenerationLoop:
         self._slots = asyncio.Semaphore(sequences_in_progress)
         self._generating: set[str] = set()
         self._interrupted = False
-        self.num_in_progress = 0
 
     async def run(self) -> None:
         """Runs until cancelled; raises `EngineError` when the engine died."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._gate.wait_open()
+                await self._gate.opened.wait()
                 await self._slots.acquire()
                 taken = await self._next_group()
                 if taken is None:
@@ -158,7 +150,7 @@ class GenerationLoop:
                         await self._slots.acquire()
                     if self._interrupted:
                         return
-                    self._enter()
+                    self._metrics.busy.enter()
                     tasks.create_task(self._sample(group, sample_index, trace))
 
     async def interrupt(self, timeout_s: float) -> None:
@@ -214,7 +206,7 @@ class GenerationLoop:
             await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
             return
         for sample_index in self._held.take(group, delivery):
-            failed = failed_sequence(group, sample_index, self._instance, failure[:500])
+            failed = sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure[:500])
             await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
         await self._held.acknowledge(group.group_id)
 
@@ -237,7 +229,7 @@ class GenerationLoop:
                 self._metrics.count_finished(sequence.finish_reason.value, sequence.num_completion_tokens)
                 await self._finisher.put(FinishedSample(group, sequence, trace_of(span) or trace))
         finally:
-            self._leave()
+            self._metrics.busy.leave()
             self._slots.release()
 
     async def _complete(self, group: PromptGroup, sample_index: int) -> Sequence | None:
@@ -246,7 +238,7 @@ class GenerationLoop:
         prompt_tokens, start = len(group.prompt_token_ids), start_of(group, sample_index)
         if prompt_tokens >= self._max_context:
             failure = f"prompt_too_long: {prompt_tokens} tokens, context {self._max_context}"
-            return failed_sequence(group, sample_index, self._instance, failure)
+            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
         if carried := len(start.completion_token_ids):
             self._metrics.continued.labels(state_of(start)).inc()
             self._metrics.carried_tokens.inc(carried)
@@ -255,7 +247,8 @@ class GenerationLoop:
         except EngineError as error:
             await self._engine.check_health()
             log.error("sequence %s failed: %s", group.sequence_id(sample_index), error)
-            return failed_sequence(group, sample_index, self._instance, f"engine: {error}"[:500])
+            failure = f"engine: {error}"[:500]
+            return sequence_of(group, nothing_yet(sample_index), self._instance, failure=failure)
         if not defect_of(sample):
             self._held.keep(group, sample)
         if sample.finish_reason is None and self._interrupted:
@@ -275,16 +268,6 @@ class GenerationLoop:
             self._generating.discard(request.request_id)
         self._metrics.count_generated(len(generation.completion_token_ids))
         return continued(start, generation, time.monotonic() - started)
-
-    def _enter(self) -> None:
-        self.num_in_progress += 1
-        self._metrics.busy.enter()
-        self._metrics.in_progress.set(self.num_in_progress)
-
-    def _leave(self) -> None:
-        self.num_in_progress -= 1
-        self._metrics.busy.leave()
-        self._metrics.in_progress.set(self.num_in_progress)
 
 
 async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:

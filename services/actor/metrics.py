@@ -41,6 +41,10 @@ class BusyClock:
         self._state = (running - 1, since, total_s + ended_s)
 
     @property
+    def running(self) -> int:
+        return self._state[0]
+
+    @property
     def total_s(self) -> float:
         running, since, total_s = self._state
         return total_s + (time.monotonic() - since if running else 0.0)
@@ -78,7 +82,8 @@ class ActorMetrics:
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
 
     def _generating(self, metrics: MetricSet) -> None:
-        self.in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
+        in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
+        in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(
             "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
         )
@@ -167,7 +172,6 @@ class ActorMetrics:
         self._kv_cache.set(kv_cache_usage)
 
     def count_generated(self, num_tokens: int) -> None:
-        """Tokens sampled here, whether their sequence finished or not."""
         self.generated_tokens.inc(num_tokens)
         self.tokens_total += num_tokens
 

@@ -106,7 +106,12 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     else:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 1024**3)
         if engine.tensor_parallel_size == 1:
-            arguments["distributed_executor_backend"] = _one_process()
+            # Model and scheduler in one process. On CPU vLLM turns its own "uni" into a worker process, for which the
+            # engine then waits in a busy loop: on two cores that loop takes more than the model. It does so to set the
+            # worker's OpenMP threads, which are in our environment.
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+            arguments["distributed_executor_backend"] = UniProcExecutor
     if recipe.model.source == "hub" and recipe.model.revision:
         arguments["revision"] = recipe.model.revision
     if engine.max_batched_tokens:
@@ -114,17 +119,6 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if engine.quantization:
         arguments["quantization"] = engine.quantization
     return arguments
-
-
-def _one_process() -> type:
-    """Model and scheduler in one engine process.
-
-    On CPU vLLM turns its own "uni" into a worker process, for which the engine then waits in a busy loop: on two cores
-    that loop takes more than the model. It does so to set the worker's OpenMP threads, which are in our environment.
-    """
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    return UniProcExecutor
 
 
 @asynccontextmanager

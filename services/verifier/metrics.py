@@ -20,23 +20,24 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
 """Around 0 and 1, where the built-in rewards and their terms lie; a user's own may reach further."""
 
-
 STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.values() if status)
 
 
 class VerifierMetrics:
-    """Counters, gauges and histograms of one verifier process."""
+    """Counters, gauges and histograms of one verifier process. The recipe's `task` has its series from the start."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, task: str) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
-        task = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
+        label = {"task": f"the recipe's task, or {UNKNOWN_TASK} for items of another run's"}
         self.calls = metrics.counter("calls_total", "Verify calls by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
         self.requests = metrics.counter(
-            "requests_total", "Items by task and outcome.", {**task, "status": STATUSES}, unit="items"
+            "requests_total", "Items by task and outcome.", {**label, "status": STATUSES}, unit="items"
         )
-        self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, task)
-        self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, task, unit="reward")
+        for status in STATUSES:
+            self.requests.labels(task, status)
+        self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, label)
+        self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
         self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Items that may wait for a worker.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
@@ -45,13 +46,7 @@ class VerifierMetrics:
         )
         self.timeouts = metrics.counter("timeouts_total", "Rewards killed at their deadline.", unit="items")
 
-    def begin(self, task: str) -> None:
-        """The recipe's task: its series are there from the start."""
-        for status in STATUSES:
-            self.requests.labels(task, status)
-
     def count(self, task: str, result: verifier_pb2.VerifyResult) -> None:
-        """One item's outcome."""
         self.requests.labels(task, status_name(result.status)).inc()
         self.reward_seconds.labels(task).observe(result.seconds)
         if result.status == verifier_pb2.VERIFY_STATUS_OK:

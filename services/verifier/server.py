@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 
 import grpc
 from grpc import aio
@@ -113,13 +114,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     in use."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("starting reward workers")
-    metrics = VerifierMetrics(registry)
-    metrics.begin(recipe.task.name)
-
-    def register(server: aio.Server) -> None:
-        servicer = VerifierServicer(recipe.task.name, pool, metrics)
-        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, server)
-
+    task, metrics = recipe.task.name, VerifierMetrics(registry, recipe.task.name)
     async with (
         watch_loop() as watch,
         serve_http(
@@ -127,7 +122,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         ) as http_port,
         run_pool(recipe, metrics, readiness, workers=settings.workers, max_queue=settings.max_queue) as pool,
         serve_grpc(
-            register,
+            partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, VerifierServicer(task, pool, metrics)),
             [SERVICE_NAME],
             settings.grpc_host,
             settings.grpc_port,
@@ -135,7 +130,7 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         ) as grpc_port,
     ):
         where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
-        log.info("serving rewards of task %s by scorer %s", recipe.task.name, recipe.reward.scorer, extra=where)
+        log.info("serving rewards of task %s by scorer %s", task, recipe.reward.scorer, extra=where)
         announce(settings, grpc_port, http_port)
         await stop.wait()
         readiness.reason = "stopping"

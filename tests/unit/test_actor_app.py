@@ -99,7 +99,7 @@ async def test_a_stop_stores_what_is_finished_takes_nothing_new_and_leaves_first
     async with running() as one:
         one.verifier.up.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: len(one.engine.started) == 2 and one.actor._generation.num_in_progress == 0)
+        await one.until(lambda: len(one.engine.started) == 2 and one.actor._metrics.busy.running == 0)
         assert await one.num_stored() == 0
         of = one.registry.get_sample_value
         names = ("policy_version", "ready", "prompts_held_groups", "sequences_in_progress_max")
@@ -298,7 +298,7 @@ async def test_the_state_is_answered_also_while_it_drains() -> None:
         assert (await stub.GetState(actor_pb2.GetStateRequest())).sequences_in_progress == 2
         one.actor._gate.drain()
         one.engine.open.set()
-        await one.until(lambda: one.actor._generation.num_in_progress == 0)
+        await one.until(lambda: one.actor._metrics.busy.running == 0)
         state = await stub.GetState(actor_pb2.GetStateRequest())
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
         assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)

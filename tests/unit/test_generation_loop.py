@@ -36,7 +36,7 @@ async def test_keeps_h_sequences_in_progress_and_not_more() -> None:
         one.engine.open.clear()
         await one.issue(0, 1, 2)
         await one.generating(3)
-        assert one.loop.num_in_progress == 3
+        assert one.metrics.busy.running == 3
         assert one.engine.started == ["g00000000.0", "g00000000.1", "g00000001.0"]
         one.engine.open.set()
         await one.published(6)
@@ -58,7 +58,7 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         one.verifier.up.clear()
         await one.issue(*range(15))
         # 4 workers each hold a batch of 4 at most; the buffer holds 2; 2 wait in their slots: then generation stands still.
-        await one.until(lambda: one.loop.num_in_progress == 2 and one.engine.running == 0)
+        await one.until(lambda: one.metrics.busy.running == 2 and one.engine.running == 0)
         assert len(one.engine.started) <= 20
         one.verifier.up.set()
         assert len({s.sequence_id for s in await one.published(30)}) == len(one.engine.started) == 30
@@ -189,7 +189,7 @@ async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> 
 
 async def test_a_group_that_arrives_while_draining_is_handed_back() -> None:
     async with stage() as one:
-        await one.until(lambda: one.gate.is_open)
+        await one.until(lambda: one.gate.opened.is_set())
         await asyncio.sleep(0.01)  # the loop waits for a group
         one.gate.drain()
         await one.issue(0)
@@ -223,17 +223,17 @@ async def test_a_group_that_was_delivered_too_often_ends_as_failed_sequences() -
 
 def test_the_gate_closes_beyond_max_lag_and_while_draining() -> None:
     gate = ServingGate(max_lag=1)
-    assert (gate.phase, gate.is_open) == ("joining", False)
+    assert (gate.phase, gate.opened.is_set()) == ("joining", False)
     gate.serve(PolicyVersion(1, 3))
     assert gate.phase == "serving"
     gate.announce(PolicyVersion(1, 5))
-    assert gate.is_open
+    assert gate.opened.is_set()
     gate.announce(PolicyVersion(1, 6))
     assert gate.reason == "serves 1:3, more than max_lag = 1 behind 1:6"
     gate.announce(PolicyVersion(2, 3))
-    assert not gate.is_open
+    assert not gate.opened.is_set()
     gate.serve(PolicyVersion(2, 3))
-    assert gate.is_open
+    assert gate.opened.is_set()
     gate.drain()
     assert gate.reason == "draining"
 

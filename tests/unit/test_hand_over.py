@@ -60,9 +60,9 @@ async def test_another_actor_goes_on_where_the_first_one_stopped() -> None:
     server = MemoryServer()
     async with under_way(7, 8, server=server) as first, stage(server=server, serve=False) as second:
         await first.leave()
-        await first.until(lambda: first.loop.num_in_progress == 0)
+        await first.until(lambda: first.metrics.busy.running == 0)
         busy_s = first.metrics.busy.total_s
-        assert (len(first.held), first.loop.num_in_progress, first.engine.running) == (0, 0, 0)
+        assert (len(first.held), first.metrics.busy.running, first.engine.running) == (0, 0, 0)
         pending = await second.bus.pending_prompts()
         assert [msg_id.partition("-")[0] for msg_id in pending] == ["g00000000/a"]
 

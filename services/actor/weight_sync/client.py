@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -52,33 +52,6 @@ class StagedWeights:
     num_bytes: int
     receive_s: float
     prepare_s: float
-
-
-class WeightReceiver(Protocol):
-    """Brings versions into an engine: received beside the live weights while it decodes, swapped between two decode steps.
-
-    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
-    """
-
-    async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Agrees on what will be received. Raises `ManifestMismatch` when the served model cannot take these weights."""
-        ...
-
-    async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
-        ...
-
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
-        ...
-
-    async def commit(self, version: PolicyVersion) -> float:
-        """Serves the staged version and returns the stall in seconds. Raises `CommitFailed` when the swap broke half-way."""
-        ...
-
-    async def discard(self) -> None:
-        """Gives up what is being received or staged; bounded."""
-        ...
 
 
 class CommitFailed(TransferError):
@@ -225,7 +198,9 @@ def as_line(message: Hello | Order | Reply) -> bytes:
 
 
 class WeightUpdateClient:
-    """The `WeightReceiver` of a vLLM engine.
+    """Brings versions into vLLM: received beside the live weights while it decodes, swapped between two decode steps.
+
+    Calls must not overlap, except `discard`, which may come while `receive` waits. All raise `TransferError`.
 
     `recompute_kv`: let unfinished sequences recompute their KV cache under new weights (vLLM's `clear_cache`) instead of
     keeping the stale one. `stall_timeout_s`: the longest that one chunk may take; it bounds `discard`. `bind_host`: this
@@ -249,7 +224,10 @@ class WeightUpdateClient:
         self._link: WorkerLink | None = None
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Blocks decoding while the shadow model is built, the first time."""
+        """Agrees on what will be received. Blocks decoding while the shadow model is built, the first time.
+
+        Raises `ManifestMismatch` when the served model cannot take these weights.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
@@ -273,10 +251,12 @@ class WeightUpdateClient:
         return hellos[0].loading
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
+        """Meets the trainer and the other actors, with the group's rank as this engine's first; leaves the group before."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+        """After an error the group is left and nothing is staged. A caller that is cancelled calls `discard`."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}
@@ -286,7 +266,7 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pauses between two decode steps, swaps, resumes. Unfinished sequences go on.
+        """Pauses between two decode steps, swaps, resumes, and returns the stall in seconds. Unfinished sequences go on.
 
         The stall is counted from the engine's report that it is idle to its report that it is resumed. A TransferError other
         than CommitFailed says that `version` was not staged; the old weights are served on.
@@ -310,7 +290,7 @@ class WeightUpdateClient:
         return time.monotonic() - started
 
     async def discard(self) -> None:
-        """Returns when the workers have, within the stall timeout."""
+        """Gives up what is being received or staged; returns when the workers have, within the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

@@ -165,7 +165,6 @@ class ShadowLoader:
             raise ManifestDiffers("(manifest)", "number of elements", needed, written.count)
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Take a whole version and finish it. After an error it is as if nothing had been loaded."""
         try:
             self._materialise()
             self._fill(tensors)
@@ -181,7 +180,6 @@ class ShadowLoader:
                 _exchange(live.__dict__, shadow.__dict__, self.derived(shadow))
 
     def drop(self) -> None:
-        """Forget what is loaded. Idempotent."""
         for _, shadow in self.pairs.values():
             for name in self.derived(shadow):
                 del shadow.__dict__[name]

@@ -30,7 +30,7 @@ from pipelinerl.telemetry.spans import Trace, before_ns, child, headers_of, trac
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from services.actor.generation import ServingGate, newer
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import CommitFailed, WeightReceiver
+from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class UpdateListener:
     def __init__(
         self,
         bus: Bus,
-        receiver: WeightReceiver,
+        receiver: WeightUpdateClient,
         gate: ServingGate,
         metrics: ActorMetrics,
         *,
