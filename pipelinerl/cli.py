@@ -32,7 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
     args = build_parser().parse_args(argv)
     try:
         code: int = args.execute(args)

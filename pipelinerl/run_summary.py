@@ -173,7 +173,6 @@ class RunTotals:
 
 
 def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What metrics.jsonl alone tells, as far as the run got."""
     totals, last = RunTotals(), records[-1] if records else dict[str, Any]()
     for record in records:
         totals.add_step(record)

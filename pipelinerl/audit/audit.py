@@ -148,8 +148,6 @@ class StreamLook:
 
 @dataclass
 class Audit:
-    """What was found."""
-
     findings: Findings
     history: History
     replay: Replay

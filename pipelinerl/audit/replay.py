@@ -54,8 +54,6 @@ class CheckResult:
 
 
 class Findings(dict[Check, CheckResult]):
-    """The result of every check."""
-
     def __init__(self) -> None:
         super().__init__({check: CheckResult() for check in Check})
 

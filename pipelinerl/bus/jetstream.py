@@ -66,7 +66,6 @@ from pipelinerl.service.settings import BusSettings
 
 _log = logging.getLogger(__name__)
 
-_NS = 1_000_000_000
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
@@ -341,7 +340,7 @@ class Bus:
 
 def _log_entry(message: Msg, ack: AckSubject) -> LogEntry:
     msg_id = (message.headers or {}).get(MSG_ID, "")
-    return LogEntry(ack.stream_position, message.data, msg_id, ack.published_at_ns / _NS, headers_given(message))
+    return LogEntry(ack.stream_position, message.data, msg_id, headers_given(message))
 
 
 # How the streams look in JetStream: limits count when a run's streams are first made.

@@ -89,7 +89,6 @@ class AckSubject(NamedTuple):
     num_deliveries: int
     stream_position: int
     consumer_position: int
-    published_at_ns: int
 
     @classmethod
     def parse(cls, reply: str) -> AckSubject:
@@ -98,7 +97,7 @@ class AckSubject(NamedTuple):
         first = 4 if len(tokens) == 9 else 6  # newer servers put a domain and an account hash before the stream
         if not reply.startswith("$JS.ACK.") or len(tokens) < first + 4:
             raise BusError(f"not a JetStream delivery: reply subject {reply!r}")
-        return cls(*map(int, tokens[first : first + 4]))
+        return cls(*map(int, tokens[first : first + 3]))
 
 
 def redacted(urls: str) -> str:

@@ -45,8 +45,6 @@ class LogEntry:
     position: int
     payload: bytes
     msg_id: str
-    published_at_s: float
-    """Server's wall-clock time of the publish, Unix seconds."""
     headers: Headers = field(default_factory=lambda: NO_HEADERS)
 
 

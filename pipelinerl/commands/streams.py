@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,42 +63,36 @@ def streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
     return partial(connect, found.nats_url, run, credentials=found.nats_credentials, tls_dir=found.nats_tls_dir)
 
 
-@asynccontextmanager
-async def streams_in_folder(run_dir: Path) -> AsyncIterator[Bus]:
-    """A connected bus. Raises `FieldError` when the folder does not say where they are."""
-    from pipelinerl.bus.jetstream import connect
-
-    async with _server_url(run_dir) as url, connect(url, run_name(run_dir)) as bus:
-        yield bus
-
-
 def holds_streams(run_dir: Path) -> bool:
     """Whether it is the folder of a run on this machine, which keeps its streams there."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 
 @asynccontextmanager
-async def _server_url(folder: Path) -> AsyncIterator[str]:
+async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
+    """A connected bus. Raises `FieldError` when the folder does not say where they are."""
     import asyncio
     import json
     import shutil
     import tempfile
 
+    from pipelinerl.bus.jetstream import connect
     from pipelinerl.local.nats import NatsServer
     from pipelinerl.local.processes import living_names
     from pipelinerl.run_dir import RunDir
 
     run_dir = RunDir(folder, "")
-    if living_names(run_dir):
-        file = run_dir.address("nats")
-        try:
-            url = str(json.loads(file.read_bytes())["url"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            fix = f"does not say where the run's nats-server is: {error!r}"
-            raise FieldError("RUN_DIR", str(file), fix) from error
-        yield url
-        return
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-streams-") as copy:
-        await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, Path(copy, _STORE))
-        with NatsServer(Path(copy)) as server:
-            yield server.url
+    with ExitStack() as stack:
+        if living_names(run_dir):
+            file = run_dir.address("nats")
+            try:
+                url = str(json.loads(file.read_bytes())["url"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                fix = f"does not say where the run's nats-server is: {error!r}"
+                raise FieldError("RUN_DIR", str(file), fix) from error
+        else:
+            copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
+            await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
+            url = stack.enter_context(NatsServer(copy)).url
+        async with connect(url, run_name(folder)) as bus:
+            yield bus

@@ -188,7 +188,6 @@ class KubeClient:
             response.close()
 
     async def _ask(self, permission: Permission, method: str, **arguments: Any) -> dict[str, Any]:
-        """The answer of a call that was accepted."""
         with _as_kube_error(permission):
             response = await self._respond(permission, method, **arguments, _request_timeout=self._request_s)
             return _parsed(permission, await response.read())

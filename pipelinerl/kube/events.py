@@ -108,7 +108,6 @@ class EventRecorder:
         }
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await self._send(await self._queue.get())
             self._queue.task_done()

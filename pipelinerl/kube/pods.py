@@ -43,7 +43,6 @@ class PodWatch:
         self._logged: tuple[object, ...] = ()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             try:
                 if not self._resource_version:

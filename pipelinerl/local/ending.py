@@ -50,7 +50,6 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_html(data: Mapping[str, Any]) -> str:
-    """The page for `report_data`'s object."""
     return Template(asset("report.html")).substitute(
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
@@ -112,7 +111,6 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
-    """The summary for a person. Pure."""
     lines = [
         "",
         f"{ending.how} after {duration(ending.wall_s)}: {number(summary.get('steps'))} optimizer steps",

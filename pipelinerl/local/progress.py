@@ -269,7 +269,6 @@ class Display(contextlib.AbstractContextManager["Display"]):
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        """The state as it is now."""
         phase_due = elapsed_s - self._phase_at_s >= min(_PHASE_EVERY_S, self._every_s)
         if state.step == 0 and state.phase != self._shown_phase and phase_due:
             self._shown_phase, self._phase_at_s = state.phase, elapsed_s

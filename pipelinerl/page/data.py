@@ -80,7 +80,12 @@ class RunHistory:
         self._times_s[record.get("step", 0)] = record.get("time_s")
         if len(self._times_s) > _TIMES_KEPT:
             self._times_s.pop(next(iter(self._times_s)))
-        self._add_up(record)
+        for lag, tokens in (record.get("lag_histogram") or {}).items():
+            self._lags[int(lag)] += tokens
+        for label, ess in (record.get("ess_by_lag") or {}).items():
+            if ess is not None:
+                self._ess[label] += ess
+                self._ess_steps[label] += 1
         point = self._heldout_point(record)
         if point is not None:
             self._heldout.add(point)
@@ -108,14 +113,6 @@ class RunHistory:
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
             "ess_by_lag": {one: self._ess[one] / self._ess_steps[one] for one in LAG_BUCKETS if self._ess_steps[one]},
         }
-
-    def _add_up(self, record: Record) -> None:
-        for lag, tokens in (record.get("lag_histogram") or {}).items():
-            self._lags[int(lag)] += tokens
-        for label, ess in (record.get("ess_by_lag") or {}).items():
-            if ess is not None:
-                self._ess[label] += ess
-                self._ess_steps[label] += 1
 
     def _heldout_point(self, record: Record) -> dict[str, Any] | None:
         """At the policy version that was measured, not at the step that it ended in."""

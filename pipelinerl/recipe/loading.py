@@ -29,8 +29,6 @@ from pipelinerl.recipe.rules import BrokenRules
 
 
 class MissingField(FieldError):
-    """A field without a default was not given."""
-
     def __init__(self, field: str, fix: str) -> None:
         super().__init__(field, "(missing)", fix)
         self.args = (f"{field} is missing: {fix}",)
@@ -123,9 +121,9 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
 
 
-def find_recipe(name: str | Path, folders: Iterable[Path] = ()) -> Path:
-    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`, which is looked up in `folders`, or else here, in
-    the source tree and in an installation.
+def find_recipe(name: str | Path) -> Path:
+    """The file of `recipes/arithmetic.yaml` or of the bare name `arithmetic`, which is looked up here, in the source tree
+    and in an installation.
 
     Raises `FieldError` naming what was asked for and the recipes there are.
     """
@@ -133,8 +131,7 @@ def find_recipe(name: str | Path, folders: Iterable[Path] = ()) -> Path:
     if path.is_file():
         return path
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
-    shipped = Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
-    searched = tuple(folders) or shipped
+    searched = Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         for folder in searched:
             if (folder / f"{name}.yaml").is_file():

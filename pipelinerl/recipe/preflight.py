@@ -97,7 +97,6 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _gpu(recipe: Recipe) -> Iterator[FieldError]:
-    """Half precision and NCCL need a GPU."""
     if has_gpu():
         return
     where = "no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi); run it where there is one, or use"

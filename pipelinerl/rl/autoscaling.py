@@ -115,16 +115,17 @@ class ReplicasWanted:
         """All actors of now. While they are `measuring` (an evaluation runs beside), their production tells nothing."""
         before, self._seen = self._seen, {} if measuring else dict(states)
         for name, now in self._seen.items():
-            produced = produced_between(before.get(name, now), now)
-            finished, busy_s, slot_s = produced
+            last = before.get(name, now)
+            finished, busy_s = now.sequences_finished - last.sequences_finished, now.busy_s - last.busy_s
+            in_progress = (last.sequences_in_progress + now.sequences_in_progress) / 2
             if finished >= 0 and busy_s > 0:  # else it has started anew in between, or had nothing to do
+                produced: Production = np.array((finished, busy_s, busy_s * in_progress))
                 self._lately.add(produced)
-                if slot_s >= FULL * self._slots * busy_s:
+                if in_progress >= FULL * self._slots:
                     self._when_full.add(produced)
         self._update()
 
     def finish(self) -> None:
-        """The run has ended."""
         self.wanted = 1
 
     def _update(self) -> None:
@@ -140,9 +141,3 @@ class ReplicasWanted:
             return known
         occupancy = max(lately.in_progress, 1.0) / self._slots
         return known if known is not None and occupancy >= FULL else full_rate(lately.rate, occupancy, known)
-
-
-def produced_between(before: ActorState, now: ActorState) -> Production:
-    busy_s = now.busy_s - before.busy_s
-    in_progress = (before.sequences_in_progress + now.sequences_in_progress) / 2
-    return np.array((now.sequences_finished - before.sequences_finished, busy_s, busy_s * in_progress))

@@ -53,13 +53,6 @@ def groups_per_step(recipe: Recipe) -> int:
     return recipe.trainer.batch_size // recipe.sampling.group_size
 
 
-def backlog_groups(recipe: Recipe, num_actors: int) -> int:
-    """Groups in flight that, without max_lag, keep all places of `num_actors` generating while one batch is trained and one
-    more waits: enough never to idle an actor and small enough to bound the streams."""
-    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
-    return 2 * groups_per_step(recipe) + 2 * math.ceil(in_progress / recipe.sampling.group_size)
-
-
 def issue_limit(recipe: Recipe, version: int, num_actors: int) -> int:
     """Groups that may have been issued and not lost by the time of `version`, since the start of the run. Nothing is issued
     that no step would consume."""
@@ -67,7 +60,10 @@ def issue_limit(recipe: Recipe, version: int, num_actors: int) -> int:
     if recipe.mode == "conventional":
         limit = (version // phase_steps + 1) * phase_steps * per_step
     elif recipe.algorithm.max_lag is None:
-        limit = version * per_step + backlog_groups(recipe, num_actors)
+        # All places of `num_actors` stay generating while one batch is trained and one more waits: enough never to idle an
+        # actor and small enough to bound the streams.
+        in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+        limit = (version + 2) * per_step + 2 * math.ceil(in_progress / recipe.sampling.group_size)
     else:
         limit = (version + 1 + recipe.algorithm.max_lag) * per_step
     return min(limit, recipe.trainer.steps * per_step)

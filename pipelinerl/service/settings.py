@@ -37,8 +37,6 @@ def _problem(details: ErrorDetails) -> str:
 
 
 class ServiceSettings(BaseSettings):
-    """What every service needs to know."""
-
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
     run: str = Field(description="Name of the run: prefix of its subjects.")

@@ -42,7 +42,7 @@ HELDOUT_SEED = 0
 
 
 class ReasoningGymSource:
-    """Raises `FieldError` for an unknown family or arguments it refuses."""
+    """Raises `FieldError` for an unknown family, arguments it refuses, or too few distinct problems for the held-out split."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
@@ -97,7 +97,9 @@ class ReasoningGymSource:
         """A data set of `BLOCK` entries, not generated yet, and its seed."""
         from reasoning_gym import create_dataset
 
-        seed = derived_seed(HELDOUT_SEED if split is Split.HELDOUT else self._seed, split, block)
+        run_seed = HELDOUT_SEED if split is Split.HELDOUT else self._seed
+        digest = hashlib.blake2b(f"{run_seed}/{split}/{block}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") % 2**31
         with _global_random(seed):
             return create_dataset(self._family, seed=seed, size=BLOCK, **self._config), seed
 
@@ -118,12 +120,6 @@ def _global_random(seed: int) -> Iterator[None]:
         yield
     finally:
         random.setstate(before)
-
-
-def derived_seed(run_seed: int, split: Split, block: int) -> int:
-    """A seed below 2^31 that depends on all three."""
-    digest = hashlib.blake2b(f"{run_seed}/{split}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**31
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import FieldError, MissingPackage, UserError
 from pipelinerl.recipe.fields import TaskConfig
+
+if TYPE_CHECKING:
+    from pipelinerl.tasks.reasoning_gym import ReasoningGymSource
 
 
 class Split(StrEnum):
@@ -41,18 +44,7 @@ class Problem:
         return json.dumps(self.reference, separators=(",", ":"))
 
 
-class TaskSource(Protocol):
-    """Problems of one task."""
-
-    def problem(self, split: Split, index: int) -> Problem:
-        """A file's training indices go on after its end, into another epoch.
-
-        Raises `FieldError` when the task has too few distinct problems for its held-out split.
-        """
-        ...
-
-
-def make_source(config: TaskConfig, seed: int) -> TaskSource:
+def make_source(config: TaskConfig, seed: int) -> FileSource | ReasoningGymSource:
     """Raises `FieldError` or `UserError` for what the user can mend. Imports what the source needs (about a second)."""
     if config.source == "jsonl":
         return FileSource(config, seed)
@@ -62,7 +54,7 @@ def make_source(config: TaskConfig, seed: int) -> TaskSource:
 
 
 class FileSource:
-    """Raises `UserError` with the file and line of what is wrong."""
+    """Raises `UserError` with the file and line of what is wrong. Training indices go on after its end, into another epoch."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         distinct: dict[str, Problem] = {}
@@ -92,7 +84,12 @@ class FileSource:
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
-    for where, row in _rows(Path(config.path)):
+    path, readers = Path(config.path), {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    if not path.is_file():
+        raise FieldError("task.path", str(path), "there is no such file")
+    if path.suffix not in readers:
+        raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
+    for where, row in readers[path.suffix](path):
         for name in (config.prompt_field, config.answer_field):
             if not isinstance(row.get(name), str | int | float) or isinstance(row.get(name), bool):
                 raise UserError(f"{where}: field {name!r} is {row.get(name)!r}; it must be a text or a number")
@@ -100,15 +97,6 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         if not question.strip():
             raise UserError(f"{where}: field {config.prompt_field!r} is empty")
         yield Problem(config.name, question, {"answer": str(row[config.answer_field])})
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not path.is_file():
-        raise FieldError("task.path", str(path), "there is no such file")
-    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
-    if path.suffix not in readers:
-        raise FieldError("task.path", str(path), "give a .jsonl or a .parquet file")
-    yield from readers[path.suffix](path)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -208,7 +208,6 @@ async def test_no_streams_is_an_error_and_not_an_empty_queue(connect: Connect) -
 
 async def test_sequences_are_read_in_order_from_any_position_and_waited_for(bus: Bus) -> None:
     payloads = [b"first", bytes(range(256)) * 3000, b"", b"last"]
-    before = time.time()
     positions = [await bus.publish_sequence(payload, f"s{number}") for number, payload in enumerate(payloads)]
     assert positions == [1, 2, 3, 4]
     async with bus.read_sequences(1) as entries:
@@ -221,7 +220,6 @@ async def test_sequences_are_read_in_order_from_any_position_and_waited_for(bus:
         assert (await soon(entries)).payload == b"still later"
     assert [(entry.position, entry.msg_id) for entry in read] == [(1, "s0"), (2, "s1"), (3, "s2"), (4, "s3")]
     assert [entry.payload for entry in read] == payloads
-    assert all(before - CLOCKS_S <= entry.published_at_s <= time.time() + CLOCKS_S for entry in read)
     async with bus.read_sequences(4) as entries:
         assert [(await soon(entries)).payload for _ in range(3)] == [b"last", b"later", b"still later"]
 

@@ -39,6 +39,7 @@ class Log:
     def __init__(self, name: str, max_messages: int) -> None:
         self._name, self._max_messages = name, max_messages
         self.entries: dict[int, LogEntry] = {}
+        self._published_at_s: dict[int, float] = {}  # by position
         self._positions: dict[str, int] = {}  # by message id
         self.last_position = 0
 
@@ -50,12 +51,13 @@ class Log:
         self.last_position += 1
         if msg_id:
             self._positions[msg_id] = self.last_position
-        self.entries[self.last_position] = LogEntry(self.last_position, payload, msg_id, time.time(), headers)
+        self.entries[self.last_position] = LogEntry(self.last_position, payload, msg_id, headers)
+        self._published_at_s[self.last_position] = time.time()
         return self.last_position
 
     def info(self) -> StreamInfo:
         first = min(self.entries, default=self.last_position + 1)
-        first_at_s = self.entries[first].published_at_s if self.entries else None
+        first_at_s = self._published_at_s[first] if self.entries else None
         size = sum(len(entry.payload) for entry in self.entries.values())
         return StreamInfo(len(self.entries), size, first, self.last_position, first_at_s)
 

@@ -91,17 +91,16 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
             load_recipe(file)
 
 
-def test_names_are_looked_up_in_order_and_the_known_ones_listed(tmp_path: Path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
-    for folder in (first, second):
-        folder.mkdir()
-        (folder / "mine.yaml").write_text("")
-    (second / "other.yaml").write_text("")
-    assert find_recipe("mine", [first, second]) == first / "mine.yaml"
-    assert find_recipe("other", [first, second]) == second / "other.yaml"
-    assert find_recipe(second / "mine.yaml", []) == second / "mine.yaml"
-    with pytest.raises(FieldError, match=r"recipe = 'othr': no such file; give a path or one of: mine, other"):
-        find_recipe("othr", [first, second])
+def test_names_are_looked_up_in_order_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    for name in ("arithmetic", "another"):
+        Path("recipes", f"{name}.yaml").write_text("")
+    assert find_recipe("arithmetic") == Path("recipes/arithmetic.yaml")
+    assert find_recipe("gsm") == RECIPES / "gsm.yaml"
+    assert find_recipe(RECIPES / "arithmetic.yaml") == RECIPES / "arithmetic.yaml"
+    with pytest.raises(FieldError, match=r"recipe = 'othr': no such file; give a path or one of: another, arithmetic"):
+        find_recipe("othr")
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "smollm2", "gsm"])
