@@ -29,7 +29,7 @@ from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.records import StepRecord, update_idle_s
+from services.trainer.records import StepRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 30.0
 """How often the other ranks hear that rank 0 is there, at most."""
+SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
 
 
 @contextmanager
@@ -167,7 +168,8 @@ class OptimizerLoop:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 self._conclude(figures, batch)
-                span.set_attributes(step_attributes(figures))
+                shown = (name for name in SHOWN_IN_SPAN if figures.get(name) is not None)
+                span.set_attributes({f"pipelinerl.step.{name}": figures[name] for name in shown})
             self._unrecorded = functools.partial(self._record, figures, batch, seconds, began_at)
         self._feeder.look_again()
         if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
@@ -242,7 +244,7 @@ class OptimizerLoop:
         """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
             if trained is not None and (parity := await self._evaluator.parity(version, trained)) is not None:
-                self._recorder.parity(parity)
+                self._recorder.parity(*parity)
             if evaluate:
                 try:
                     self._recorder.heldout(await self._evaluator.evaluate(version))
@@ -262,16 +264,12 @@ class OptimizerLoop:
             **figures,
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
-        record["idle_s"] = update_idle_s(record["step_s"])
+        # The trainer computed nothing meanwhile: the copy that is sent is made on the compute thread, and it is not made before
+        # the version before is served.
+        record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         record["sequences"] = self._tracker.ledger.counts.as_dict()
         self._resume.journal.flush()  # who hears of the step may audit it
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 
     async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, call, *arguments)
-
-
-def step_attributes(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's span shows of its figures. Pure."""
-    shown = {name: figures.get(name) for name in ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")}
-    return {f"pipelinerl.step.{name}": value for name, value in shown.items() if value is not None}

@@ -57,7 +57,6 @@ class PolicyTrainer:
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """`Learner.step`."""
         figures = self.learner.step(prepared)
         self._version = prepared.version + 1  # a skipped step counts, too
         if figures["skipped"]:

@@ -17,16 +17,6 @@ import numpy as np
 
 from pipelinerl.run_dir import write_json
 
-
-def update_idle_s(step_s: Mapping[str, float]) -> float:
-    """Seconds of a step in which the trainer computed nothing because of the weight update, from its phases.
-
-    The copy that is sent is made on the compute thread, and it is not made before the version before is served: both
-    keep the next step waiting.
-    """
-    return step_s.get("snapshot", 0.0) + step_s.get("send", 0.0)
-
-
 StepRecord = dict[str, Any]
 """One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
 

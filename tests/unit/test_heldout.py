@@ -17,11 +17,9 @@ from services.trainer.data.evaluation import (
     JUDGE_BATCH,
     Evaluator,
     HeldoutResult,
-    Parity,
     compare,
     is_right,
     judge,
-    probe_tokens,
 )
 from services.trainer.data.feeder import EncodedProblem
 from tests.unit.builders import make_recipe
@@ -168,18 +166,18 @@ def served(*logprobs: float) -> np.ndarray:
 
 def test_the_largest_difference_over_tokens_and_actors() -> None:
     parity = compare({"a": served(-1.0, -2.25), "b": served(-0.5, -2.0)}, TRAINED, VERSION)
-    assert parity == Parity(0.5, 0)
+    assert parity == (0.5, 0)
 
 
 @pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])
 def test_an_answer_that_cannot_be_compared_is_a_failure(broken: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == Parity(0.5, 1)
+    assert compare({"a": broken, "b": served(-1.0, -2.5)}, TRAINED, VERSION) == (0.5, 1)
     assert "parity probe of version 1:3 fails on a" in caplog.text
-    assert compare({"a": broken}, TRAINED, VERSION) == Parity(None, 1)
+    assert compare({"a": broken}, TRAINED, VERSION) == (None, 1)
 
 
 def test_a_trainer_that_gives_nan_fails_on_every_actor(caplog: pytest.LogCaptureFixture) -> None:
-    assert compare({"a": TRAINED, "b": TRAINED}, served(math.nan, -2.0), VERSION) == Parity(None, 2)
+    assert compare({"a": TRAINED, "b": TRAINED}, served(math.nan, -2.0), VERSION) == (None, 2)
     assert "log-probabilities of the trainer are not finite" in caplog.text
 
 
@@ -187,15 +185,15 @@ async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
     same, other = FakeActor(version=3, logprobs=(-1.0, -2.5)), FakeActor(version=2, logprobs=(-9.0, -9.0))
     async with serving(a=same, b=other) as addresses:
         everybody = {**addresses, "gone": "127.0.0.1:1"}
-        assert await evaluator(everybody, None).parity(3, TRAINED) == Parity(0.5, 0)
+        assert await evaluator(everybody, None).parity(3, TRAINED) == (0.5, 0)
         assert await evaluator({"b": addresses["b"]}, None).parity(3, TRAINED) is None
 
 
 async def test_nan_over_the_wire_is_a_failure() -> None:
     async with serving(a=FakeActor(version=3, logprobs=(math.nan, -2.0))) as addresses:
-        assert await evaluator(addresses, None).parity(3, TRAINED) == Parity(None, 1)
+        assert await evaluator(addresses, None).parity(3, TRAINED) == (None, 1)
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
-    assert probe_tokens(20, 32, seed=5).tolist() == probe_tokens(20, 32, seed=5).tolist()
-    assert probe_tokens(20, 32, seed=5).dtype == np.int32
+    assert evaluator({}, None).probe.tolist() == evaluator({}, None).probe.tolist()
+    assert evaluator({}, None).probe.dtype == np.int32

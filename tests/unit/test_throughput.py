@@ -21,16 +21,8 @@ from services.trainer.learn.meter import (
 )
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.records import update_idle_s
 from tests.support.learner import group_of, model_of, sequences_of
 from tests.unit.builders import make_recipe
-
-
-def test_idle_time_is_that_of_sending() -> None:
-    step_s = {"wait": 8.0, "compute": 4.0, "snapshot": 0.25, "send": 0.5, "checkpoint": 2.0, "total": 14.75}
-    assert update_idle_s(step_s) == 0.75
-    assert update_idle_s({"wait": 1.0, "compute": 1.0, "total": 2.0}) == 0.0
-
 
 # Over a run
 

@@ -38,7 +38,12 @@ class PolicyExport:
     """`dtype`: of the weights in the files. Each `stage` takes the memory of the one before, which must be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
-        self.form = form_of(model, dtype)
+        with torch.device("meta"):
+            self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # its adapters are told of, not in it
+        self.form.to(dtype)  # type: ignore[arg-type]
+        for name in _KEPT:
+            if (value := getattr(model, name, None)) is not None:
+                setattr(self.form, name, copy.deepcopy(value))
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
         """Of one version, in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` where there are, by the names of files."""
@@ -75,17 +80,6 @@ class PolicyExport:
         for file in folder.rglob("*"):  # safetensors are written readable by their owner alone, whatever the umask
             if file.is_file():
                 file.chmod(mode)
-
-
-def form_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory that is saved as `model` is, given weights in `dtype`. Its adapters are told of, and not in it."""
-    with torch.device("meta"):
-        form: PreTrainedModel = type(model)(copy.deepcopy(model.config))
-    form.to(dtype)  # type: ignore[arg-type]
-    for name in _KEPT:
-        if (value := getattr(model, name, None)) is not None:
-            setattr(form, name, copy.deepcopy(value))
-    return form
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:

@@ -43,8 +43,6 @@ from services.trainer.learn.step import Learner
 log = logging.getLogger(__name__)
 
 FIELD = "checkpoint"
-
-
 WEIGHT, STEPS_TAKEN, RNG = "weight", "steps_taken", "rng"
 
 

@@ -191,7 +191,8 @@ class Evaluator:
         self._problems = {f"h{index:06d}": problem for index, problem in enumerate(problems)}
         self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
-        self.probe: TokenIds = probe_tokens(vocab_size, num_tokens, recipe.seed)
+        # Any tokens will do: the models only have to agree on them.
+        self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
         """Ends within the timeout; the caller holds commits of later versions meanwhile.
@@ -311,9 +312,9 @@ class Evaluator:
             finish_reason=completion.finish_reason,
         )
 
-    async def parity(self, version: int, trained: Logprobs) -> Parity | None:
-        """Over all actors that serve `version`, of the probe that the trainer itself scored as `trained`; None when none of
-        them could say."""
+    async def parity(self, version: int, trained: Logprobs) -> tuple[float | None, int] | None:
+        """`compare` over all actors that serve `version`, with the probe as the trainer scored it; None when none of them could
+        say."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -335,25 +336,9 @@ class Evaluator:
         return served
 
 
-def probe_tokens(vocabulary_size: int, num_tokens: int, seed: int) -> TokenIds:
-    """int32[num_tokens], fixed by the seed: any tokens will do, the models only have to agree on them."""
-    generator = np.random.default_rng(seed)
-    return generator.integers(0, vocabulary_size, size=num_tokens, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class Parity:
-    """One probe. `mismatch`: largest difference, nats, always finite; None when no answer could be compared.
-
-    `failures`: answers of actors that serve the version and cannot be compared, for numbers that are not finite or missing.
-    """
-
-    mismatch: float | None
-    failures: int
-
-
-def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVersion) -> Parity:
-    """The parity of the answers of actors, by name; logs each one that cannot be compared as an error."""
+def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVersion) -> tuple[float | None, int]:
+    """Largest difference, nats, always finite; None when no answer could be compared. And how many answers of actors, by name,
+    cannot be compared, for numbers that are not finite or missing: each is logged as an error."""
     differences: list[float] = []
     for name, logprobs in served.items():
         if len(logprobs) != len(trained):
@@ -366,4 +351,4 @@ def compare(served: Mapping[str, Logprobs], trained: Logprobs, version: PolicyVe
             differences.append(float(np.abs(logprobs.astype(np.float64) - trained.astype(np.float64)).max()))
             continue
         log.error("parity probe of version %s fails on %s: %s", version, name, problem)
-    return Parity(max(differences, default=None), len(served) - len(differences))
+    return max(differences, default=None), len(served) - len(differences)

@@ -225,11 +225,7 @@ def group_seed(run_seed: int, group_number: int) -> int:
 def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
     """The feeder's stream. Raises `FieldError` or `UserError` for a task that cannot be used."""
     source = make_source(recipe.task, recipe.seed)
-
-    def problem(index: int) -> EncodedProblem:
-        return encode(source.problem(Split.TRAIN, index), recipe.task, tokenizer)
-
-    return problem
+    return lambda index: encode(source.problem(Split.TRAIN, index), recipe.task, tokenizer)
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:

@@ -76,7 +76,6 @@ class Message:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
-        """Inverse of `to_bytes`."""
         length = int.from_bytes(data[:_HEADER], "little")
         metadata = json.loads(data[_HEADER : _HEADER + length])["__metadata__"]
         return cls(metadata["kind"], json.loads(metadata["fields"]), load(data))

@@ -43,7 +43,7 @@ def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
     return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
 
 
-class _Collected(torch.autograd.Function):
+class Collected(torch.autograd.Function):
     """x [k, own tokens] → [k, tokens of all ranks]. The gradient of a rank is that of its own tokens."""
 
     @staticmethod
@@ -84,10 +84,6 @@ class RowPart:
         edges = torch.arange(1, self.ranks, device=predictors.device) * (row.input_ids.shape[1] // self.ranks)
         ends = [*torch.searchsorted(predictors, edges).tolist(), len(predictors)]
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-    def collect(self, values: Tensor, counts: list[int]) -> Tensor:
-        """values [k, own] of each rank → [k, sum of counts]."""
-        return _Collected.apply(values, counts, self.index, self.group)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Each [tokens / P, heads, dim] → [tokens, heads / P, dim]; too few key-value heads for the ranks are repeated."""

@@ -250,7 +250,6 @@ class HostMark:
 
 
 def mark_for(device: torch.device) -> Callable[[], Mark]:
-    """What marks the work of `device`."""
     if device.type == "cuda":
         return lambda: torch.cuda.Event(enable_timing=True)
     return HostMark
@@ -353,6 +352,7 @@ def token_figures(
     usable = bool(np.isfinite(log_weights).all())
     by_lag = ess_by_lag(log_weights, lags) if usable else {}
     buckets = lag_bucket(lags)
+    found, counts = np.unique(lags, return_counts=True)
     return {
         "loss": loss,
         "entropy": _mean(entropy),
@@ -367,7 +367,7 @@ def token_figures(
         "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
         "log_weight_abs_max": float(np.abs(log_weights).max()) if usable else None,
         "lag": {"mean": float(lags.mean()), "p95": float(np.percentile(lags, 95)), "max": int(lags.max())},
-        "lag_histogram": _histogram(lags) if applied else {},
+        "lag_histogram": dict(zip(found.tolist(), counts.tolist(), strict=True)) if applied else {},
         "sequences_trained": sum(batch.num_sequences for batch in batches) if applied else 0,
         "tokens_trained": len(lags) if applied else 0,
         "tokens_computed": sum(loads),
@@ -389,8 +389,3 @@ def _mean(values: NDArray[np.float64]) -> float | None:
 def _k3(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Estimate of KL(μ ‖ π) per token sampled from μ: w − 1 − log w, never negative."""
     return np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights
-
-
-def _histogram(lags: NDArray[np.int64]) -> dict[int, int]:
-    values, counts = np.unique(lags, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))

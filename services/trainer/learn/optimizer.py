@@ -30,23 +30,19 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    return config.learning_rate * _share_of_peak(step, config)
-
-
-def _share_of_peak(step: int, config: TrainerConfig) -> float:
-    final = config.final_learning_rate
+    peak, final = config.learning_rate, config.final_learning_rate
     match config.schedule:
         case "linear":
-            return 1 - (1 - final) * _progress(step, config.warmup_steps, config.steps)
+            return peak * (1 - (1 - final) * _progress(step, config.warmup_steps, config.steps))
         case "cosine":
             angle = math.pi * _progress(step, config.warmup_steps, config.steps)
-            return final + (1 - final) * 0.5 * (1 + math.cos(angle))
+            return peak * (final + (1 - final) * 0.5 * (1 + math.cos(angle)))
         case "wsd":
-            return 1 - (1 - final) * _progress(step, config.steps - config.decay_steps, config.steps)
+            return peak * (1 - (1 - final) * _progress(step, config.steps - config.decay_steps, config.steps))
         case "inverse_sqrt":
-            return max(final, math.sqrt(max(1, config.warmup_steps) / max(1, step)))
+            return peak * max(final, math.sqrt(max(1, config.warmup_steps) / max(1, step)))
         case _:
-            return 1.0
+            return peak
 
 
 def _progress(step: int, first: int, last: int) -> float:

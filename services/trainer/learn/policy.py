@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import TokenRow, token_row
-from services.trainer.learn.context_parallel import RowPart
+from services.trainer.learn.context_parallel import Collected, RowPart
 from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, head_scores, token_scores
 
 
@@ -65,7 +65,7 @@ class Policy(nn.Module):
         own = slice(first, first + counts[self.part.index])
         own_predictors = predictors[own] - self.part.tokens(row).start
         scores = self(self.part.of(row), own_predictors, targets[own], temperature, entropy_grad)
-        return TokenScores(*self.part.collect(torch.stack(scores), counts))
+        return TokenScores(*Collected.apply(torch.stack(scores), counts, self.part.index, self.part.group))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool

@@ -84,7 +84,6 @@ class PageBoard:
             self._steps.append((self._count, to_json(news)))
 
     def state(self, state: Mapping[str, Any]) -> None:
-        """What is true now."""
         with self._lock:
             self._state = dict(state)
 
@@ -169,8 +168,6 @@ _KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 def add_page(app: FastAPI, board: PageBoard) -> None:
-    """Adds the page's routes to `app`."""
-
     @app.get("/")
     async def page() -> Response:
         return Response(asset("live.html"), media_type="text/html", headers=_FRESH)
@@ -199,5 +196,4 @@ def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
 
 
 def page_hosts(settings: TrainerSettings) -> list[str]:
-    """The names of `settings.page_hosts`."""
     return [name.strip() for name in settings.page_hosts.split(",") if name.strip()]

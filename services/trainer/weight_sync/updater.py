@@ -334,7 +334,6 @@ class WeightUpdater:
         return "; ".join(f"{actor}: {reason}" for actor, reason in sorted(self._reasons.items()))
 
     async def wait_for_members(self, count: int) -> None:
-        """Returns when `count` actors have registered."""
         await self._until(lambda: self.num_present >= count)
 
     @property
