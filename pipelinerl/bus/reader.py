@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime
@@ -112,7 +113,7 @@ def _status(message: Msg) -> tuple[str, str]:
     return headers.get("Status", ""), headers.get("Description", "")
 
 
-class Puller:
+class Puller(ABC):
     """Asks a consumer of a stream for messages, which come to an inbox of its own, and waits for them.
 
     Those that wait are told when none will come: the server forgets what it was asked with the connection, and refuses who may
@@ -126,11 +127,11 @@ class Puller:
         self._woken = asyncio.Event()
         self._error: BusError | None = None
 
-    def on_reconnect(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def on_reconnect(self) -> None: ...
 
-    async def _on_message(self, message: Msg) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
         """`lowered`: a subject, in lower case, that the server does not let this user use."""

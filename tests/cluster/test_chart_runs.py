@@ -213,7 +213,7 @@ async def test_a_release_trains_is_scaled_and_upgraded_and_comes_to_its_end_over
         assert (audit["ok"], audit["streams"] is not None, len(audit["restarts"])) == (True, True, 1)
         reasons = {event["reason"] for event in cluster.api.events.values()}
         assert reasons >= {"RunStarted", "ActorJoined", "ActorLeft", "CheckpointWritten", "RunResumed", "RunFinished"}
-        assert release.trainer.ready  # a run that is finished can still be asked
+        await release.ready()  # a run that is finished can still be asked
         assert release.connections() >= {
             ("actor", "nats", 4222),
             ("actor", "verifier", 50051),

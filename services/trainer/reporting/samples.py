@@ -5,6 +5,7 @@ Pure. `learn.meter.sampled_sequences` chooses the completions.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,12 @@ def token_pieces(
     stream = DecodeStream(skip_special_tokens=True)
     try:
         pieces = [stream.step(backend, int(token)) or "" for token in token_ids[:limit]]
-    except Exception:  # the library has no type of its own; samples are for people, and no run ends for one
-        log.warning("a sample is written without its tokens: the tokenizer fails", exc_info=True)
+    except Exception:  # noqa: BLE001 - the library has no type of its own; samples are for people, and no run ends for one
+        _tell_of_failing_tokenizer()
         return None
     return pieces if text.startswith("".join(pieces)) else None
+
+
+@functools.cache
+def _tell_of_failing_tokenizer() -> None:  # once in a process, not with each sample
+    log.warning("samples are written without their tokens where the tokenizer fails", exc_info=True)
