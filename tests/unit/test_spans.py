@@ -101,7 +101,7 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
             headers = headers_of(trace_of(issued))
         sequences = [make_sequence(group, index) for index in range(3)]
         for sequence in sequences[:2]:
-            traces.received(LogEntry(1, b"payload", sequence.sequence_id, 0.0, headers), sequence)
+            traces.received(LogEntry(1, b"payload", sequence.sequence_id, headers), sequence)
         with traces.step(8, [sequence.sequence_id for sequence in sequences[:2]]):
             books.close(sequences[:1], Outcome.TRAINED, version=8)
         books.close(sequences[1:], Outcome.DROPPED_STALE, "too old")
