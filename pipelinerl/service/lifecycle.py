@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -124,10 +125,15 @@ def leave(code: int) -> NoReturn:
     The interpreter's own end pulls the ground from under threads that are inside native code, such as a transfer that is
     given up but stuck for its last seconds: the process would abort or hang, and a run that went well count as failed.
     """
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    try:
+        # Libraries end their child processes when the interpreter ends.
+        for child in multiprocessing.active_children():
+            child.kill()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)
 
 
 def exit_code(run: Callable[[], None]) -> int:

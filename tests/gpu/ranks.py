@@ -85,7 +85,6 @@ def actor(said: Connection, device: str, port: int, name: str) -> None:
     for parameter, tensor in receiving.tensors():
         assert tensor.device == torch.device(device)
         assert torch.equal(tensor, expected[parameter]), parameter
-    receiving.close()
     said.send(receiving.staged().checksum)
     said.recv()
     group.close()
