@@ -5,16 +5,30 @@ for the reward's deadline. Callers unblock the first, the worker the second, the
 
 Past its deadline a worker is killed, with what it started, and its item has timed out. When a worker dies, its item is tried
 once more, since what died may have been shot from outside or hurt by an earlier item; a second death is its own.
+
+A worker is started, given items, heard from and ended through pipes. Frames are those of `multiprocessing.connection`: a
+length, and bytes that nobody unpickles. The first to the worker is the recipe, as JSON; the first back is text: empty when
+the worker is up, otherwise the user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its
+`VerifyResult`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
+
+from google.protobuf.message import DecodeError
 
 from pipelinerl.errors import PipelineRLError, ServiceError, UserError
 from pipelinerl.recipe.fields import Recipe
@@ -22,11 +36,19 @@ from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker_process import Loss, WorkerGone, WorkerProcess, start_worker
+from services.verifier.worker import RETIRED, kill_group, kill_tree
 
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 2
+START_TIMEOUT_S = 120.0
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_LOGGED_BYTES = 4096
+_LENGTH = struct.Struct("!I")
+"""Before each frame. Unsigned, since what a reward writes there must not look like a negative one."""
+
+Loss = Literal["timeout", "death", "retirement"]
+"""What ends a worker. It retires of its own accord and between two items, so that no item is to blame."""
 
 
 class QueueFull(PipelineRLError):
@@ -177,3 +199,131 @@ class RewardPool:
         elif not job.future.done():
             self._jobs.appendleft(job)
             self._filled.set()
+
+
+class WorkerGone(Exception):
+    """The process ended."""
+
+    def __init__(self, how: str, loss: Loss = "death") -> None:
+        self.loss = loss
+        super().__init__(how)
+
+
+class WorkerProcess:
+    """Made by `start_worker`; `kill` must follow."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._last_output = ""
+        self._output = asyncio.create_task(self._log_output())
+        self.ended = asyncio.create_task(process.wait())
+        """Done when the process has ended, also while nobody waits for a result."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def write(self, payload: bytes) -> None:
+        """Queues one frame."""
+        self._stdin.write(_LENGTH.pack(len(payload)) + payload)
+
+    async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
+        """Raises `TimeoutError`, after which the worker is of no use any more, and `WorkerGone`."""
+        self.write(item.SerializeToString())
+        payload = await self.read(within_s)
+        try:
+            result = verifier_pb2.VerifyResult.FromString(payload)
+        except DecodeError as error:
+            raise WorkerGone("something else than results is in its pipe") from error
+        if result.sequence_id != item.sequence_id:
+            raise WorkerGone(f"it answered about {result.sequence_id!r:.100} out of turn")
+        return result
+
+    async def read(self, within_s: float) -> bytes:
+        """The next frame. One that came while this loop was busy is in time. Raises `TimeoutError` and `WorkerGone`."""
+        frame = asyncio.create_task(self._next_frame())
+        try:
+            done, _ = await asyncio.wait((frame,), timeout=within_s)
+            if not done:
+                raise TimeoutError
+            return frame.result()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self.gone() from None
+        finally:
+            frame.cancel()
+
+    async def _next_frame(self) -> bytes:
+        (length,) = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))
+        return await self._stdout.readexactly(length)
+
+    async def gone(self) -> WorkerGone:
+        """How it ended. Its end of the pipe is closed, or it has exited."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.shield(self.ended)
+        code = self._process.returncode
+        if code is None:
+            return WorkerGone("it closed its pipe")
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
+        said = f"; last output: {self._last_output[-200:]}" if self._last_output else ""
+        return WorkerGone(how + said, "retirement" if code == RETIRED else "death")
+
+    async def kill(self) -> None:
+        """Ends the process and everything it started, and waits until it is reaped."""
+        if self._process.returncode is None:
+            kill_tree(self.pid)
+        else:
+            kill_group(self.pid)
+        await self.ended
+        self._output.cancel()
+        self._stdin.close()
+
+    async def _log_output(self) -> None:
+        """Passes on what rewards print. Ends with the worker's standard error, or by cancellation."""
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(_LOGGED_BYTES):
+            self._last_output = chunk.decode(errors="replace").strip()
+            log.info("reward output: %s", self._last_output, extra={"worker": self.pid})
+
+
+async def start_worker(recipe: Recipe) -> WorkerProcess:
+    """A process that has imported its reward and is ready for items.
+
+    It knows where Python finds modules, the locale, one thread per numeric library, and no secrets. Raises `UserError` when the
+    recipe names a reward that does not exist, `ServiceError` when the process does not come up.
+    """
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "MALLOC_ARENA_MAX": "2",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    worker = WorkerProcess(
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.verifier.worker"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    )
+    try:
+        worker.write(recipe.model_dump_json().encode())
+        if mistake := await worker.read(START_TIMEOUT_S):
+            raise UserError(mistake.decode())
+    except BaseException as error:
+        await worker.kill()
+        if isinstance(error, TimeoutError):
+            raise ServiceError(f"a reward worker did not come up within {START_TIMEOUT_S:.0f} s") from error
+        if isinstance(error, WorkerGone):
+            raise ServiceError(f"a reward worker ended while starting: {error}") from error
+        raise
+    return worker

@@ -7,10 +7,13 @@ descriptors that children do not inherit; a reward reads from nowhere and prints
 The process limits its address space and CPU time, dies with the verifier, and clears away processes that a reward left behind.
 It is no jail: a reward's code is the user's and is trusted not to attack the machine; what is not trusted is how long it runs
 and how much it takes on a model's output.
+
+The verifier ends such a process by the same means with which the process clears away others (`kill_tree`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,7 +22,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import UserError
@@ -27,8 +32,9 @@ from pipelinerl.recipe.fields import Recipe, RewardConfig
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
-from services.verifier.worker_process import RETIRED, children, kill_tree
 
+RETIRED = 75
+"""Exit code of a worker that leaves of its own accord, between two items, to be replaced by a fresh one."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
@@ -164,6 +170,48 @@ def _clear_leftover_children() -> bool:
         except ChildProcessError:
             return True
     return False
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of all of a process's threads, by Linux's /proc; none when it is gone."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread ended
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to the process, its descendants, also those in other process groups, and its own group; reaps nothing.
+
+    Everything is stopped first, until a look finds nothing new, so that nothing is started behind our back.
+    """
+    stopped: set[int] = set()
+    while found := {pid, *_descendants(pid)} - stopped:
+        for process in found:
+            _signal(process, signal.SIGSTOP)
+        stopped |= found
+    for process in stopped:
+        _signal(process, signal.SIGKILL)
+    kill_group(pid)
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to what is left of the process group that `leader` led, if it led one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _lower_limit(kind: int, soft: int) -> None:

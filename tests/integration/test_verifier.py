@@ -32,7 +32,7 @@ from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.server import serve
-from services.verifier.worker_process import children
+from services.verifier.worker import children
 from tests.support.certificates import Authority
 from tests.support.exposition import metric
 from tests.support.machine import ends_within
