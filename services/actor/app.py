@@ -48,8 +48,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.spans import child, trace_in
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.actor.completions import UNFINISHED, defect_of
-from services.actor.engine import EngineError, GenerationRequest, InferenceEngine, StartEngine
+from services.actor.engine import UNFINISHED, EngineError, GenerationRequest, InferenceEngine, StartEngine, defect_of
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, ServingGate
 from services.actor.hand_over import HeldGroups, hand_over

@@ -1,21 +1,40 @@
-"""What the actor needs from an inference engine: generation, and the data that crosses that line.
+"""What the actor needs from an inference engine: requests to it, made of a group's samples, and what becomes of its answers.
 
-`vllm_engine.py` implements it over vLLM; tests bring a light one. What gives an engine new weights is in
-`weight_sync/client.py`. Tokens go in and come out; nothing here knows prompts as text, rewards or streams.
+`vllm_engine.py` implements `InferenceEngine` over vLLM; tests bring a light one. What gives an engine new weights is in
+`weight_sync/client.py`. Tokens go in and come out: an engine knows no prompts as text, no rewards and no streams.
+
+An answer becomes a sequence without reward, a failed one with its reason, or a part that another generation continues. The
+functions for this are pure, without an engine, stream or clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.messages.sequences import FinishReason, Logprobs, PolicyVersion, SamplingParams, TokenIds, VersionSpan
+from pipelinerl.messages.sequences import (
+    FinishReason,
+    Logprobs,
+    PartialSequence,
+    PromptGroup,
+    SamplingParams,
+    Sequence,
+    TokenIds,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, far from any small number: seeds of a sample's continuations are not those of its neighbours."""
+UNFINISHED = "engine: it was ended before it was finished"
 
 
 class EngineError(PipelineRLError):
@@ -61,7 +80,7 @@ class InferenceEngine(Protocol):
         """Raises `EngineError` when the request is refused (prompt too long) or the engine died."""
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Their `generate` returns at once, with what there is. One that the engine has not yet or no more is left out.
         Raises `EngineError` when the engine is dead."""
         ...
@@ -74,7 +93,7 @@ class InferenceEngine(Protocol):
         """float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1, nats, temperature 1, no cached KV used."""
         ...
 
-    def decode(self, token_ids: Sequence[int] | TokenIds) -> str: ...
+    def decode(self, token_ids: abc.Sequence[int] | TokenIds) -> str: ...
 
     async def check_health(self) -> None:
         """Raises `EngineError` when the engine is dead."""
@@ -87,9 +106,109 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 """Called with recipe, initial model, the event of a stop, `on_step` and `bind_host`, as `vllm_engine.start_engine`."""
 
 
-def parse_version(text: str) -> PolicyVersion:
-    """The engine labels weights `<incarnation>:<number>`; weights no trainer sent are version 0 of incarnation 0."""
-    incarnation, separator, number = text.partition(":")
-    if not separator:
-        return PolicyVersion(0, 0)
-    return PolicyVersion(int(incarnation), int(number))
+def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
+    """What there is of this sample: what an actor that left has handed over, or nothing yet."""
+    given = (partial for partial in group.partials if partial.sample_index == sample_index)
+    return next(given, None) or nothing_yet(sample_index)
+
+
+def nothing_yet(sample_index: int) -> PartialSequence:
+    return PartialSequence(sample_index, np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+
+def finish_of(group: PromptGroup, start: PartialSequence, max_context: int) -> FinishReason | None:
+    """Why nothing is left to generate of it; None when something is. `max_context`: tokens, prompt included."""
+    room = min(group.sampling.max_tokens, max_context - len(group.prompt_token_ids))
+    if start.finish_reason is None and len(start.completion_token_ids) >= room:
+        return FinishReason.LENGTH
+    return start.finish_reason
+
+
+def request_of(group: PromptGroup, start: PartialSequence) -> GenerationRequest:
+    """What the engine is asked for: to go on after prompt and `start`, to the length that the group allows in all."""
+    carried, sampling = len(start.completion_token_ids), group.sampling
+    seed = group.seed + start.sample_index if group.seed else None
+    if carried:
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - carried)
+        # Another seed for each continuation: the same would draw the sample's first random numbers again.
+        seed = (seed + carried * _SEED_STEP) % (1 << 63) if seed is not None else None
+    return GenerationRequest(
+        request_id=group.sequence_id(start.sample_index),
+        prompt_token_ids=np.concatenate([group.prompt_token_ids, start.completion_token_ids]).astype(np.int32),
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def continued(start: PartialSequence, generation: Generation, generation_s: float = 0.0) -> PartialSequence:
+    """The sample so far: `start`, and what was generated after it in `generation_s`. Each token keeps its log-probability and
+    version."""
+    carried, spans = len(start.completion_token_ids), list(start.spans)
+    for span in generation.spans:
+        moved = replace(span, start=span.start + carried, end=span.end + carried)
+        if spans and (spans[-1].incarnation, spans[-1].version) == (span.incarnation, span.version):
+            spans[-1] = replace(spans[-1], end=moved.end)
+        else:
+            spans.append(moved)
+    return PartialSequence(
+        sample_index=start.sample_index,
+        completion_token_ids=np.concatenate([start.completion_token_ids, generation.completion_token_ids]),
+        behaviour_logprobs=np.concatenate([start.behaviour_logprobs, generation.behaviour_logprobs]),
+        spans=tuple(spans),
+        finish_reason=generation.finish_reason,
+        generation_s=start.generation_s + generation_s,
+    )
+
+
+def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
+    """A sample as a sequence without reward; what cannot be trained on carries its reason."""
+    failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
+    sequence = Sequence(
+        run=group.run,
+        sequence_id=group.sequence_id(sample.sample_index),
+        group_id=group.group_id,
+        sample_index=sample.sample_index,
+        group_size=group.num_samples,
+        task=group.task,
+        prompt_token_ids=group.prompt_token_ids,
+        completion_token_ids=sample.completion_token_ids,
+        behaviour_logprobs=sample.behaviour_logprobs,
+        spans=sample.spans,
+        reward=0.0,
+        finish_reason=sample.finish_reason or FinishReason.STOP,
+        actor=actor,
+        completion_text=text,
+        prompt_text=group.prompt_text,
+        reference_json=group.reference_json,
+        generation_s=sample.generation_s,
+    )
+    return without_arrays(sequence, failure) if failure else sequence
+
+
+def defect_of(made: Generation | PartialSequence) -> str:
+    """Why these tokens can be neither trained on nor continued; empty for good ones."""
+    num_tokens = len(made.completion_token_ids)
+    if not num_tokens:
+        return "empty_completion"
+    if not np.isfinite(made.behaviour_logprobs).all():
+        return "non_finite_logprobs"
+    covered = sum(span.end - span.start for span in made.spans)
+    if covered != num_tokens:
+        return f"version_spans: cover {covered} of {num_tokens} tokens"
+    return ""
+
+
+def without_arrays(sequence: Sequence, failure: str) -> Sequence:
+    """A record that accounts for the sequence without what made it unusable. Its text stays, for people."""
+    return replace(
+        sequence,
+        completion_token_ids=np.empty(0, dtype=np.int32),
+        behaviour_logprobs=np.empty(0, dtype=np.float32),
+        spans=(),
+        failure=failure,
+    )
+
+
+def state_of(partial: PartialSequence) -> str:
+    """For metrics and logs."""
+    return "unfinished" if partial.finish_reason is None else "finished"

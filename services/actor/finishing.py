@@ -24,7 +24,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.spans import Trace, child, headers_of, trace_of
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.actor.completions import without_arrays
+from services.actor.engine import without_arrays
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)

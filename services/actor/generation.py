@@ -23,7 +23,9 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.spans import Trace, child, trace_in, trace_of
-from services.actor.completions import (
+from services.actor.engine import (
+    EngineError,
+    InferenceEngine,
     continued,
     defect_of,
     finish_of,
@@ -33,7 +35,6 @@ from services.actor.completions import (
     start_of,
     state_of,
 )
-from services.actor.engine import EngineError, InferenceEngine
 from services.actor.finishing import FinishedSample, Finisher, keep_dead_letter
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics

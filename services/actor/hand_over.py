@@ -19,7 +19,7 @@ from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import PartialSequence, PromptGroup, encode_group
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.spans import headers_of, trace_in
-from services.actor.completions import state_of
+from services.actor.engine import state_of
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ import numpy as np
 from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import StartStopped
-from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep, parse_version
-from services.actor.weight_sync.client import WeightUpdateClient
+from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
+from services.actor.weight_sync.client import WeightUpdateClient, parse_version
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, SamplingParams, VersionSpan
-from services.actor.completions import continued, finish_of, request_of, start_of
+from services.actor.engine import continued, finish_of, request_of, start_of
 from tests.support.generation import STOP, generated, partial
 from tests.unit.builders import make_group
 

@@ -21,8 +21,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyItem,
     VerifyResult,
 )
-from services.actor.completions import without_arrays
-from services.actor.engine import EngineError, Generation, GenerationRequest
+from services.actor.engine import EngineError, Generation, GenerationRequest, without_arrays
 from services.actor.finishing import FinishedSample, Finisher
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics

@@ -21,8 +21,7 @@ from vllm.logger import init_logger
 
 from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.manifest import Manifest
-from services.actor.engine import parse_version
-from services.actor.weight_sync.client import Hello, WeightLoading
+from services.actor.weight_sync.client import Hello, WeightLoading, parse_version
 from services.actor.weight_sync.loaders import Loader, MergingLoader, checkpoint_weights, choose
 from services.actor.weight_sync.worker import TransferWorker
 

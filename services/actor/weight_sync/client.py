@@ -197,6 +197,14 @@ def as_line(message: Hello | Order | Reply) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
+def parse_version(text: str) -> PolicyVersion:
+    """The engine labels weights `<incarnation>:<number>`; weights no trainer sent are version 0 of incarnation 0."""
+    incarnation, separator, number = text.partition(":")
+    if not separator:
+        return PolicyVersion(0, 0)
+    return PolicyVersion(int(incarnation), int(number))
+
+
 class WeightUpdateClient:
     """Brings versions into vLLM: received beside the live weights while it decodes, swapped between two decode steps.
 
