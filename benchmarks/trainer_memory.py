@@ -37,9 +37,9 @@ from benchmarks.result_files import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, token_row
-from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, chunked_scores, head_scores
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
+from services.trainer.learn.policy import MAX_LOGITS, TokenScores, chunked_scores, head_scores
 from services.trainer.learn.step import prepare_step
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"

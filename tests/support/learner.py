@@ -21,11 +21,10 @@ from transformers import (
 from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import MicroBatch, TrainingGroup, sequence_weights, token_row
-from services.trainer.learn.logprobs import TokenScores
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.optimizer import PolicyOptimizer
-from services.trainer.learn.policy import Policy
+from services.trainer.learn.policy import Policy, TokenScores
 from services.trainer.learn.step import Learner
 
 VOCABULARY = 23

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.learn.logprobs import head_scores, is_plain_linear, linear_scores
+from services.trainer.learn.policy import head_scores, is_plain_linear, linear_scores
 
 
 @dataclass

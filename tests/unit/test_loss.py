@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, sequence_weights
-from services.trainer.learn.logprobs import TokenScores, chunked_scores, token_scores
 from services.trainer.learn.loss import LossOutput, compute_loss, k3
+from services.trainer.learn.policy import TokenScores, chunked_scores, token_scores
 from tests.support.learner import LOSSES, micro_batch
 
 MASKS = get_args(AlgorithmConfig.model_fields["mask"].annotation)

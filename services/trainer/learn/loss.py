@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch
-from services.trainer.learn.logprobs import TokenScores
+from services.trainer.learn.policy import TokenScores
 
 
 def sequence_means(values: Tensor, batch: MicroBatch) -> Tensor:

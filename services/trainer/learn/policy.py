@@ -5,24 +5,61 @@ forward begins, so backbone, output head and value head must be called within on
 only: from hidden states, block by block, if the model is a plain backbone and linear head, and by the model itself if it
 does more to its logits (soft capping, scaling). Which of the two a model needs, and whether attention really stays within a
 sequence, is found out on two short sequences when the model is wrapped; an architecture that leaks is refused. Ranks that
-share a row score a part of it each and have the scores of all. Not here: what is packed.
+share a row score a part of it each and have the scores of all.
+
+Of hidden states, never more than `max_logits` logits are made at a time, and made again in the backward pass instead of kept.
+Under a plain linear head the vocabulary is gone over in blocks of words, each a slice of the head's rows: a block has logits
+for all tokens. The forward pass keeps one log-normaliser per token; the backward pass makes each block's logits again, turns
+them into their own gradient in place, and writes that block's rows of the weight's gradient, which are final: nothing is
+summed over blocks in 16 bit. If one block holds everything, its logits are kept and not made again. Other heads are called on
+chunks of tokens.
+
+Not here: what is packed; a vocabulary that is sharded, gradients of gradients, top-p and top-k. A policy sampled with them is
+compared with the full distribution, so keep both off (the recipes' default) when training.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
 
 from pipelinerl.errors import FieldError
 from services.trainer.learn.attention import forward_arguments
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.context_parallel import Collected, RowPart
-from services.trainer.learn.logprobs import MAX_LOGITS, TokenScores, head_scores, token_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_LOGITS = 2**25
+"""Logits (tokens × words) of one block: 128 MiB in float32, of which two exist at a time.
+
+Large enough for matrix products at full speed (2,048 words for 16,384 tokens), and for a micro-batch of a small model
+to be one block; small beside the weight and its gradient where the vocabulary is large."""
+ALIGNED_WORDS = 128
+"""Blocks end at multiples of this, which the matrix kernels of GPUs like."""
+PROBE_LENGTHS = (7, 5)
+"""Tokens of the two sequences on which a model is checked."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Of C completion tokens, float32[C] each, at the sampling temperature."""
+
+    logprobs: Tensor
+    """nats"""
+    entropy: Tensor
+    """nats"""
+    values: Tensor | None = None
+    """v_φ before the token, the learned baseline; None without a value head."""
 
 
 class Policy(nn.Module):
@@ -116,10 +153,6 @@ def add_value_head(policy: Policy) -> None:
     nn.init.zeros_(policy.value_head.bias)
 
 
-PROBE_LENGTHS = (7, 5)
-"""Tokens of the two sequences on which a model is checked."""
-
-
 def checked_policy(model: PreTrainedModel, attention: str) -> Policy:
     """A policy of `model`, on its device. Raises `FieldError` when the model cannot be packed."""
     # Soft capping hardly shows on the small logits of an untrained model, so it is looked up and not measured.
@@ -161,3 +194,246 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
     finally:
         policy.model.set_attn_implementation(policy.attention)
     return token_scores(logits, ids[0, 1:], temperature=1.0).logprobs
+
+
+def head_scores(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool = False,
+    max_logits: int = MAX_LOGITS,
+) -> TokenScores:
+    """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `max_logits` logits at a time.
+
+    `head` has a `weight` [vocabulary, width]; if it does more than a linear layer does, it is called.
+    """
+    assert isinstance(head.weight, Tensor)
+    if is_plain_linear(head):
+        bias = head.bias if isinstance(head.bias, Tensor) else None
+        return TokenScores(*linear_scores(hidden, head.weight, bias, targets, temperature, entropy_grad, max_logits))
+    chunk_tokens = max(1, max_logits // head.weight.shape[0])
+    return chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
+
+
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether calling `head` is a matrix product and a bias and nothing else: no subclass, no hook, no patched forward."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
+
+
+def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
+    """Scores of `targets` int64[C] under `logits` [C, vocabulary]. The entropy has a gradient only when asked for."""
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    log_distribution = torch.log_softmax(scaled, dim=-1)
+    logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
+    source = log_distribution if entropy_grad else log_distribution.detach()
+    # 0 · log 0 = 0: a masked vocabulary entry has logit -inf.
+    entropy = -(source.exp() * source.clamp(min=torch.finfo(source.dtype).min)).sum(-1)
+    return TokenScores(logprobs, entropy)
+
+
+def chunked_scores(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_grad: bool = False,
+) -> TokenScores:
+    """`token_scores` of `head(hidden)`, for hidden [C, width], with at most `chunk_tokens` tokens' logits at a time."""
+
+    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
+        result = token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
+        return result.logprobs, result.entropy
+
+    if len(targets) <= chunk_tokens:
+        return TokenScores(*scores(hidden, targets))
+    parts = [
+        checkpoint(scores, hidden_chunk, target_chunk, use_reentrant=False)
+        for hidden_chunk, target_chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    ]
+    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+
+
+def linear_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool = False,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of `targets` int64[C], entropy), nats, of softmax((hidden · weightᵀ + bias) / temperature).
+
+    hidden [C, width], weight [V, width] and bias [V] are of one dtype; logits are rounded to it, as the head itself
+    would, and everything after is float32[C] (float64 for float64 inputs). C may be 0. The entropy has a gradient only
+    when `entropy_grad`. Beside the gradients it takes about two blocks of `max_logits` logits.
+    """
+    head = _Head(hidden, weight, bias, targets, temperature, max_logits)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+        logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
+        return logprobs, entropy
+    scan = _scan(head)
+    return scan.logprobs, scan.entropy
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """Arguments of `linear_scores`, and logits of one block of words at a time."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    temperature: float
+    max_logits: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything after the logits."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    def blocks(self) -> list[slice]:
+        """Blocks of words, the whole vocabulary in order."""
+        words, tokens = self.weight.shape[0], max(1, len(self.hidden))
+        size = max(1, self.max_logits // tokens)
+        size = min(words, size - size % ALIGNED_WORDS if size > ALIGNED_WORDS else size)
+        return [slice(first, min(first + size, words)) for first in range(0, words, size)]
+
+    def buffer(self) -> Tensor:
+        """Room for the logits of the largest block, of which `view` gives the part for one block."""
+        words = self.blocks()[0].stop
+        return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
+
+    def view(self, buffer: Tensor, words: slice) -> Tensor:
+        """[C, words of the block], the beginning of `buffer`."""
+        shape = (len(self.hidden), words.stop - words.start)
+        return buffer[: shape[0] * shape[1]].view(shape)
+
+    def logits(self, words: slice, buffer: Tensor) -> Tensor:
+        """[C, words of the block], divided by the temperature, in `buffer`."""
+        rows, out = self.weight[words].t(), self.view(buffer, words)
+        # A product of 16-bit numbers cannot be written to a float32 tensor.
+        target = out if self.hidden.dtype == out.dtype else None
+        if self.bias is None:
+            made = torch.mm(self.hidden, rows, out=target)
+        else:
+            made = torch.addmm(self.bias[words], self.hidden, rows, out=target)
+        if made is not out:
+            out.copy_(made)
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+    def place(self, words: slice) -> tuple[Tensor, Tensor]:
+        """For each token [C]: index of its target within the block, and whether it is there at all (else any index)."""
+        index = self.targets - words.start
+        inside = (index >= 0) & (index < words.stop - words.start)
+        return torch.where(inside, index, 0), inside
+
+
+@dataclass(frozen=True, eq=False)
+class _Scan:
+    """What one pass over the vocabulary finds, [C] each."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    log_normaliser: Tensor
+    """log p of a word = its logit − this; of `kept` where the logits are kept."""
+    kept: Tensor | None
+    """[C, V] logits less the largest of each token, where one block holds them all."""
+
+
+def _scan(head: _Head) -> _Scan:
+    """Per block: largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m) over its words; then these put together."""
+    blocks = head.blocks()
+    shifted, exponentials = head.buffer(), head.buffer()
+    chosen = head.hidden.new_zeros(len(head.hidden), dtype=head.dtype)
+    found = []
+    for words in blocks:
+        logits, room = head.logits(words, shifted), head.view(exponentials, words)
+        index, inside = head.place(words)
+        chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
+        largest = logits.amax(1)
+        torch.exp(logits.sub_(largest[:, None]), out=room)
+        found.append((largest, room.sum(1), room.mul_(logits).sum(1)))
+    largest, sums, weighted = (torch.stack(part) for part in zip(*found, strict=True))
+    peak = largest.amax(0)
+    shift = largest - peak
+    scale = shift.exp()
+    total = (scale * sums).sum(0)
+    log_total = total.log()
+    kept = head.view(shifted, blocks[0]) if len(blocks) == 1 else None
+    return _Scan(
+        logprobs=chosen - peak - log_total,
+        entropy=log_total - (scale * (weighted + shift * sums)).sum(0) / total,
+        log_normaliser=log_total if kept is not None else peak + log_total,
+        kept=kept,
+    )
+
+
+class _LinearScores(torch.autograd.Function):
+    """`linear_scores` with its gradient.
+
+    With dp = p − [word is the target], z = logits / temperature, and upstream gradients g of log-probabilities and h of
+    entropies: d loss / dz = −g · dp − h · p · (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        scan = _scan(head)
+        ctx.temperature, ctx.max_logits, ctx.entropy_grad = head.temperature, head.max_logits, entropy_grad
+        ctx.save_for_backward(hidden, weight, bias, head.targets, scan.log_normaliser, scan.entropy, scan.kept)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(scan.entropy)
+        return scan.logprobs, scan.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
+        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.max_logits)
+        gradients = _Gradients(head, *ctx.needs_input_grad[:3])
+        g, h = (grad / ctx.temperature for grad in (grad_logprobs, grad_entropy))
+        buffer = head.buffer()
+        for words in head.blocks():
+            logits = head.logits(words, buffer) if kept is None else kept
+            log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
+            of_logits = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
+            index, inside = head.place(words)
+            of_logits.scatter_add_(1, index[:, None], torch.where(inside, g, 0)[:, None])
+            gradients.add(words, of_logits.to(hidden.dtype))
+        return gradients.of_hidden(), gradients.weight, gradients.bias, None, None
+
+
+def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
+    """−p · (g + h · (log p + entropy)), in the place of log_p [C, words]; the others are [C]."""
+    p = log_p.exp()
+    return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)
+
+
+class _Gradients:
+    """Gradients of the head's inputs, as far as they are wanted, put together from those of blocks of logits."""
+
+    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
+        self._head = head
+        self._hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if hidden else None
+        """Summed over blocks, so in float32."""
+        self.weight = torch.empty_like(head.weight) if weight else None
+        self.bias = torch.empty_like(head.bias) if bias and head.bias is not None else None
+
+    def add(self, words: slice, of_logits: Tensor) -> None:
+        """`of_logits` [C, words of the block] in the head's dtype."""
+        if self._hidden is not None and self._hidden.dtype == of_logits.dtype:
+            self._hidden.addmm_(of_logits, self._head.weight[words])
+        elif self._hidden is not None:
+            self._hidden.add_(of_logits @ self._head.weight[words])
+        if self.weight is not None:
+            torch.mm(of_logits.t(), self._head.hidden, out=self.weight[words])
+        if self.bias is not None:
+            torch.sum(of_logits, 0, out=self.bias[words])
+
+    def of_hidden(self) -> Tensor | None:
+        return None if self._hidden is None else self._hidden.to(self._head.hidden.dtype)
