@@ -258,19 +258,31 @@ async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive(
 PHASES = {"mode": "conventional", "algorithm": {"max_lag": None, "conventional_g": 2}}
 
 
+async def trained_phase(one: Desk, version: int) -> list[int]:
+    """The phase that begins at `version`, answered in order of issue: its groups in order of training, by their place in that
+    order."""
+    one.serve(version)
+    groups = await one.take_issued()
+    for group in groups:
+        await one.answer(group, version=version)
+    first = await one.intake.take_batch(version)
+    one.serve(version + 1)
+    second = await one.intake.take_batch(version + 1)
+    assert (len(first), len(second), one.feeder.allowance) == (2, 2, 0)
+    issued = [group.group_id for group in groups]
+    return [issued.index(group.sequences[0].group_id) for group in first + second]
+
+
 async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None:
-    async with desk(**PHASES) as one:
-        groups = await one.take_issued()
-        assert len(groups) == 4
-        for group in groups:
-            await one.answer(group)
-        first = await one.intake.take_batch(version=0)
-        one.serve(1)
-        second = await one.intake.take_batch(version=1)
-        assert sorted(g.sequences[0].group_id for g in first + second) == [g.group_id for g in groups]
-        assert one.feeder.allowance == 0
-        one.serve(2)
-        assert len(await one.take_issued()) == 4
+    async def orders(seed: int) -> list[list[int]]:
+        async with desk(**PHASES, seed=seed, trainer=TRAINER) as one:
+            return [await trained_phase(one, version) for version in (0, 2, 4)]
+
+    phases = await orders(seed=1)
+    assert [sorted(order) for order in phases] == [[0, 1, 2, 3]] * 3
+    assert [0, 1, 2, 3] not in phases, "shuffled"
+    assert len({tuple(order) for order in phases}) == 3, "each anew"
+    assert await orders(seed=1) == phases != await orders(seed=2)
 
 
 async def conventional_run(seed: int) -> tuple[list[str], int]:

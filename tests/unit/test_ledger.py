@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_state_that_does_not_add_up_is_refused_with_its_numbers() -> None:
     with pytest.raises(LedgerViolation, match=r"issued 2, trained 0.*in_flight 1"):
         Ledger.from_state(state)
     assert LedgerCounts(issued=10, trained=4, dropped_stale=1, failed=1, in_flight=3).discrepancy == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [lambda ledger: ledger.issue(["c"]), lambda ledger: ledger.close(["a"], Outcome.TRAINED)],
+    ids=["issue", "close"],
+)
+def test_a_broken_equation_is_noticed_at_the_next_event(event: Callable[[Ledger], None]) -> None:
+    ledger = issued("a", "b")
+    ledger.counts = replace(ledger.counts, failed=1)
+    with pytest.raises(LedgerViolation, match=r"issued != trained \+ dropped.*failed 1"):
+        event(ledger)
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, *Outcome])), max_size=60)

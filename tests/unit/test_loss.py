@@ -71,13 +71,16 @@ BY_HAND = {
         clipped=[2],
     ),
     # −(min(1.5, 1.3) + min(−1.5, −1.3) + min(0.5, 0.8) + min(−0.5, −0.8) + 2.2)
-    "ppo_clip cuts the gradient only where it would go further": Case(
-        {"loss": "ppo_clip", **CLIPS},
-        ([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0]),
-        [0.0, 1.5, -0.5, 0.0, -2.2],
-        loss=-(1.3 - 1.5 + 0.5 - 0.8 + 2.2),
-        clipped=[0, 3],
-    ),
+    **{
+        f"{loss} cuts the gradient only where it would go further": Case(
+            {"loss": loss, **CLIPS},
+            ([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0]),
+            [0.0, 1.5, -0.5, 0.0, -2.2],
+            loss=-(1.3 - 1.5 + 0.5 - 0.8 + 2.2),
+            clipped=[0, 3],
+        )
+        for loss in ("ppo_clip", "grpo")
+    },
     # Sequences of 2, 1 and 3 tokens, averaged as published: s = √(2 · 0.5) = 1, 1.5, and ∛4 = 1.59, cut at 1.3;
     # gradient −s · A / (3 · length) of each token of a sequence that is not cut
     "gspo clips the ratio of a sequence": Case(

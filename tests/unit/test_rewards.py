@@ -227,6 +227,9 @@ def test_a_users_number_or_mapping_is_the_score(user_module: str) -> None:
     assert (scorer(item("a", "a")).value, scorer(item("b", "a")).value) == (0.5, 0.0)
     score = user_scorer("house_rewards:parts")(item("12345"))
     assert (score.value, score.parts) == (0.75, {"style": 0.25, "length": 0.5})
+    for name, value in (("half", 0.5), ("parts", 0.35)):  # though `binary` is on, as it is by default
+        reward = make_reward(RewardConfig(scorer=f"house_rewards:{name}"), TaskConfig(name="chain_sum"))
+        assert reward(item("a", "a")).value == pytest.approx(value)
 
 
 def test_what_is_no_number_is_no_reward(user_module: str) -> None:
