@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from pipelinerl.messages.sequences import Sequence, TokenIds
@@ -83,11 +84,11 @@ def token_pieces(
     try:
         pieces = [stream.step(backend, int(token)) or "" for token in token_ids[:limit]]
     except Exception:  # noqa: BLE001 - the library has no type of its own; samples are for people, and no run ends for one
-        _tell_of_failing_tokenizer()
+        _tell_of_failing(backend)
         return None
     return pieces if text.startswith("".join(pieces)) else None
 
 
 @functools.cache
-def _tell_of_failing_tokenizer() -> None:  # once in a process, not with each sample
+def _tell_of_failing(tokenizer: Tokenizer) -> None:  # once of each, not with each sample
     log.warning("samples are written without their tokens where the tokenizer fails", exc_info=True)
