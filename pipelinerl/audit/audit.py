@@ -30,6 +30,7 @@ from pipelinerl.audit.replay import (
     split_id,
 )
 from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.link import is_stream_missing
 from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.messages.sequences import decode_sequence
@@ -298,14 +299,16 @@ async def _audit_once(
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
-        for check in (Check.UNKNOWN, Check.LOST):
-            audit.findings[check].skipped = "the streams were not looked at"
+        _skip_streams(audit, "the streams were not looked at")
         return audit, []
     try:
         async with open_streams() as bus:
             audit.streams = seen = await look(bus, audit.checkpoint.position if audit.checkpoint else 0)
     except BusError as error:
-        audit.findings.add(Check.LOST, f"the streams cannot be read: {error}")
+        if is_stream_missing(error) and not (audit.history.starts or read_json(run_dir / "lineage.json")):
+            _skip_streams(audit, "no trainer has started: there are no streams yet")
+        else:
+            audit.findings.add(Check.LOST, f"the streams cannot be read: {error}")
         return audit, []
     if _unknown_messages(audit, seen):
         # What was reserved since the journal was read may be out there too.
@@ -314,6 +317,11 @@ async def _audit_once(
         audit.findings.add(Check.UNKNOWN, sequence_id)
     lost, audit.waiting = _lost_sequences(audit, seen)
     return audit, lost
+
+
+def _skip_streams(audit: Audit, why: str) -> None:
+    for check in (Check.UNKNOWN, Check.LOST):
+        audit.findings[check].skipped = why
 
 
 async def look(bus: Bus, durable: int) -> StreamLook:

@@ -63,7 +63,7 @@ _OUTLIERS = 10
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     """`versions`: every version's count instead of the unusual ones'."""
     replay = audit.replay
-    yield f"{audit.run}: {audit.state}, {1 + len(audit.restarts)} incarnation(s), version {number(replay.version)}"
+    yield f"{audit.run}: {audit.state}, {len(audit.history.starts)} incarnation(s), version {number(replay.version)}"
     yield ""
     yield f"  {equation(replay.counts.as_dict())}"
     for outcome in Outcome:

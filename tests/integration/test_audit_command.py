@@ -157,10 +157,21 @@ async def test_what_is_no_run_exits_2(tmp_path: Path, audit: Audit, made: bool, 
     assert (code, said in printed, "Traceback" in printed) == (2, True, False)
 
 
-async def test_a_nats_server_that_does_not_answer_exits_1(
+async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(
     tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that was stopped during its warm start adds up; streams that are gone, or a server that is silent, do not."""
+    run = RunDir(tmp_path, RUN)
+    write_json(run.identity, {"run": RUN})
+    with NatsServer(run.nats_store):
+        pass
+    code, said = await audit(tmp_path)
+    assert (code, "unit: no trainer has started, 0 incarnation(s)" in said) == (0, True), said
+    assert "-       every sequence in flight is somewhere: no trainer has started" in said
+    write_json(tmp_path / "lineage.json", {"run": RUN, "starts": [0]})
+    code, said = await audit(tmp_path)
+    assert (code, "the streams cannot be read: looking at PROMPTS_unit" in said) == (1, True), said
+    (tmp_path / "lineage.json").unlink()
     monkeypatch.setattr("pipelinerl.bus.jetstream.connect", partial(connect, connect_timeout_s=0.2))
-    write_json(tmp_path / "run.json", {"run": RUN})
     code, said = await audit(tmp_path, "--nats", "nats://127.0.0.1:1")
     assert (code, "the streams cannot be read: cannot connect to NATS" in said) == (1, True)
