@@ -48,7 +48,8 @@ ABORT_AGAIN_S = 0.01
 
 
 class ServingGate:
-    """Open, so that groups may be taken, while the served version is within `max_lag` of the trainer's last announced one.
+    """Open, so that groups may be taken, while the served version is at most `max_lag` + 1 behind the trainer's last announced
+    one: a version is announced before anybody serves it. What was taken before goes on when it closes.
 
     Before the first commit the actor serves weights that no trainer recorded: closed.
     `max_lag` None: any served version will do.
@@ -77,7 +78,7 @@ class ServingGate:
         if self.announced is not None and self._max_lag is not None:
             same = self.served.incarnation == self.announced.incarnation
             if not same or self.announced.number - self.served.number > self._max_lag + 1:
-                return f"serves {self.served}, more than max_lag = {self._max_lag} behind {self.announced}"
+                return f"serves {self.served}, more than max_lag + 1 = {self._max_lag + 1} behind {self.announced}"
         return ""
 
     def serve(self, version: PolicyVersion) -> None:
