@@ -64,7 +64,7 @@ soak: $(STAMP)  ## All faults, many random histories, releases of the chart (HIS
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 	@$(BIN)/python -m pytest tests/cluster --all-releases $(ARGS)
 
-test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing, for the tests that need them (Debian, Ubuntu)
+test-tools: $(STAMP)  ## Install Prometheus and Chromium, where they are missing, for the tests that need them (Debian, as root)
 	@tests/install_tools.sh $(BIN)
 
 test-unit: $(STAMP)  ## Unit tests only

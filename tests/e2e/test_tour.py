@@ -113,6 +113,7 @@ class Tour:
 
 @phase()
 async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tour]:
+    prometheus_program, _ = tool("prometheus"), tool("chromium")  # before anything starts: a missing one skips the tour
     folder = tmp_path_factory.mktemp("tour")
     changes = {
         "actor": {"count": 2},
@@ -140,7 +141,7 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         }
         run = stack.enter_context(started_run(recipe, folder / "run", environment=environment))
         targets = await asyncio.to_thread(run_targets, run.run_dir, run.process)
-        scraping = prometheus_server(tool("prometheus"), folder, scrape_configs(targets), rules=[folder / "rules.yaml"])
+        scraping = prometheus_server(prometheus_program, folder, scrape_configs(targets), rules=[folder / "rules.yaml"])
         prometheus = stack.enter_context(scraping)
         browser = await stack.enter_async_context(chromium())
         await run.until_step(CALM_STEPS)
