@@ -157,6 +157,7 @@ async def start_engine(
         warnings.setLevel(logging.ERROR)
         llm.shutdown(timeout=0)  # killed: they have nothing left to save, and the exit of one takes 2.5 s in good order
         warnings.setLevel(level)
+        await weights.close()
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:

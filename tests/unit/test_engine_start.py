@@ -9,14 +9,18 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.service.lifecycle import StartStopped
 from services.actor import metrics as actor_metrics
+from services.actor import vllm_engine
 from services.actor.metrics import ActorMetrics, BusyClock
 from services.actor.vllm_engine import build_off_loop, step_logger, use_known_model_infos
+from services.actor.weight_sync.client import WorkerLink
+from tests.unit.builders import make_recipe
 
 
 class Child:
@@ -58,6 +62,14 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
         with pytest.raises(StartStopped) if fails_then else nullcontext():
             assert await build_off_loop(build, stop, lambda: [child]) == 7  # type: ignore[list-item]
     assert ended == [True]
+
+
+async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "build_llm", MagicMock())
+    async with vllm_engine.start_engine(make_recipe(), "nowhere") as engine:
+        engine.weights._link = link = await WorkerLink.listen(num_workers=1)
+        assert Path(link.path).is_socket()
+    assert not Path(link.path).parent.exists()
 
 
 def test_a_new_cache_begins_with_the_images_model_infos_and_another_stays_as_it_is(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ class WeightUpdateClient:
             await self._link.ask(Discard())
 
     async def close(self) -> None:
-        """Leaves the group and ends the workers' transfer threads; a staged version is lost."""
+        """Leaves the group, ends the workers' transfer threads and removes the socket; a staged version is lost."""
         link, self._link = self._link, None
         if link is not None:
             await link.close()
