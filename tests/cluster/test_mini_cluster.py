@@ -156,7 +156,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("0.0.0.0", 8080), Handler).serve_forever()
 """
-HERE = QUICK | {"httpGet": {"path": "/tmp", "port": "http"}}
+HERE = {"periodSeconds": 0.1, "failureThreshold": 150, "httpGet": {"path": "/tmp", "port": "http"}}
 NOWHERE = QUICK | {"httpGet": {"path": "/no-such-file", "port": "http"}}
 
 
