@@ -15,8 +15,8 @@ ITEM = verifier_pb2.VerifyItem(sequence_id="s1", task="t", reference_json="{}")
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers each call with what comes next of the script (a status, an answer, or well after some seconds), then well: a
-    reward of 1 for each item, for one that is called `late` once that is set.
+    """Answers each call with what comes next of the script (a status, an answer, or well if the call's deadline is at least so
+    many seconds away, else never), then well: a reward of 1 for each item, for one that is called `late` once that is set.
 
     `calls` counts; `callers` are the serial numbers of the certificates that were shown.
     """
@@ -40,7 +40,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             case VerifyResponse() as response:
                 return response
             case float(seconds):
-                await asyncio.sleep(seconds)
+                if context.time_remaining() < seconds:
+                    await asyncio.Event().wait()  # until the deadline ends the call
         if request.items[0].sequence_id == "late":
             await self.late.wait()
         ids = [item.sequence_id for item in request.items]
