@@ -20,11 +20,11 @@ from pipelinerl.bus.protocol import MemberEvent, StreamLimits
 from pipelinerl.bus.reader import OrderedReader
 from pipelinerl.errors import BusError, PayloadTooLarge
 from pipelinerl.local.nats import NatsServer
-from tests.contract.test_bus import QUIET_S, is_quiet, soon, take
+from tests.contract.test_bus import QUIET_S, SOON_S, is_quiet, soon, take
 from tests.support.guarded_nats import LIMITS, persistently
 from tests.support.machine import free_port
 
-REQUEST_TIMEOUT_S = 1.0
+REQUEST_TIMEOUT_S = 5.0
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_an_unreachable_server_is_named_quickly(silent: bool) -> None:
         with pytest.raises(BusError, match=url):
             async with jetstream.connect(url, "demo", connect_timeout_s=0.5):
                 pass
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("url", ["nats://user:secret@:not-a-port", "nats://user:x/secret@h:1", "user:secret@[h"])
@@ -131,7 +131,7 @@ async def test_publishing_without_a_server_fails_in_bounded_time_and_works_again
             await bus.publish_sequence(b"2", "s2")
         with pytest.raises(BusError):
             await bus.next_prompt(0.2)
-        assert time.monotonic() - began < 3 * REQUEST_TIMEOUT_S
+        assert time.monotonic() - began < 10 * REQUEST_TIMEOUT_S
         start_again(server, port)
         assert await persistently(lambda: bus.publish_sequence(b"2", "s2")) == 2
         assert (await bus.sequences_info()).messages == 2
@@ -162,7 +162,8 @@ async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServ
 
 @pytest.mark.parametrize("how", ["during an outage", "without a marker", "while nobody reads"])
 async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(server: NatsServer, how: str) -> None:
-    async with connected(server) as bus, bus.watch_members() as events:
+    limits = replace(LIMITS, member_ttl_s=2.0)
+    async with connected(server, limits) as bus, bus.watch_members() as events:
         await bus.put_member("stays", b"a")
         await bus.put_member("goes", b"b")
         assert {(await soon(events)).actor, (await soon(events)).actor} == {"stays", "goes"}
@@ -170,22 +171,22 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
             await bus.connection.js.purge_stream("KV_members-demo", subject="$KV.members-demo.goes")
         elif how == "while nobody reads":
             await bus.put_member("goes", b"again")
-            for _ in range(10):
+            for _ in range(6):
                 await bus.put_member("stays", b"a")
-                await asyncio.sleep(LIMITS.member_ttl_s / 4)
+                await asyncio.sleep(limits.member_ttl_s / 4)
         else:
             port = stop(server)
-            await asyncio.sleep(LIMITS.member_ttl_s * 1.2)
+            await asyncio.sleep(limits.member_ttl_s * 1.2)
             start_again(server, port)
 
         async def beat() -> None:
             while True:
                 await persistently(lambda: bus.put_member("stays", b"a"))
-                await asyncio.sleep(LIMITS.member_ttl_s / 4)
+                await asyncio.sleep(limits.member_ttl_s / 4)
 
         heard, beating = [MemberEvent("goes", b"")], asyncio.create_task(beat())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(SOON_S):
                 while (event := await anext(events)) != MemberEvent("goes", None):
                     assert event.payload is not None  # put again, or told again: nobody else leaves
                     heard.append(event)
@@ -242,7 +243,7 @@ async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_fl
         await asyncio.sleep(0)
         for publish in publishes:
             publish.cancel()
-        async with asyncio.timeout(REQUEST_TIMEOUT_S * 5):
+        async with asyncio.timeout(SOON_S):
             results = await asyncio.gather(*publishes, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         assert await bus.publish_sequence(b"fine", "after") >= 1
@@ -279,7 +280,7 @@ async def test_a_reader_that_is_cancelled_just_when_a_message_comes_is_cancelled
                 await asyncio.sleep(0)
                 to_cancel.append((reading, turns))
                 await bus.publish_control("end", b"any")
-                done, _ = await asyncio.wait([reading], timeout=5)
+                done, _ = await asyncio.wait([reading], timeout=SOON_S)
                 assert done, f"after {turns} turns"
                 assert reading.cancelled()
 

@@ -30,6 +30,12 @@ def do_sleep(seconds: str) -> float:
     return 1.0
 
 
+def do_wait_for(path: str) -> float:
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return 1.0
+
+
 def do_hang_in_c(_: str) -> float:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ctypes.CDLL(None).sleep(600)

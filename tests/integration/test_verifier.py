@@ -54,7 +54,7 @@ def recipe(**reward: Any) -> dict[str, Any]:
         "name": "test",
         "model": {"source": "path", "name": "unused"},
         "task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"},
-        "reward": {"scorer": "hostile_rewards:score", "timeout_s": 1.2, "memory_mib": 256} | reward,
+        "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
     }
 
 
@@ -117,7 +117,7 @@ def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Itera
     finally:
         process.kill()
         process.wait()
-    assert [worker for worker in workers if not ends_within(worker, 10.0)] == [], "workers outlived their verifier"
+    assert [worker for worker in workers if not ends_within(worker, START_S)] == [], "workers outlived their verifier"
 
 
 @asynccontextmanager
@@ -172,15 +172,15 @@ async def outcomes(running: Verifier, completions: Sequence[str], task: str = TA
 
 
 MISDEEDS = [
-    ("sleep 600", "timeout", "more than reward.timeout_s = 1.2 s"),
-    ("hang_in_c", "timeout", "more than reward.timeout_s = 1.2 s"),
-    ("backtrack", "timeout", "more than reward.timeout_s = 1.2 s"),
+    ("sleep 600", "timeout", "more than reward.timeout_s = 2.4 s"),
+    ("hang_in_c", "timeout", "more than reward.timeout_s = 2.4 s"),
+    ("backtrack", "timeout", "more than reward.timeout_s = 2.4 s"),
     ("raise", "crashed", "RuntimeError: boom"),
     ("sys_exit", "crashed", "SystemExit"),
     ("os_exit", "crashed", "exit code 3"),
     ("segfault", "crashed", "SIGSEGV"),
     ("close_pipes", "crashed", "closed its pipe"),
-    ("write_in_pipes", "timeout", "more than reward.timeout_s = 1.2 s"),
+    ("write_in_pipes", "timeout", "more than reward.timeout_s = 2.4 s"),
     ("fill_memory", "out_of_memory", "reward.memory_mib"),
     ("say nan", "bad_reward", "nan"),
     ("say inf", "bad_reward", "inf"),
@@ -214,7 +214,7 @@ async def test_processes_a_reward_started_end_with_its_item(
     assert [status_name(outcome.status) for outcome in scored] == [status, "ok"]
     pids = [int(line) for line in pid_file.read_text().split()]
     assert len(pids) == 6
-    assert [pid for pid in pids if not ends_within(pid, 10.0)] == []
+    assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 
 async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -> None:
@@ -233,13 +233,17 @@ async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> No
     assert [outcome.status for outcome in await waiting] == [VERIFY_STATUS_OK] * 2
 
 
-async def test_a_slow_item_does_not_hold_up_another_batch(hostile: Verifier) -> None:
-    """One worker is busy for a second; the other one scores the batches meanwhile."""
-    async with VerifierClient(hostile.address.grpc) as client:
-        slow = asyncio.create_task(client.verify(items(["sleep 1"])))
+async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path, users_rewards: None) -> None:
+    """One worker is busy until the other one has scored the batches."""
+    async with (
+        serving(tmp_path, recipe(timeout_s=START_S), workers=2) as address,
+        VerifierClient(address.grpc) as client,
+    ):
+        slow = asyncio.create_task(client.verify(items([f"wait_for {tmp_path}/scored"])))
         batches = [[f"say {100 * batch + index}" for index in range(20)] for batch in range(5)]
         scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
         assert not slow.done()
+        (tmp_path / "scored").touch()
         assert (await slow)[0].status == VERIFY_STATUS_OK
     assert [[outcome.reward for outcome in batch] for batch in scored] == [
         [100.0 * batch + index for index in range(20)] for batch in range(5)
@@ -253,7 +257,7 @@ async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> N
 
 async def test_what_a_reward_prints_is_in_the_log(hostile: Verifier) -> None:
     assert (await outcomes(hostile, ["print words-of-a-reward"]))[0].status == VERIFY_STATUS_OK
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + START_S
     while "words-of-a-reward" not in hostile.log:
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.02)  # a file of another process
@@ -286,7 +290,7 @@ async def test_outcomes_are_counted(hostile: Verifier) -> None:
     assert grown == {
         "ok": 2, "timeout": 1, "unknown": 1, "timeouts": 1, "calls": 2, "halves": 1, "ones": 2,
     }  # fmt: skip
-    async with asyncio.timeout(10):  # the killed worker is reaped after its item was answered for
+    async with asyncio.timeout(START_S):  # the killed worker is reaped after its item was answered for
         while await sample(hostile.address, restarts) <= restarts_before:
             pass
 
@@ -312,7 +316,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
                 await asyncio.wait_for(stranger.verify(items(["say 1"])), 0.5)
         workers = children(running.process.pid)
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(10) == 0, running.log
+        assert running.process.wait(START_S) == 0, running.log
         assert "Traceback" not in running.log
         assert len(workers) == 2
         assert all(ends_within(worker, 0.0) for worker in workers)
@@ -322,18 +326,22 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
     tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        serving(tmp_path, recipe(timeout_s=30), max_queue=4) as address,
+        serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address,
         VerifierClient(address.grpc) as client,
     ):
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
-        leaving = asyncio.create_task(client.verify(items(["sleep 2", *[f"touch {tmp_path}/scored"] * 3])))
+        leaving = asyncio.create_task(
+            client.verify(items([f"wait_for {tmp_path}/left", *[f"touch {tmp_path}/scored"] * 3]))
+        )
         while await sample(address, "queue_items") < 3:
             assert not leaving.done()
         waiting = asyncio.create_task(client.verify(items(["say 2"] * 4)))
         while await sample(address, 'calls_total{code="RESOURCE_EXHAUSTED"}') == 0:
             assert not waiting.done()
         leaving.cancel()
+        await asyncio.wait([leaving])
+        (tmp_path / "left").touch()
         assert [outcome.reward for outcome in await waiting] == [2.0] * 4
     assert "4 items do not fit: 3 of max_queue = 4 are waiting" in caplog.text
     assert not (tmp_path / "scored").exists()
@@ -376,14 +384,14 @@ print("light")
 
 
 def test_no_torch_no_transformers_no_vllm() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (0, "light\n"), done.stderr
 
 
 def test_help_is_quick_and_starts_nothing() -> None:
     code = "import sys; sys.argv = ['x', '--help']; import services.verifier.__main__ as m\ntry: m.main()\n"
     code += "except SystemExit: print('grpc' in sys.modules, 'pydantic' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.stdout.endswith("False False\n"), done.stderr
 
 
@@ -406,7 +414,7 @@ async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller
         assert len(await client.verify(items(["a"]))) == 1
     try:
         waiting, leaving = (asyncio.create_task(client.verify(items(["b", "c"]))) for _ in range(2))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(START_S):
             while len(failed) < 4:
                 await asyncio.sleep(0.01)
             assert set(failed) == {"UNAVAILABLE"}
