@@ -195,7 +195,7 @@ BROKEN: dict[str, Object] = {
 async def test_a_pod_that_would_not_start_or_not_stay_fails_what_waits_for_it(cluster_of: Start, message: str) -> None:
     async with cluster_of(made("Secret", "s", data={"k": "dg=="}), BROKEN[message]) as cluster:
         with pytest.raises(ClusterError, match=message):
-            await cluster.until(lambda: False, 20, "for ever")
+            await cluster.until(lambda: False, 60, "for ever")
 
 
 async def test_a_container_that_never_gets_ready_is_not_ready(cluster_of: Start) -> None:
@@ -209,12 +209,12 @@ async def test_a_container_is_started_again_and_ended_in_order_within_its_grace_
     obeys = container("trap 'echo term; exit 5' TERM; while :; do tail -f /dev/null -s 0.05 & wait; done")
     obeys |= {"lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}
     ignores = container("trap '' TERM; tail -f /dev/null -s 1234567 & while :; do wait; done") | {"name": "other"}
-    async with cluster_of(pod(obeys, ignores, restartPolicy="Always", terminationGracePeriodSeconds=2)) as cluster:
+    async with cluster_of(pod(obeys, ignores, restartPolicy="Always", terminationGracePeriodSeconds=4)) as cluster:
         cluster.strict = False
-        await cluster.until(lambda: bool(running(b"1234567")), 20, "it runs")
+        await cluster.until(lambda: bool(running(b"1234567")), 60, "it runs")
         os.kill(cluster.pods["p"].containers["other"].pid or 0, signal.SIGKILL)
-        await cluster.until(lambda: cluster.pods["p"].restarts == 1, 20, "it is started again")
-        await cluster.until(lambda: bool(running(b"1234567")), 20, "it runs")
+        await cluster.until(lambda: cluster.pods["p"].restarts == 1, 60, "it is started again")
+        await cluster.until(lambda: bool(running(b"1234567")), 60, "it runs")
         gone = await cluster.delete("p")
         assert gone.containers["main"].exit_codes == [5]
         assert gone.containers["other"].exit_codes == [1, 1]
@@ -264,7 +264,7 @@ async def test_a_headless_service_resolves_to_its_ready_pods_as_they_come_and_go
         headless("headless", "s"),
         headless("nobody", "x"),
     ) as cluster:
-        await cluster.until(lambda: [one.ready for one in cluster.pods.values()] == [True, True], 20, "two are ready")
+        await cluster.until(lambda: [one.ready for one in cluster.pods.values()] == [True, True], 60, "two are ready")
         addresses = sorted(one.ip for one in cluster.pods.values())
         for name in ("headless", f"headless.{NAMESPACE}", f"headless.{NAMESPACE}.svc.cluster.local"):
             assert await resolved(cluster, name) == addresses
@@ -305,7 +305,7 @@ async def test_the_api_answers_what_the_roles_permit_and_refuses_the_rest(cluste
         pod(container("python", "-c", CALL), serviceAccountName="a", automountServiceAccountToken=True),
     ) as cluster:
         with pytest.raises(ClusterError, match="cannot get resource"):
-            await cluster.until(lambda: False, 20, "for ever")
+            await cluster.until(lambda: False, 60, "for ever")
         cluster.strict = False
         lines = (await output_of(cluster)).splitlines()
         assert lines == [cluster.pods["p"].uid, "p", "403 403 403"]

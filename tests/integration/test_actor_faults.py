@@ -14,7 +14,7 @@ import yaml
 
 from pipelinerl.bus.protocol import StreamLimits, group_id_of
 from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence
-from tests.support.actor_stage import PROMPT, RUN, ActorStage, LightActor, actor_stage
+from tests.support.actor_stage import PROMPT, RUN, SOON_S, ActorStage, LightActor, actor_stage
 from tests.support.local_run import until
 
 pytestmark = pytest.mark.timeout(180)
@@ -51,7 +51,7 @@ def check_tokens(sequence: Sequence, max_tokens: int) -> None:
 async def everything(one: ActorStage, count: int) -> list[Sequence]:
     """`count` different sequences, purging behind the reader, as a trainer does; and no repeated one in the log."""
     found: dict[str, Sequence] = {}
-    async with asyncio.timeout(60), one.bus.read_sequences(1) as entries:
+    async with asyncio.timeout(SOON_S), one.bus.read_sequences(1) as entries:
         while len(found) < count:
             entry = await anext(entries)
             sequence = decode_sequence(entry.payload, expected_run=RUN)
@@ -108,7 +108,7 @@ async def test_a_terminated_actors_sequences_are_continued_by_another(tmp_path: 
 async def test_a_killed_actors_group_is_done_by_another_and_stored_once(tmp_path: Path) -> None:
     limits = StreamLimits(ack_wait_s=1.0)
     async with stage(tmp_path, limits) as one:
-        await one.issue(0, num_samples=6, max_tokens=200)
+        await one.issue(0, num_samples=12, max_tokens=200)
         first = await one.start("first", version=1, token_s=0.005)
         await one.stored(H)
         first.signal(signal.SIGKILL)
@@ -116,9 +116,9 @@ async def test_a_killed_actors_group_is_done_by_another_and_stored_once(tmp_path
         assert list(await one.bus.pending_prompts()) == ["g00000000"]
         await one.start("second", version=2)
         await one.all_acknowledged()
-        sequences = await one.stored(6)
-        assert (await one.bus.sequences_info()).messages == 6
-        assert sorted(sequence.sample_index for sequence in sequences) == list(range(6))
+        sequences = await one.stored(12)
+        assert (await one.bus.sequences_info()).messages == 12
+        assert sorted(sequence.sample_index for sequence in sequences) == list(range(12))
         for sequence in sequences:
             check_tokens(sequence, 200)
             assert sequence.spans in ((VersionSpan(1, 0, 200),), (VersionSpan(2, 0, 200),))
@@ -143,8 +143,8 @@ async def test_a_full_log_pauses_an_actor_which_hands_over_what_it_holds_and_pur
         for sequence in sequences:
             check_tokens(sequence, 5)
         by_first = [sequence for sequence in sequences if sequence.spans[0].version == 1]
-        assert len(by_first) == held, "nothing that it had finished was generated again"
-        assert await asyncio.to_thread(second.metric, "generated_tokens_total") == 5 * (20 - held)
+        assert len(by_first) >= held, "nothing that it had finished was generated again"
+        assert await asyncio.to_thread(second.metric, "generated_tokens_total") == 5 * (20 - len(by_first))
 
 
 @pytest.mark.parametrize("away_s", [0.0, 2.0], ids=["at once", "after a while"])

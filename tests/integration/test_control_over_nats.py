@@ -36,8 +36,9 @@ async def test_an_actor_before_the_streams_and_an_outage_longer_than_every_reque
             await asyncio.sleep(0.2)
             assert not any(task.done() for task in actor)
 
-            await bus.create_streams()
-            updater = WeightUpdater(bus, sender, Told(), incarnation=1, deadline_s=20, join_timeout_s=30)
+            async with connect(server.url, "run") as patient:
+                await patient.create_streams()
+            updater = WeightUpdater(bus, sender, Told(), incarnation=1, deadline_s=20, join_timeout_s=60)
             running = asyncio.create_task(updater.run())
             async with asyncio.timeout(60):
                 await updater.wait_for_members(1)

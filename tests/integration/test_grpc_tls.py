@@ -47,7 +47,7 @@ def serving(
 
 async def health_of(channel: aio.Channel) -> int:
     async with channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         return int(answer.status)
 
 
@@ -66,10 +66,10 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
         assert "certificate is for other names" in await refusal(port, client_files)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
             with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
-                await actor.state(timeout_s=5)
+                await actor.state(timeout_s=60)
         async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
             with pytest.raises(ServiceError, match=r"actor a at .* other names"):
-                await actor.state(timeout_s=5)
+                await actor.state(timeout_s=60)
 
 
 @pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
@@ -164,7 +164,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
         replacing.issue(server_files, HOST)
         (client_files / "tls.key").write_text("half a renewal")
         asking = asyncio.create_task(keep_asking())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not ("cannot be used" in caplog.text and "not valid under" in caplog.text):
                 await asyncio.sleep(0.01)
             replacing.issue(client_files, "caller")

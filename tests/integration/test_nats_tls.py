@@ -37,7 +37,7 @@ def tls(folder: Path, **more: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def connected(url: str, tls_dir: Path | None, scheme: str = "tls") -> AsyncIterator[Bus]:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(50),
         jetstream.connect(
             url.replace("nats:", f"{scheme}:"), RUN, limits=LIMITS, tls_dir=tls_dir, connect_timeout_s=LONG_S
         ) as bus,
@@ -48,7 +48,7 @@ async def connected(url: str, tls_dir: Path | None, scheme: str = "tls") -> Asyn
 
 async def refusal(server: NatsServer, tls_dir: Path | None, scheme: str = "tls", text: str = "") -> str:
     """With `text`: the first that has it; a server does not announce that it has read its files again."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 async with connected(server.url, tls_dir, scheme):

@@ -56,14 +56,15 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 async def test_ready_waits_for_the_address_and_for_readyz(start: Start) -> None:
     process = await start(SERVICE, "0.3")
-    address = await process.address(timeout_s=10)
+    address = await process.address(timeout_s=60)
     assert address.pid == process.pid
-    assert await process.ready(timeout_s=10) == address
-    assert await process.terminate(grace_s=5) == -signal.SIGTERM
+    assert await process.ready(timeout_s=60) == address
+    assert await process.terminate(grace_s=60) == -signal.SIGTERM
 
 
 async def test_a_service_that_never_gets_ready_is_named_with_its_log(start: Start) -> None:
     process = await start("print('booting...')\n" + SERVICE)
+    await process.address(timeout_s=60)
     with pytest.raises(ServiceError, match=r"(?s)service is not ready .* after 0.5 s; end of .*booting\.\.\."):
         await process.ready(timeout_s=0.5)
     assert process.returncode is None
@@ -84,13 +85,13 @@ async def test_a_kernel_that_takes_its_time_with_the_dead_does_not_fail_a_stop(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = await start(SERVICE)
-    await process.address(timeout_s=10)
+    await process.address(timeout_s=60)
 
     async def not_yet(session: int, timeout_s: float) -> bool:
         return False
 
     with monkeypatch.context() as patched:
         patched.setattr("pipelinerl.local.processes.session_ended", not_yet)
-        assert await process.terminate(grace_s=5) == -signal.SIGTERM
+        assert await process.terminate(grace_s=60) == -signal.SIGTERM
         with pytest.raises(ServiceError, match="survive SIGKILL"):
             await process.kill_and_wait()

@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -122,10 +122,10 @@ def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(
 ) -> None:
     there = folder / "run"
     command = [sys.executable, "-m", "pipelinerl.cli", "run", "mine.yaml", "--run-dir", "run"]
-    environment = {**os.environ, "FAKE_CHECKPOINT_EVERY": "1", "FAKE_STEP_S": "0.2"}
+    environment = {**os.environ, "FAKE_CHECKPOINT_EVERY": "1", "FAKE_STEP_S": "0.5"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
-            until(lambda: len(steps(there)) >= 5)
+            until(lambda: len(steps(there)) >= 2)
         finally:
             process.kill()
     found = find_run(there)

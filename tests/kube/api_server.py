@@ -23,7 +23,7 @@ from pipelinerl.kube.client import ACTOR, TRAINER, KubeClient, Permission
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
 SELECTOR = "app.kubernetes.io/component=actor"
-SOON_S = 20.0
+SOON_S = 60.0
 SCHEMA = "1.31"
 REFUSALS = {
     401: web.HTTPUnauthorized,

@@ -10,7 +10,7 @@ _RUN = re.compile(r'\{run="[^"]*"\}|run="[^"]*",|,run="[^"]*"')
 
 def metric(address: str, sample: str) -> float:
     """By its name and its labels but the run's, which is on every line; 0 when it is not there."""
-    with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=5) as answer:
+    with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=60) as answer:
         text = _RUN.sub("", answer.read().decode())
     found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

@@ -164,7 +164,7 @@ class Stage:
     async def published(self, count: int) -> list[TrainedSequence]:
         """The first `count` sequences of the log, waiting for them."""
         found = []
-        async with asyncio.timeout(10), self.bus.read_sequences(1) as entries:
+        async with asyncio.timeout(60), self.bus.read_sequences(1) as entries:
             async for entry in entries:
                 found.append(decode_sequence(entry.payload, expected_run=RUN))
                 if len(found) == count:
@@ -183,7 +183,7 @@ class Stage:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}_total", labels) or 0.0
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0)
 

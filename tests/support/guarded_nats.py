@@ -43,7 +43,7 @@ def reload(server: NatsServer) -> None:
 
 async def persistently(call: Callable[[], Awaitable[T]]) -> T:
     """What a service does: the same again until it is done. Each attempt is bounded by the bus."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await call()
@@ -52,7 +52,7 @@ async def persistently(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while text not in caplog.text:
             await asyncio.sleep(0.01)
 

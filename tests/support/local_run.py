@@ -51,7 +51,7 @@ class Run:
         )  # fmt: skip
 
     async def end(self) -> Ending:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             ending = await self.local.run()
         assert self.left_behind() == []
         return ending
@@ -80,7 +80,7 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
             await asyncio.wait({task})
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
     """For what other processes do: no event of ours tells of it."""
     async with asyncio.timeout(timeout_s):
         while not condition():

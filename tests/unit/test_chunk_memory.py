@@ -80,7 +80,7 @@ def test_the_next_item_is_made_while_one_is_in_hand_and_closing_early_ends_the_t
 
     ahead = prefetch(make(), 2, "ends-early")
     assert next(ahead) == 1
-    assert made.wait(10)
+    assert made.wait(60)
     assert next(ahead) == 2
     ahead.close()
     ahead.close()

@@ -31,7 +31,7 @@ async def streams(ttl_s: float = 0.06) -> AsyncIterator[MemoryBus]:
 
 
 async def next_registration(bus: MemoryBus) -> Registration | None:
-    async with asyncio.timeout(5), bus.watch_members() as events:
+    async with asyncio.timeout(60), bus.watch_members() as events:
         async for event in events:
             return None if event.payload is None else decode_control(event.payload, Registration)
     raise AssertionError("the events ended")
@@ -61,7 +61,8 @@ async def test_streams_that_are_not_there_yet_are_waited_for_and_told_once(caplo
         await asyncio.sleep(0.1)
         assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
         await bus.create_streams()
-        assert await next_registration(bus) is not None
+        while await next_registration(bus) is None:  # it had expired when this process stood still
+            pass
         await stopped(beating)
 
 
@@ -88,7 +89,7 @@ async def test_who_left_has_said_so_if_it_drains_and_does_not_come_back(
             gate.drain()
         await beat.leave()
         await beat.leave()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await beating
         assert list(dict.fromkeys(heard)) == said
 
@@ -96,6 +97,6 @@ async def test_who_left_has_said_so_if_it_drains_and_does_not_come_back(
 async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     async with streams() as bus:
         bus.server.set_reachable(False)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await heartbeat(bus, ServingGate(1)).leave()
     assert "it will expire" in caplog.text

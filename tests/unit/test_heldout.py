@@ -103,7 +103,7 @@ async def test_what_has_no_verdict_is_left_out_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     verifier = FakeVerifier(outcomes)
-    result = await evaluate(verifier, timeout_s=1.0 if actor is SILENT else 10.0, a=actor)
+    result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
     assert (result.accuracy, len(verifier.asked)) == (accuracy, asked)
     assert f"leaves out problems: {told}" in caplog.text
     assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
@@ -122,7 +122,7 @@ async def test_a_verifier_that_is_away_ends_the_evaluation_and_nothing_else(away
     began_at = time.monotonic()
     with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'not judged': 4\}"):
         await evaluate(verifier, timeout_s=0.5)
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < 30
 
 
 async def test_nobody_to_ask_is_said() -> None:
@@ -149,7 +149,7 @@ async def test_verdicts_given_before_the_deadline_are_kept() -> None:
                 await asyncio.sleep(600)
             return [verdict(str(item), answer=1.0) for item in items]
 
-    deadline = asyncio.get_running_loop().time() + 0.2
+    deadline = asyncio.get_running_loop().time() + 1.0
     verdicts = await judge(Slow(), list(range(JUDGE_BATCH + 1)), deadline)  # type: ignore[arg-type]
     assert set(verdicts) == {str(JUDGE_BATCH)}
 

@@ -163,7 +163,7 @@ async def test_an_actor_waits_for_the_trainer_and_says_so(
     caplog.set_level(logging.INFO)
     settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
     fetching = asyncio.create_task(fetched(settings))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (
             f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text
         ):
@@ -295,5 +295,5 @@ def test_a_signal_ends_the_building_without_a_trace(tmp_path: Path) -> None:
         next(line for line in process.stderr if "initial model: warm-start" in line)
         assert [path.name[0] for path in (tmp_path / "models").iterdir()] == ["."]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
     assert list((tmp_path / "models").iterdir()) == []

@@ -71,7 +71,7 @@ async def bench(run_dir: Path, *, skipped: str = "", **sections: Any) -> AsyncIt
     """Without probes and without evaluations on the way, unless `sections` of the recipe say otherwise."""
     quiet = {"weights": {"probe_every": 0}, "evaluation": {"every_steps": 0}}
     opened = training_run(run_dir, updater=FakeUpdater, **{**quiet, **sections})
-    async with opened as (run, policy), asyncio.timeout(20):
+    async with opened as (run, policy), asyncio.timeout(60):
         policy.skipped = skipped
         yield Bench(run, policy, run_dir)
 
@@ -164,7 +164,7 @@ async def test_a_checkpoint_during_a_step_waits_for_it_and_the_next_step_is_plan
     async with bench(tmp_path) as one:
         running = await one.in_first_step()
         request = asyncio.create_task(one.loop.request_checkpoint())
-        await asyncio.to_thread(one.policy.prepared_ahead.wait, 10)
+        await asyncio.to_thread(one.policy.prepared_ahead.wait, 60)
         assert (one.policy.calls[-1], one.policy.planned) == ("step 0", [0, 1])
         await asyncio.sleep(0.05)
         assert not request.done()

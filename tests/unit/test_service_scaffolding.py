@@ -110,7 +110,7 @@ def get(port: int, path: str, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(f"http://{HOST}:{port}{path}", headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=5) as answer:
+        with opener.open(request, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -143,11 +143,11 @@ async def test_health_readiness_and_metrics() -> None:
 
 
 async def test_blocked_loop_is_visible_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "BLOCKED_AFTER_S", 0.4)
     async with watch_loop() as watch:
         app = health_app(Readiness(), CollectorRegistry(), loop_watch=watch)
         async with serve_http(app, HOST, 0) as port:
             assert (await fetch(port, "/healthz"))[0] == 200
+            monkeypatch.setattr(http, "BLOCKED_AFTER_S", 0.4)
             answers: list[tuple[int, str]] = []
             asked = threading.Timer(0.7, lambda: answers.append(get(port, "/healthz")))
             asked.start()
@@ -373,7 +373,7 @@ async def test_second_signal_cancels() -> None:
             await asyncio.Event().wait()
 
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.create_task(stubborn()), 5)
+        await asyncio.wait_for(asyncio.create_task(stubborn()), 60)
 
 
 SERVICE = """
@@ -385,15 +385,15 @@ SERVICE = """
         print("up", flush=True)
         {body}
 
-    sys.exit(run_service(ServiceSettings, "test", main, stop_within_s=0.3))
+    sys.exit(run_service(ServiceSettings, "test", main, stop_within_s={stop_within_s}))
 """
 
 
-def service(body: str, **environment: str) -> subprocess.Popen[str]:
+def service(body: str, stop_within_s: float = 60.0, **environment: str) -> subprocess.Popen[str]:
     """A service process whose `main` is `body`, with its three required settings."""
     required = {"PIPELINERL_RUN": "r", "PIPELINERL_RECIPE": "recipe.yaml", "PIPELINERL_INSTANCE": "test-0"}
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVICE).format(body=body)],
+        [sys.executable, "-c", textwrap.dedent(SERVICE).format(body=body, stop_within_s=stop_within_s)],
         env={**os.environ, **required, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -410,18 +410,18 @@ def service(body: str, **environment: str) -> subprocess.Popen[str]:
     ],
 )
 def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> None:
-    with service(body) as process:
+    with service(body, 0.3 if "sleep" in body else 60.0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, said in errors) == (code, True), errors
     assert ("Traceback" in errors) == (said == "Traceback")
 
 
 def test_service_without_settings_is_the_users_mistake() -> None:
     with service("pass", PIPELINERL_GRPC_PORT="many") as process:
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert errors.startswith(
         "error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'"

@@ -44,7 +44,7 @@ async def test_readers_get_past_and_coming_steps_until_the_end() -> None:
     feed = StepFeed()
     feed.add({"step": 1, "loss": 0.5})
     feed.add({"step": 2, "loss": float("nan")})
-    async with service(feed) as stub, asyncio.timeout(10):
+    async with service(feed) as stub, asyncio.timeout(60):
         first = stub.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=1))
         late = stub.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=3))
         assert [json.loads((await first.read()).json) for _ in range(2)] == [

@@ -22,7 +22,7 @@ from tests.unit.trainer_fakes import stop_during_step, training_run
 
 
 async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
         running = await stop_during_step(run, policy)
         while not (tmp_path / "summary.json").exists():
             await asyncio.sleep(0.01)
@@ -53,7 +53,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
 async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, settings={"stop_checkpoint_s": 0.1}) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"stop_checkpoint_s": 0.1}) as (run, policy), asyncio.timeout(60):
         running = await stop_during_step(run, policy)
         await running
         assert "no checkpoint of version 1 yet" in caplog.text
@@ -69,7 +69,7 @@ async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
 async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint_and_does_not_linger(
     tmp_path: Path, linger: bool
 ) -> None:
-    async with training_run(tmp_path, settings={"linger": linger}) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": linger}) as (run, policy), asyncio.timeout(60):
         stop = asyncio.Event()
         stop.set()
         await run.run(stop)
@@ -78,7 +78,7 @@ async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint_
 
 
 async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its_end(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
         policy.num_ranks, stop = 2, asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         while not policy.calls:
@@ -94,7 +94,7 @@ def gone() -> None:
 
 
 async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
-    async with training_run(tmp_path) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
         policy.num_ranks, policy.heartbeat = 2, gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
@@ -121,7 +121,7 @@ LINGERS = "this trainer answers, and does nothing else"
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while caplog.text.count(text) < times:
             await asyncio.sleep(0.005)
 
@@ -138,7 +138,7 @@ def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(60):
         run.loop.version, policy.version, policy.num_ranks, stop = 4, 4, 2, asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, LINGERS)
@@ -161,7 +161,7 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(
 async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}) as (run, policy), asyncio.timeout(60):
         run.loop.version, policy.version, policy.num_ranks = 4, 4, 2
         running = asyncio.create_task(run.run(asyncio.Event()))
         await until_logged(caplog, LINGERS)
@@ -175,7 +175,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "0 of 1 actors registered within weights.join_timeout_s"
-    async with training_run(tmp_path, settings={"linger": True}, weights=IMPATIENT) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path, settings={"linger": True}, weights=IMPATIENT) as (run, _), asyncio.timeout(60):
         stop = asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, text, times=2)
@@ -183,7 +183,7 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
         stop.set()
         await running
     (tmp_path / "without").mkdir()
-    async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(20):
+    async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(60):
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
         assert raised.group_contains(ServiceError, match=text)

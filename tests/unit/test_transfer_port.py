@@ -59,14 +59,14 @@ async def test_a_version_arrives_with_the_checksum_that_the_trainer_reports(host
 
 
 async def test_other_groups_move_bytes_while_one_is_stuck_and_abandoning_it_waits_for_nobody() -> None:
-    sender, snapshot = sender_and_snapshot(stall_timeout_s=5)
+    sender, snapshot = sender_and_snapshot(stall_timeout_s=30)
     stuck, silent = await meeting(sender, 1)
-    sending = asyncio.create_task(stuck.broadcast(snapshot, 10))
+    sending = asyncio.create_task(stuck.broadcast(snapshot, 60))
     side, joiner = await meeting(sender, 2)
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(20):
         await asyncio.gather(side.broadcast(snapshot, 10), asyncio.to_thread(receive, joiner, sender))
     assert not sending.done()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await stuck.abandon()
 
     group, actor = await meeting(sender, 3)
@@ -118,7 +118,7 @@ leave(0)
 def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_well() -> None:
     """Without `leave` the interpreter's end aborts it: exit code 134."""
     done = subprocess.run(
-        [sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", END_IN_THE_MIDDLE], capture_output=True, text=True, timeout=150, check=False
     )
     assert (done.returncode, done.stdout) == (0, "the last words\n"), done.stderr
 

@@ -182,7 +182,7 @@ class FakePolicy:
         version = prepared
         self._call(f"step {version}")
         self.stepping.set()
-        self.may_step.wait(10)
+        self.may_step.wait(60)
         self.version = version + 1
         return step_figures(self.skipped)
 
@@ -455,7 +455,7 @@ async def desk(
 ) -> AsyncIterator[Desk]:
     """`parts` of a run at work, feeder and intake when none are named; `problems`: in place of the task's."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        async with MemoryBus(RUN, server=server, limits=limits) as bus, asyncio.timeout(30):
+        async with MemoryBus(RUN, server=server, limits=limits) as bus, asyncio.timeout(60):
             await bus.create_streams()
             one = Desk(make_run(stack, Path(folder), bus, make_recipe(**sections)), bus)
             if problems is not None:
