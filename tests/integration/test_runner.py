@@ -50,9 +50,15 @@ class Recorder(Display):
 
 
 async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=60), {})
+    run = Run(tmp_path / "run", recipe(steps=60), {"FAKE_PAUSES": "20,59", "FAKE_STEP_S": "0.02"})
     run.local.display = recorder = Recorder(run.printed)
-    ending = await run.end()
+    async with running(run) as task:
+        seen = ("20", "training", "actor-0 serving v3, 64 in progress")
+        await until(lambda: seen in {(s["step"].split()[0], s["now"], s.get("actors")) for s in recorder.shown})
+        (run.dir.path / "go-on-20").touch()
+        await until(lambda: any("left" in shown["step"] for shown in recorder.shown))
+        (run.dir.path / "go-on-59").touch()
+        ending = await task
     assert (ending.error, ending.interrupted, ending.exit_code) == (None, False, 0)
     assert tuple(run.pids()) == SERVICES
     assert load_recipe(run.dir.recipe) == run.recipe
@@ -143,23 +149,26 @@ async def test_killed_services_are_started_again_and_one_address_tells_of_it(tmp
 
 async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_gets_further(tmp_path: Path) -> None:
     """Killed, told to stop by somebody else, killed and killed: four times in a row, where the limit is 2."""
-    run = Run(tmp_path / "run", recipe(steps=100), {"FAKE_CHECKPOINT_EVERY": "10"})
+    pauses = {"FAKE_PAUSES": "13,24,37,48,99", "FAKE_STEP_S": "0.02"}
+    run = Run(tmp_path / "run", recipe(steps=100), {"FAKE_CHECKPOINT_EVERY": "10", **pauses})
     run.local.display = recorder = Recorder(run.printed)
     async with running(run) as task:
         others = {name: pid for name, pid in (await run.until_step(1)).items() if name != "trainer"}
         for step, number in ((13, signal.SIGKILL), (24, signal.SIGTERM), (37, signal.SIGKILL), (48, signal.SIGKILL)):
             pid = (await run.until_step(step))["trainer"]
+            await until(lambda step=step: recorder.steps[-1] == step)  # type: ignore[misc]
             os.kill(pid, number)
             await until_pid_changes(run, "trainer", pid)
+            (run.dir.path / f"go-on-{step}").touch()
+        await until(lambda: recorder.steps[-1] == 99)
+        (run.dir.path / "go-on-99").touch()
         ending = await task
     assert (ending.error, dict(ending.restarts), ending.exit_code) == (None, {"trainer": 4}, 0)
     assert {name: pid for name, pid in run.pids().items() if name != "trainer"} == others, "the others go on"
     records = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 101))
     starts = json.loads((run.dir.path / "lineage.json").read_text())["starts"]
-    assert starts[:2] == [0, 10]
-    assert starts == sorted(starts)
-    assert len(starts) == 5
+    assert starts == [0, 10, 24, 30, 40]
     assert [record["from"] for record in records] == [max(at for at in starts if at < step) for step in range(1, 101)]
     printed = run.printed.getvalue()
     assert "trainer was killed by SIGKILL" in printed
@@ -277,7 +286,7 @@ async def test_what_the_builder_of_the_initial_model_complains_of_is_said_once(
 
 
 async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {})
+    run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {"FAKE_MODEL_S": "600"})
     async with running(run) as task:
         await until(lambda: "warm-start step 1 of 2" in run.printed.getvalue())
         assert "warmstart" in run.pids()
@@ -342,7 +351,7 @@ async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
     async with runner_process(folder, 3.0 if deaf else 12.0, **deaf) as process:
         pids = await started(folder)
         os.killpg(process.pid, number) if group else process.send_signal(number)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             assert await process.wait() == 130
     assert alive(pids) == {}
     summary = json.loads((folder / "summary.json").read_text())
@@ -358,7 +367,7 @@ async def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         await until(lambda: "ignored" in (folder / "logs" / "trainer.log").read_text())
         process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await process.wait() == 130
     assert alive(pids) == {}
 
@@ -371,7 +380,7 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
     async with running(run) as ending:
         first = (await run.until_step(1))["actor-0"]
         for count, stays in ((2, True), (1, True), (0, False), (1, False)):
-            command = ["scale", "actors", str(count), "--run-dir", str(run.dir.path), "--timeout", "60"]
+            command = ["scale", "actors", str(count), "--run-dir", str(run.dir.path), "--timeout", "150"]
             assert await asyncio.to_thread(main, command) == 0
             actors = [pid for name, pid in living(run.dir).items() if name.startswith("actor-")]
             assert (len(actors), first in actors) == (count, stays), "the longest-serving one stays"

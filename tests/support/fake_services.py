@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class Fake:
     crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
     exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
     checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
+    pauses = os.environ.get("FAKE_PAUSES", "").split(",")
+    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP."""
+    model_s = float(os.environ.get("FAKE_MODEL_S", "0.5"))
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
     """Kinds or names of those that ignore SIGTERM."""
     model_error = os.environ.get("FAKE_MODEL_ERROR", "")
@@ -150,11 +154,12 @@ async def trainer() -> int:
             records.append(record)
             if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
                 write_checkpoint(run_dir, recipe, step)
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), Fake.step_s)
-            except TimeoutError:
-                continue
-            break
+            while str(step) in Fake.pauses and not stop.is_set() and not (run_dir / f"go-on-{step}").exists():
+                await asyncio.sleep(0.02)
+            if stop.is_set():
+                break
     await server.stop(None)
     write_checkpoint(run_dir, recipe, len(records))
     summary = {
@@ -174,7 +179,7 @@ async def model() -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with filling(built_folder(recipe, Path(SETTINGS["model_cache"]))) as beside:
         print("INFO initial model: warm-start step 1 of 2", flush=True)
-        await asyncio.sleep(0.5)  # the runner looks at the log every 0.2 s
+        await asyncio.sleep(Fake.model_s)  # the runner looks at the log every 0.2 s
         if Fake.model_error:
             print(Fake.model_error, flush=True)
             await asyncio.sleep(0.5)
