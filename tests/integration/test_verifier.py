@@ -443,10 +443,7 @@ async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers_and_
     script: list[Any], tries: int, refused: bool
 ) -> None:
     servicer, failed = ScriptedVerifier(*script), list[str]()
-    async with (
-        scripted(servicer) as port,
-        client_of(port, on_failed_try=failed.append) as client,
-    ):
+    async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
         if refused:
             said = f"127.0.0.1:{port} refused a batch: {script[0].name}: as the script says"
             with pytest.raises(ServiceError, match=said):

@@ -20,19 +20,11 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_default_name_is_recipe_and_time() -> None:
-    run = create_run_dir("arithmetic", NOW)
-    assert run == RunDir(Path("runs/arithmetic-20260304-050607"), "arithmetic-20260304-050607")
-    assert run.path.is_dir()
-
-
-def test_two_runs_of_one_second_get_two_folders() -> None:
-    names = [create_run_dir("arithmetic", NOW).name for _ in range(3)]
-    assert names == [
-        "arithmetic-20260304-050607",
-        "arithmetic-20260304-050607-2",
-        "arithmetic-20260304-050607-3",
-    ]
+def test_default_names_are_recipe_and_time_and_differ_within_a_second() -> None:
+    stamped = "arithmetic-20260304-050607"
+    runs = [create_run_dir("arithmetic", NOW) for _ in range(3)]
+    assert runs == [RunDir(Path("runs") / name, name) for name in (stamped, f"{stamped}-2", f"{stamped}-3")]
+    assert runs[0].path.is_dir()
 
 
 def test_a_long_recipe_name_still_makes_a_valid_run_name() -> None:
@@ -40,11 +32,14 @@ def test_a_long_recipe_name_still_makes_a_valid_run_name() -> None:
     assert check_run_name(f"{name}-99") == f"{'a' * 20}-20260304-050607-99"
 
 
-def test_given_name_and_given_folder(tmp_path: Path) -> None:
+def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path) -> None:
+    (tmp_path / "y").mkdir()
     assert create_run_dir("arithmetic", NOW, name="mine") == RunDir(Path("runs/mine"), "mine")
     elsewhere = create_run_dir("arithmetic", NOW, path=tmp_path / "deep" / "here")
     assert elsewhere == RunDir(tmp_path / "deep" / "here", "arithmetic-20260304-050607")
-    assert create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y") == RunDir(tmp_path / "y", "x")
+    run = create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y")
+    assert run == RunDir(tmp_path / "y", "x")
+    assert run.identity.is_file()
 
 
 def test_a_new_folder_says_which_run_it_is_of() -> None:
@@ -78,11 +73,6 @@ def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
     with pytest.raises(FieldError, match=said):
         create_run_dir("arithmetic", NOW, given.get("name"), path)
     assert not Path("new").exists()
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert create_run_dir("arithmetic", NOW, path=tmp_path / "empty").identity.is_file()
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
