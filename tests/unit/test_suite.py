@@ -38,26 +38,32 @@ def test_in_ci_a_skipped_test_fails_unless_it_needs_what_ci_has_not(
     assert skip_is_error(skipped(nodeid, reason)).outcome == "skipped"
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Suite:
-    """A suite whose unit tests are recorded with 100 s, on a machine as fast as the one that measured."""
-    monkeypatch.setattr(suite, "REQUIRED", True)
-    monkeypatch.setattr(suite, "calibrate", lambda: 0.05)
-    config: Any = SimpleNamespace(getoption=lambda name: "")
-    one = Suite(config)
-    one.recorded = {"calibration_s": 0.05, "folders": {"tests/unit": 100.0}, "files": {}}
-    return one
+RECORDED = {"tests/chart": 80.0, "tests/contract": 30.0, "tests/integration": 400.0, "tests/unit": 200.0}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "calibration_s", "fails"), [(149, 0.05, False), (151, 0.05, True), (151, 0.1, False)]
+    ("took", "slower", "too_long"),
+    [
+        ({"tests/unit": 310.0}, 1.0, ["tests/unit"]),
+        ({"tests/unit": 290.0}, 1.0, []),
+        ({"tests/unit": 310.0}, 1.2, []),
+        ({"tests/contract": 80.0}, 1.0, []),
+        ({"tests/contract": 91.0}, 1.0, ["tests/contract"]),
+        ({name: 2 * seconds for name, seconds in RECORDED.items()}, 1.0, []),
+        ({name: 2 * seconds for name, seconds in RECORDED.items()} | {"tests/unit": 610.0}, 1.0, ["tests/unit"]),
+    ],
+    ids=["half longer", "a little longer", "slow arithmetic", "short folder", "three times", "slow machine", "both"],
 )
 def test_a_folder_that_takes_half_as_long_again_fails_the_session(
-    measured: Suite, seconds: float, calibration_s: float, fails: bool
+    monkeypatch: pytest.MonkeyPatch, took: dict[str, float], slower: float, too_long: list[str]
 ) -> None:
-    measured.pace.samples = [calibration_s]
-    measured.seconds.update({"tests/unit/test_a.py": 20.0, "tests/unit/test_b.py": seconds - 20.0})
+    monkeypatch.setattr(suite, "REQUIRED", True)
+    monkeypatch.setattr(suite, "calibrate", lambda: 0.05 * slower)
+    config: Any = SimpleNamespace(getoption=lambda name: "")
+    one = Suite(config)
+    one.recorded = {"calibration_s": 0.05, "folders": RECORDED, "files": {}}
+    one.seconds.update({f"{name}/test_a.py": seconds for name, seconds in (RECORDED | took).items()})
     session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
-    measured.pytest_sessionfinish(session)
-    assert session.exitstatus == (pytest.ExitCode.TESTS_FAILED if fails else pytest.ExitCode.OK)
-    assert bool(measured.exceeded) == fails
+    one.pytest_sessionfinish(session)
+    assert [line.partition(":")[0] for line in one.exceeded] == too_long
+    assert session.exitstatus == (pytest.ExitCode.TESTS_FAILED if too_long else pytest.ExitCode.OK)
