@@ -9,13 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.random_models import smollm2_config
-from services.trainer.learn.meter import (
-    GATED_MODELS,
-    TRAINING_PASSES,
-    mfu,
-    model_flops,
-    peak_flops,
-)
+from services.trainer.learn.meter import GATED_MODELS, TRAINING_PASSES, mfu, model_flops, peak_flops
 
 QWEN_1_5B = Qwen2Config(
     vocab_size=151936,

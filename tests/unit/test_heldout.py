@@ -13,14 +13,7 @@ import pytest
 from pipelinerl.errors import MessageError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
-from services.trainer.data.evaluation import (
-    JUDGE_BATCH,
-    Evaluator,
-    HeldoutResult,
-    compare,
-    is_right,
-    judge,
-)
+from services.trainer.data.evaluation import JUDGE_BATCH, Evaluator, HeldoutResult, compare, is_right, judge
 from services.trainer.data.feeder import EncodedProblem
 from tests.unit.builders import make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict

@@ -14,13 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import (
-    AlgorithmConfig,
-    LoraConfig,
-    ModelConfig,
-    Recipe,
-    TrainerConfig,
-)
+from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
 from pipelinerl.transfer.chunks import add_low_rank
 from services.trainer.checkpoint.export import PolicyExport
 from services.trainer.checkpoint.state_files import trained_parameters
@@ -36,15 +30,7 @@ from services.trainer.learn.meter import frozen_flops, model_flops
 from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
-from tests.support.learner import (
-    LENGTHS,
-    VOCABULARY,
-    build,
-    group_of,
-    model_of,
-    plain_logprobs,
-    sequences_of,
-)
+from tests.support.learner import LENGTHS, VOCABULARY, build, group_of, model_of, plain_logprobs, sequences_of
 from tests.unit.builders import make_recipe
 from tests.unit.test_flops import LLAMA_8B
 

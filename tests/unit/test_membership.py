@@ -18,13 +18,7 @@ from services.trainer.weight_sync.coordinator import (
     MemberUp,
     VersionReady,
 )
-from services.trainer.weight_sync.membership import (
-    MOST_AT_ONCE,
-    MOST_REMEMBERED,
-    MOST_RESTED,
-    MemberChange,
-    Roster,
-)
+from services.trainer.weight_sync.membership import MOST_AT_ONCE, MOST_REMEMBERED, MOST_RESTED, MemberChange, Roster
 from services.trainer.weight_sync.updater import actors_of, epoch_members
 
 IN_POD = Member("a", "a-1", pod_uid="u1")

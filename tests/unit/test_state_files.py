@@ -12,14 +12,7 @@ import torch
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, TrainerConfig
-from services.trainer.checkpoint.state_files import (
-    StateSaver,
-    learner_state,
-    local_part,
-    restore,
-    stage,
-    write_state,
-)
+from services.trainer.checkpoint.state_files import StateSaver, learner_state, local_part, restore, stage, write_state
 from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model

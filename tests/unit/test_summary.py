@@ -14,11 +14,7 @@ from pipelinerl.local.processes import ServiceDied
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir
-from pipelinerl.run_summary import (
-    lag_summary,
-    read_jsonl,
-    summary_from_metrics,
-)
+from pipelinerl.run_summary import lag_summary, read_jsonl, summary_from_metrics
 
 
 def recipe() -> Recipe:

@@ -13,12 +13,7 @@ import torch
 
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
-from services.trainer.learn.meter import (
-    HostMark,
-    PhaseTimer,
-    process_memory_peak,
-    take_memory_peak,
-)
+from services.trainer.learn.meter import HostMark, PhaseTimer, process_memory_peak, take_memory_peak
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
