@@ -29,9 +29,9 @@ WITHOUT_BUDGET = {"tests/cluster"}
 TIMEOUT_S = 180
 """Of most tests, as in pyproject.toml."""
 OVER = 1.5
-"""A folder fails when it takes longer than its recorded time by this factor, where the others did not."""
-LOSES_S = 60.0
-"""How many seconds longer it must be: what a slow disk adds to a short folder is not worth a failure."""
+"""A folder fails when it takes this many times its recorded time."""
+MARGIN_S = 60.0
+"""And so many seconds more: what a slow disk adds to a short folder is not worth a failure."""
 
 
 class Suite:
@@ -132,17 +132,17 @@ def by_folder(files: dict[str, float]) -> dict[str, float]:
 
 
 def over_budget(folders: dict[str, float], recorded: dict[str, float], *, slower: float) -> list[str]:
-    """A line for each folder that took too long. A machine on which all folders take longer shortens no budget.
+    """A line for each folder that took too long. Both arguments have seconds; budgets grow with the slowness of the machine.
 
-    `slower` is the machine's factor by its arithmetic; waits, disks and starts of processes show in the folders alone.
+    That is `slower`, measured by arithmetic, or the median folder's if it is larger: slow disks and process starts show there.
     """
     both = folders.keys() & recorded.keys() - WITHOUT_BUDGET
-    shares = {name: folders[name] / recorded[name] for name in both if recorded[name]}
-    factor = OVER * max([slower, statistics.median(shares.values())] if shares else [slower])
+    ratios = {name: folders[name] / recorded[name] for name in both if recorded[name]}
+    factor = OVER * max([slower, statistics.median(ratios.values())] if ratios else [slower])
     return [
         f"{name}: {folders[name]:.0f} s, more than {factor:.1f} times the recorded {recorded[name]:.0f} s"
-        for name in sorted(shares)
-        if folders[name] > max(recorded[name] + LOSES_S, recorded[name] * factor)
+        for name in sorted(ratios)
+        if folders[name] > max(recorded[name] + MARGIN_S, recorded[name] * factor)
     ]
 
 
