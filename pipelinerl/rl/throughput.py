@@ -1,0 +1,163 @@
+"""How fast both of the paper's methods are at best, in closed form (its appendix A), and how old their data gets.
+
+A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
+on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
+with measured rates it is the second. All rates are completion tokens per unit of time, over all accelerators.
+
+    r_gen  = K L̄ / Σ_l (h_l / U(h_l)),  h_l = K / N · share of the sequences with l tokens or more      conventional, generating
+    r_conv = 1 / (1 / r_gen + τ / N)                                                                    conventional
+    r_pipe = min(U(H) · I, (N - I) / τ)                                                                 pipeline, I generators
+
+K = B · G sequences are generated in one phase; H are in progress on each generator of the pipeline. Every rate assumes that
+nobody waits: groups, queues, weight updates and chance are `simulator.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import FieldError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DecodeCurve:
+    """U(h) from measured `points` (h, tokens per unit of time), h increasing.
+
+    Between two points the time of a decode step is linear. With fewer sequences than the first point has, a step takes as long
+    as there; with more than the last, the rate stays the last one's: saturated. Raises `FieldError` for points that are none.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        in_progress, rates = [h for h, _ in self.points], [rate for _, rate in self.points]
+        if not self.points or min(*in_progress, *rates) <= 0 or sorted(set(in_progress)) != in_progress:
+            raise FieldError(
+                "decode", self.points, "give points (sequences in progress, tokens/s), above 0 and ascending"
+            )
+
+    def step_time(self, in_progress: Floats | float) -> Floats:
+        """Of one decode step of so many sequences: h / U(h)."""
+        known = np.array([h for h, _ in self.points], dtype=float)
+        times = known / np.array([rate for _, rate in self.points])
+        beyond = np.maximum(np.asarray(in_progress, dtype=float) / known[-1], 1.0)
+        return np.interp(in_progress, known, times) * beyond
+
+    def rate(self, in_progress: float) -> float:
+        """U(h), tokens per unit of time."""
+        return float(in_progress / self.step_time(in_progress))
+
+
+PAPER_CURVE = DecodeCurve(((1, 0.275 / 128), (128, 0.275), (192, 0.384), (256, 0.43)))
+"""U(h) of the paper's worked case, in tokens per flash. The paper's own curve is a picture (near-linear to 128, saturating by
+256); this one is derived from its figures: U(192) · 44 generators = 16.9, and U(128) from the 18.3 that conventional mode
+generates with 133 sequences on each accelerator and lengths uniform on 1..L. U(256) is in no figure; H = 192 is best as long as
+it is below 16.9 / 33 = 0.51, and 0.43 continues the bend."""
+PAPER_TRAINING_TIME = 4.92
+"""τ of the same case, in flashes per token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Completion lengths int64[lengths], ascending, and their shares float64[lengths], which add up to 1."""
+
+    tokens: NDArray[np.int64]
+    shares: Floats
+
+    @classmethod
+    def of(cls, weights: Iterable[tuple[int, float]]) -> Lengths:
+        """Of a histogram (tokens, weight), in any order. Raises `FieldError` when there is nothing in it."""
+        sums: dict[int, float] = {}
+        for tokens, weight in weights:
+            sums[tokens] = sums.get(tokens, 0.0) + weight
+        kept = sorted((tokens, weight) for tokens, weight in sums.items() if weight)
+        if not kept or kept[0][0] < 1 or not all(0 < weight < math.inf for _, weight in kept):
+            raise FieldError("lengths", dict(kept), "give at least one length above 0, each with a weight above 0")
+        shares = np.array([weight for _, weight in kept], dtype=float)
+        return cls(np.array([tokens for tokens, _ in kept], dtype=np.int64), shares / shares.sum())
+
+    @classmethod
+    def uniform(cls, longest: int) -> Lengths:
+        return cls.of((tokens, 1.0) for tokens in range(1, longest + 1))
+
+    @property
+    def mean(self) -> float:
+        return float(self.tokens @ self.shares)
+
+    @property
+    def longest(self) -> int:
+        return int(self.tokens[-1])
+
+    def sample(self, generator: np.random.Generator, size: int) -> NDArray[np.int64]:
+        """int64[size], independent of each other."""
+        return generator.choice(self.tokens, size=size, p=self.shares)
+
+
+def largest_lag(in_progress: int, batch_size: int, longest: float, mean: float) -> int:
+    """g_max = ⌈H I L / (L̄ B)⌉ optimizer steps: the lag of the oldest token of a pipeline whose generators have `in_progress`
+    (H · I) sequences in all, when no finished sequence waits. Lengths in tokens."""
+    return math.ceil(in_progress * longest / (mean * batch_size))
+
+
+def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:
+    """r_gen of one phase of `num_sequences` = K, evenly spread; the batch drains to nothing."""
+    # Between two lengths that occur, the number of unfinished sequences does not change.
+    unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_generators)
+    decode_steps = np.diff(lengths.tokens, prepend=0)
+    return float(num_sequences * lengths.mean / (decode_steps @ curve.step_time(unfinished)))
+
+
+def conventional_rate(
+    curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
+) -> float:
+    """r_conv: all accelerators generate, then all train, each token in `training_time` (τ)."""
+    generating = generation_rate(curve, lengths, num_sequences, num_accelerators)
+    return 1 / (1 / generating + training_time / num_accelerators)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Accelerators of a pipeline, and its rates in closed form."""
+
+    num_generators: int
+    """I."""
+    num_trainers: int
+    sequences_in_progress: int
+    """H, on each generator."""
+    generation: float
+    """Tokens per unit of time that all generators could make."""
+    training: float
+    """That all trainers could train on."""
+    largest_lag: int
+
+    @property
+    def rate(self) -> float:
+        """r_pipe: that of the slower side."""
+        return min(self.generation, self.training)
+
+
+def split(
+    curve: DecodeCurve,
+    training_time: float,
+    lengths: Lengths,
+    batch_size: int,
+    sequences_in_progress: int,
+    num_generators: int,
+    num_trainers: int,
+) -> Split:
+    """The rates of one way to share the accelerators."""
+    return Split(
+        num_generators,
+        num_trainers,
+        sequences_in_progress,
+        curve.rate(sequences_in_progress) * num_generators,
+        num_trainers / training_time,
+        largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean),
+    )

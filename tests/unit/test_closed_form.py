@@ -1,0 +1,77 @@
+"""The paper's throughput model: its worked case, and small cases by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import FieldError
+from pipelinerl.rl.throughput import (
+    PAPER_CURVE,
+    PAPER_TRAINING_TIME,
+    DecodeCurve,
+    Lengths,
+    Split,
+    conventional_rate,
+    generation_rate,
+    largest_lag,
+    split,
+)
+
+
+def test_the_papers_worked_case() -> None:
+    """N = B = 128, lengths uniform on 1..L, both methods with a largest lag of at most 132; all figures within 1 %."""
+    lengths, num_accelerators, batch_size = Lengths.uniform(4096), 128, 128
+    num_sequences = 133 * batch_size
+
+    def of(in_progress: int, num_generators: int) -> Split:
+        num_trainers = num_accelerators - num_generators
+        return split(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, batch_size, in_progress, num_generators, num_trainers)
+
+    tried = [of(h, generators) for h in (32, 64, 96, 128, 192, 256) for generators in range(1, num_accelerators)]
+    best = max((one for one in tried if one.largest_lag <= 132), key=lambda one: one.rate)
+    assert (best.sequences_in_progress, best.num_generators, best.largest_lag) == (192, 44, 132)
+    assert best.generation == best.rate == pytest.approx(16.9, rel=0.01)
+    assert best.training == pytest.approx(17.08, rel=0.01)
+    generating = generation_rate(PAPER_CURVE, lengths, num_sequences, num_accelerators)
+    conventional = conventional_rate(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, num_sequences, num_accelerators)
+    assert generating == pytest.approx(18.3, rel=0.01)
+    assert num_accelerators / PAPER_TRAINING_TIME == pytest.approx(26.02, rel=0.01)
+    assert conventional == pytest.approx(10.7, rel=0.01)
+    assert best.rate / conventional == pytest.approx(1.57, rel=0.01)
+
+
+def test_a_draining_batch_by_hand() -> None:
+    """4 sequences on 2 generators, half of them of 1 token and half of 3: one decode step with 2 in progress takes 2 / 1.0, two
+    steps with 1 take 1 / 0.8 each; 8 tokens in 4.5."""
+    curve = DecodeCurve(((1, 0.8), (2, 1.0)))
+    lengths = Lengths.of([(3, 5.0), (1, 5.0)])
+    assert (lengths.mean, lengths.longest) == (2.0, 3)
+    assert generation_rate(curve, lengths, 4, 2) == pytest.approx(8 / 4.5)
+    assert conventional_rate(curve, 0.5, lengths, 4, 2) == pytest.approx(1 / (4.5 / 8 + 0.5 / 2))
+    # Equal lengths never drain: the generators always have 2.
+    assert generation_rate(curve, Lengths.of([(7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
+
+
+def test_a_curve_between_and_beyond_its_points() -> None:
+    curve = DecodeCurve(((10, 5.0), (20, 8.0)))
+    times = [2.0, 2.0, 2.25, 2.5, 5.0]  # below the first point, at it, between the two, at the last, at twice the last
+    assert curve.step_time(np.array([1.0, 10.0, 15.0, 20.0, 40.0])).tolist() == times
+    assert [curve.rate(h) for h in (1, 15, 40)] == pytest.approx([0.5, 15 / 2.25, 8.0])
+
+
+def test_the_largest_lag_by_hand() -> None:
+    assert largest_lag(in_progress=128, batch_size=128, longest=64, mean=22) == 3  # 2.91
+    assert largest_lag(in_progress=64, batch_size=128, longest=10, mean=10) == 1
+
+
+@pytest.mark.parametrize(
+    ("points", "weights", "field"),
+    [((), [(1, 1.0)], "decode"), (((2, 1.0), (1, 1.0)), [(1, 1.0)], "decode"), (((1, 0.0),), [(1, 1.0)], "decode")]
+    + [(((1, 1.0),), weights, "lengths") for weights in ([], [(3, 0.0)], [(0, 1.0)], [(3, -1.0)])],
+)
+def test_curves_and_lengths_that_are_none(
+    points: tuple[tuple[float, float], ...], weights: list[tuple[int, float]], field: str
+) -> None:
+    with pytest.raises(FieldError, match=f"^{field} = "):
+        (DecodeCurve(points), Lengths.of(weights))
