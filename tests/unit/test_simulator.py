@@ -1,0 +1,129 @@
+"""The simulator: small runs by hand, and the closed form where both must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.simulator import Simulation, Timing, simulate
+from pipelinerl.rl.throughput import PAPER_CURVE, PAPER_TRAINING_TIME, DecodeCurve, Lengths, conventional_rate, split
+from tests.unit.builders import make_recipe
+
+EVEN = DecodeCurve(((200, 200.0),))
+"""Each decode step takes 1, up to 200 sequences."""
+FOUR = Lengths.of([(4, 1.0)])
+
+
+def one_at_a_time(batch_size: int = 1, slots: int = 1, group_size: int = 1, **sections: Any) -> Recipe:
+    """A long run, without evaluations after the first."""
+    sections = {"algorithm": {"advantage": "group_mean", "max_lag": 1}} | sections
+    return make_recipe(
+        sampling={"group_size": group_size, "max_tokens": 16},
+        trainer={"steps": 100_000, "batch_size": batch_size, "tokens_per_microbatch": 64},
+        actor={"sequences_in_progress": slots},
+        **{"evaluation": {"every_steps": 0}} | sections,
+    )
+
+
+def simulated(recipe: Recipe, timing: Timing, lengths: Lengths = FOUR, **numbers: int) -> Simulation:
+    given = {"num_actors": 1, "num_ranks": 1, "warmup_steps": 4, "steps": 10} | numbers
+    return simulate(recipe, timing, lengths, **given)
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "timing", "step_time", "lags"),
+    [
+        # Nothing is issued before the step is done: 4 decode steps, then 4 of training.
+        (0, Timing(EVEN, training=1.0), 8, {0: 40}),
+        # Both sides work all the time; a sequence begins when the one before begins to be trained on.
+        (1, Timing(EVEN, training=1.0), 4, {1: 40}),
+        # Training takes 2, then the other half of the sequence is sampled by the new version.
+        (1, Timing(EVEN, training=0.5), 4, {0: 20, 1: 20}),
+        # The swap waits for the decode step under way, and generation for the swap.
+        (1, Timing(EVEN, training=0.25, step=0.25, transfer=0.5, stall=1.0), 5, {0: 20, 1: 20}),
+        # Trained on in 1, copied in 3, sent in 3: the second sequence from now may begin after these 7 and ends after 11.
+        (1, Timing(EVEN, training=0.25, snapshot=3.0, transfer=3.0), 11 / 2, {1: 40}),
+    ],
+)
+def test_one_sequence_at_a_time_by_hand(max_lag: int, timing: Timing, step_time: float, lags: dict[int, int]) -> None:
+    recipe = one_at_a_time(algorithm={"advantage": "group_mean", "max_lag": max_lag})
+    counted = simulated(recipe, timing)
+    assert (counted.duration, counted.lag_histogram) == (pytest.approx(10 * step_time), lags)
+    assert (counted.steps, counted.sequences, counted.tokens, counted.stale_share) == (10, 10, 40, 0.0)
+    busy = timing.step + 4 * timing.training
+    assert counted.trainer_idle == pytest.approx(1 - busy / step_time)
+    assert counted.actor_idle == counted.empty_slots == pytest.approx(1 - (4 + timing.stall) / step_time)
+
+
+def test_an_evaluation_holds_the_next_version_back() -> None:
+    """65 problems on one actor are 64 and then 1: 8 decode steps. A step trains for 1.5; v1, made at 5.5, is held until 8; v2,
+    made at 9.5, comes in at 10; v3, made at 13.5, would be held until 18."""
+    recipe = one_at_a_time(evaluation={"every_steps": 2}, task={"name": "chain_sum", "heldout_problems": 65})
+    counted = simulated(recipe, Timing(EVEN, training=0.25, step=0.5), warmup_steps=0, steps=4)
+    # Sampled by 0000, 0000, 1122 and 2222, and trained on at 0, 1, 2, 3; the last ends at 16.
+    assert (counted.duration, counted.lag_histogram) == (pytest.approx(17.5), {0: 6, 1: 10})
+
+
+def test_a_conventional_phase_by_hand() -> None:
+    """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
+    recipe = one_at_a_time(
+        4,
+        slots=2,
+        group_size=2,
+        mode="conventional",
+        algorithm={"advantage": "group_mean", "conventional_g": 2, "max_lag": None},
+    )
+    counted = simulated(recipe, Timing(EVEN, training=1.0), num_actors=2, num_ranks=2, warmup_steps=2, steps=4)
+    assert (counted.duration, counted.lag_histogram) == (pytest.approx(2 * (8 + 16)), {0: 32, 1: 32})
+    assert (counted.actor_idle, counted.trainer_idle) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+
+
+def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
+    """Two slots, and one sequence in eight is 16 times as long as the others."""
+    recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "group_mean", "max_lag": 2})
+    lengths = Lengths.of([(2, 7.0), (32, 1.0)])
+    counted = simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
+    assert counted == simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
+    assert max(counted.lag_histogram) == 2
+    assert set(counted.finished_by_length) == {2, 32}
+    assert counted.stale_by_length[2] < counted.stale_by_length[32] <= counted.finished_by_length[32]
+    assert counted.sequences > 0.9 * 800  # a step may lack what was stale, and no step lacks all
+    assert counted.sequences + counted.stale_by_length.total() == pytest.approx(
+        counted.finished_by_length.total(), abs=4
+    )
+
+
+@pytest.mark.parametrize(("num_actors", "num_ranks"), [(10, 50), (50, 20)])
+def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
+    recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "group_mean", "max_lag": None})
+    lengths = Lengths.uniform(1000)
+    counted = simulated(
+        recipe,
+        Timing(PAPER_CURVE, PAPER_TRAINING_TIME),
+        lengths,
+        num_actors=num_actors,
+        num_ranks=num_ranks,
+        warmup_steps=60,
+        steps=60,
+    )
+    closed = split(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 128, 64, num_actors, num_ranks)
+    assert counted.rate == pytest.approx(closed.rate, rel=0.01)
+    idle_side = counted.trainer_idle if closed.generation < closed.training else 0.0
+    assert idle_side == pytest.approx(max(0.0, 1 - closed.generation / closed.training), abs=0.01)
+
+
+def test_conventional_mode_agrees_with_the_closed_form() -> None:
+    """The paper's N and B, and 16 sequences on each accelerator."""
+    recipe = one_at_a_time(
+        128,
+        slots=16,
+        mode="conventional",
+        algorithm={"advantage": "group_mean", "conventional_g": 16, "max_lag": None},
+    )
+    lengths, timing = Lengths.uniform(1000), Timing(PAPER_CURVE, PAPER_TRAINING_TIME)
+    counted = simulated(recipe, timing, lengths, num_actors=128, num_ranks=128, warmup_steps=16, steps=64)
+    closed = conventional_rate(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 16 * 128, 128)
+    assert counted.rate == pytest.approx(closed, rel=0.01)
+    assert max(counted.lag_histogram) == 15
