@@ -95,7 +95,7 @@ def simulate(
     lengths: Lengths,
     *,
     num_actors: int,
-    num_ranks: int,
+    num_ranks: float,
     warmup_steps: int,
     steps: int,
     seed: int = 0,
@@ -172,7 +172,7 @@ class _Run:
         timing: Timing,
         lengths: Lengths,
         num_actors: int,
-        num_ranks: int,
+        num_ranks: float,
         seed: int,
     ) -> None:
         self.recipe, self.timing, self.lengths = recipe, timing, lengths

@@ -40,7 +40,7 @@ def pipelinerl(capsys: pytest.CaptureFixture[str]) -> Command:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom pipelinerl.cli import main\n"
-        "for arguments in (['--help'], ['run', '--help'], ['validate', '--help'], ['--version']):\n"
+        "for arguments in (['--help'], ['run', '--help'], ['validate', '--help'], ['plan', '--help'], ['--version']):\n"
         "    try: main(arguments)\n    except SystemExit as end: assert end.code == 0, end.code\n"
         "print('loaded', *sys.modules, file=sys.stderr)"
     )
@@ -80,6 +80,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+PLAN = "plan there.yaml --accelerators 2 --parameters"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -108,6 +111,19 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
         ("run there.yaml --run-dir there", "= 'there': is not empty, and what it holds is no run (config.json)"),
         ("run there.yaml --name bad_name/x", "--name = 'bad_name/x': use 1-40"),
+        (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
+        (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),
+        (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': neither bars"),
+        (f"{PLAN} 7B --lengths there", "--lengths = 'there': its samples.jsonl has no completion"),
+        (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': 65 tokens are more than sampling.max_tokens = 64"),
+        (
+            f"{PLAN} 7B --lengths 64 --accelerator TPU",
+            "--accelerator = 'TPU': is neither a file of measured speeds nor",
+        ),
+        (f"{PLAN} 7B --lengths 64 --accelerator p.jsonl", "has no decode: points [sequences in progress, tokens/s]"),
+        (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
+        (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: weights of 261 GiB"),
+        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 and the trainer 3 of this kind; give more"),
         ("report .", "has no recipe.yaml"),
         ("report nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
         ("report p.jsonl", "is a file; give the folder of a run"),

@@ -1,0 +1,249 @@
+"""`pipelinerl plan RECIPE`: how to share accelerators between actors and trainer, with what to expect and why.
+
+Everything is modelled (`pipelinerl/rl/planner.py`); nothing is started or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelinerl.recipe.fields import Recipe
+    from pipelinerl.rl.planner import Machine, Model, Plan
+    from pipelinerl.rl.throughput import Lengths
+
+NAME = "plan"
+HELP = "share accelerators between actors and trainer (modelled, nothing runs)"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
+_BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe file, or the name of one under recipes/")
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="of the model, such as 7.6B")
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="for actors and trainer together")
+    parser.add_argument(
+        "--accelerator", metavar="NAME|FILE", default="H100",
+        help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", metavar="BARS|RUN_DIR", required=True,
+        help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
+        "or the folder of a run to learn them from",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sequences-in-progress", metavar="H", type=int, help="on each actor; otherwise the best number is found"
+    )
+    parser.add_argument(
+        "--kv-kib-per-token",
+        metavar="KIB",
+        type=float,
+        help="of the model; otherwise what models of its size usually need",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
+        help="override one field of the recipe, such as algorithm.max_lag=8 (repeatable)",
+    )  # fmt: skip
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Exit code 0. Raises `UserError` for what cannot be planned."""
+    from pipelinerl.errors import FieldError
+    from pipelinerl.recipe.loading import load_recipe
+    from pipelinerl.rl.planner import Model, make_plan, usual_kv_bytes
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    if recipe.mode != "pipeline":
+        raise FieldError("mode", recipe.mode, "shares no accelerators between actors and trainer; --set mode=pipeline")
+    for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
+        value = getattr(args, option)
+        if value is not None and not value > 0:
+            raise FieldError(f"--{option.replace('_', '-')}", value, "give a number above 0")
+    parameters = size_of(args.parameters)
+    kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else usual_kv_bytes(parameters)
+    model = Model(parameters, kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
+    lengths, source = lengths_of(args.lengths, recipe)
+    machine = machine_of(args.accelerator, model, recipe, lengths)
+    plan = make_plan(recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress)
+    if args.json:
+        print(json.dumps(as_json(plan), indent=2))
+        return 0
+    print(f"{recipe.name}: a plan for {args.accelerators} accelerators ({machine.name}); all times are modelled")
+    for name, value in outline(plan, source):
+        print(f"  {name:<12}  {value}")
+    print("why:")
+    for reason in plan.reasons:
+        print(f"  - {reason}")
+    return 0
+
+
+def size_of(text: str) -> float:
+    """Parameters. Raises `FieldError`."""
+    from pipelinerl.errors import FieldError
+
+    found = _SIZE.fullmatch(text)
+    if not found or float(found[1]) <= 0:
+        raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
+    return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()]
+
+
+def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
+    """Completion lengths from bars of a histogram or a run directory, and where they come from. Raises `FieldError`."""
+    from pipelinerl.errors import FieldError
+    from pipelinerl.rl.throughput import Lengths
+
+    bars = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
+    if all(bars):
+        weights: list[tuple[int, float]] = []
+        for bar in filter(None, bars):
+            first, last, weight = int(bar[1]), int(bar[2] or bar[1]), float(bar[3] or 1)
+            if not 1 <= first <= last or weight == 0:
+                raise FieldError(
+                    "--lengths", bar[0], "a bar needs 1 token or more, FROM below TO, and a weight above 0"
+                )
+            weights += [(tokens, weight / (last - first + 1)) for tokens in range(first, last + 1)]
+        source = "as given"
+    else:
+        weights = [(tokens, 1.0) for tokens in trained_lengths(Path(text))]
+        source = f"{len(weights)} completions of {text}"
+    lengths = Lengths.of(weights)
+    if lengths.longest > recipe.sampling.max_tokens:
+        fix = f"{lengths.longest} tokens are more than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
+        raise FieldError("--lengths", text, fix)
+    return lengths, source
+
+
+def trained_lengths(run_dir: Path) -> list[int]:
+    """Of the first completion that each step of the second half of a run notes in samples.jsonl: the other that it notes is the
+    one with the most versions, and so among the longest. Raises `FieldError`."""
+    from pipelinerl.errors import FieldError
+    from pipelinerl.run_dir import RunDir
+    from pipelinerl.run_summary import read_jsonl
+
+    if not run_dir.is_dir():
+        fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
+        raise FieldError("--lengths", str(run_dir), fix)
+    first: dict[int, int] = {}
+    for sample in read_jsonl(RunDir(run_dir, run_dir.name).samples):
+        if not sample.get("heldout") and sample.get("spans"):
+            first.setdefault(sample["step"], sample["spans"][-1][2])
+    steps = sorted(first)
+    if not steps:
+        raise FieldError(
+            "--lengths", str(run_dir), "its samples.jsonl has no completion that was trained on; give bars"
+        )
+    return [first[step] for step in steps[len(steps) // 2 :]]
+
+
+_MEASURED = {
+    "decode": "points [sequences in progress, tokens/s] of one actor",
+    "trained_tokens_per_s": "completion tokens of one trainer rank",
+    "kv_gib": "for the KV cache of one actor",
+    "memory_gib": "of one trainer rank",
+}
+"""Keys of a file of measured speeds."""
+
+
+def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
+    """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
+    from pipelinerl.errors import FieldError
+    from pipelinerl.rl.planner import ACCELERATORS, Machine, estimated
+    from pipelinerl.rl.throughput import DecodeCurve
+    from pipelinerl.run_dir import read_json
+
+    if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
+        return estimated(accelerator, model, recipe, lengths)
+    path = Path(name)
+    if not path.is_file():
+        fix = f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}"
+        raise FieldError("--accelerator", name, fix)
+    measured = read_json(path)
+    if missing := [key for key in _MEASURED if key not in measured]:
+        raise FieldError("--accelerator", name, f"has no {missing[0]}: {_MEASURED[missing[0]]}")
+    try:
+        points = tuple((float(h), float(rate)) for h, rate in measured["decode"])
+        speed, kv_gib, memory_gib = (float(measured[key]) for key in list(_MEASURED)[1:])
+    except (TypeError, ValueError):
+        keys = "; ".join(f"{key}: {meaning}" for key, meaning in _MEASURED.items())
+        raise FieldError("--accelerator", name, f"holds something else than numbers; it needs {keys}") from None
+    if min(speed, kv_gib, memory_gib) <= 0:
+        raise FieldError("--accelerator", name, "all its numbers must be above 0")
+    per_actor = recipe.actor.engine.tensor_parallel_size
+    return Machine(path.stem, per_actor, DecodeCurve(points), 1 / speed, kv_gib, memory_gib)
+
+
+def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
+    """What a person wants to see of a plan, as (name, value) rows. Pure."""
+    from pipelinerl.run_summary import lag_summary
+
+    split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
+    lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
+    conventional = plan.conventional / plan.rate
+    return [
+        ("lengths", f"mean {lengths.mean:,.0f}, longest {lengths.longest:,} tokens ({source})"),
+        ("actors", f"{split.num_generators} of {_accelerators(machine.per_actor)} each, H = {split.sequences_in_progress}"),
+        ("trainer", f"{_accelerators(split.num_trainers)}, a rank on each"),
+        ("throughput", f"{plan.rate / lengths.mean:,.1f} sequences/s, {plan.rate:,.0f} tokens/s; {batch_s:.3g} s a step"),
+        ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
+        (
+            "idle",
+            f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}, and {played.empty_slots:.1%} of their slots "
+            "are empty",
+        ),
+        ("stale", _stale(plan)),
+        ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
+        ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {plan.conventional_g})"),
+    ]  # fmt: skip
+
+
+def _accelerators(count: int) -> str:
+    return f"{count:,} accelerator{'s' if count > 1 else ''}"
+
+
+def _stale(plan: Plan) -> str:
+    """The share of the sequences that are dropped, and of which lengths, as far as the figures show."""
+    played = plan.played
+    shares = [
+        f"{stale / played.finished_by_length[bucket]:.1%} of those up to {bucket:,} tokens"
+        for bucket, stale in sorted(played.stale_by_length.items())
+        if stale >= 0.001 * played.finished_by_length[bucket]
+    ]
+    by_length = f" ({', '.join(shares)})" if shares else ""
+    return f"{played.stale_share:.1%} of the sequences are dropped{by_length}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; seconds, tokens, GiB, optimizer steps."""
+    from pipelinerl.run_summary import lag_summary
+
+    split, played = plan.split, plan.played
+    return {
+        "modelled": True,
+        "accelerator": plan.machine.name,
+        "actors": split.num_generators,
+        "accelerators_per_actor": plan.machine.per_actor,
+        "trainer_ranks": split.num_trainers,
+        "sequences_in_progress": split.sequences_in_progress,
+        "lengths": {"mean": plan.lengths.mean, "longest": plan.lengths.longest},
+        "tokens_per_s": plan.rate,
+        "sequences_per_s": plan.rate / plan.lengths.mean,
+        "step_s": played.duration / played.steps,
+        "closed_form": {
+            "generation_tokens_per_s": split.generation,
+            "training_tokens_per_s": split.training,
+            "largest_lag": split.largest_lag,
+        },
+        "lag": lag_summary(played.lag_histogram),
+        "lag_histogram": {str(lag): tokens for lag, tokens in sorted(played.lag_histogram.items())},
+        "idle": {"trainer": played.trainer_idle, "actors": played.actor_idle, "slots": played.empty_slots},
+        "stale_share": played.stale_share,
+        "kv_cache_gib": {"used": plan.kv_used_gib, "there_is": plan.machine.kv_gib},
+        "conventional": {"g": plan.conventional_g, "tokens_per_s": plan.conventional},
+        "simulated_share": plan.share,
+        "reasons": list(plan.reasons),
+    }

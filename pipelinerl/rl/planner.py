@@ -1,0 +1,338 @@
+"""How to share accelerators between actors and trainer, how many sequences to keep in progress, and what to expect of it.
+
+The closed form proposes, of all splits whose largest lag the recipe allows, the fastest; the simulator plays it, and a split
+that drops sequences as stale gives way to one with a smaller largest lag. How long a decode step and a trained token take
+comes from measured points, or from the accelerator's data sheet (`estimated`). All of it is modelled: nothing runs.
+
+Not here: what a model needs of activations, of several accelerators in one actor beyond their sum, and of the network beyond
+`NETWORK`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import groups_per_step
+from pipelinerl.rl.simulator import Simulation, Timing, simulate
+from pipelinerl.rl.throughput import DecodeCurve, Lengths, Split, conventional_rate, split
+
+GIB = 2**30
+BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
+"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches: about what the paper's curve for a 7B
+model on H100 amounts to."""
+TRAINING_EFFICIENCY = 0.4
+"""MFU of training."""
+ENGINE_GIB = 3.0
+"""What vLLM needs of an accelerator's memory beyond weights and KV cache."""
+MODEL_STATE_SHARE = 0.7
+"""Of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+NETWORK = 12.5e9
+"""Bytes per second of a weight update: 100 Gbit/s."""
+CONTROL_S = 0.25e-3
+"""Seconds of an update's messages for each actor: benchmarks/README.md, control_channel, 1,000 members."""
+MOST_STALE = 0.01
+"""Share of the sequences that a plan may drop."""
+IN_PROGRESS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
+"""Simulated at most: larger systems are simulated as a part of themselves."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Of a data sheet: memory, dense 16-bit FLOP/s, and bytes per second of the memory."""
+
+    name: str
+    memory_gib: float
+    flops: float
+    bandwidth: float
+
+
+ACCELERATORS = {
+    one.name: one
+    for one in (
+        Accelerator("A100-40GB", 40e9 / GIB, 312e12, 1.555e12),
+        Accelerator("A100", 80e9 / GIB, 312e12, 2.039e12),
+        Accelerator("L40S", 48e9 / GIB, 362e12, 0.864e12),
+        Accelerator("H100", 80e9 / GIB, 989.4e12, 3.35e12),
+        Accelerator("H200", 141e9 / GIB, 989.4e12, 4.8e12),
+        Accelerator("B200", 180e9 / GIB, 2250e12, 7.7e12),
+        Accelerator("MI300X", 192e9 / GIB, 1307.4e12, 5.3e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    parameters: float
+    kv_bytes: float
+    """Of one token in the KV cache, over all layers."""
+    dtype_bytes: int = 2
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.parameters * self.dtype_bytes
+
+
+def usual_kv_bytes(parameters: float) -> float:
+    """Of a dense model of that size with grouped-query attention in 16 bits: Llama 3's 128 KiB per token at 8B, and with the
+    square root of the size elsewhere (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
+    return 128 * 1024 * math.sqrt(parameters / 8e9)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan must know of an actor and a rank of the trainer."""
+
+    name: str
+    per_actor: int
+    """Accelerators."""
+    decode: DecodeCurve
+    """Of an actor, tokens per second."""
+    training: float
+    """Seconds of a rank for one trained completion token."""
+    kv_gib: float
+    """For the KV cache of an actor."""
+    memory_gib: float
+    """Of one rank of the trainer."""
+
+
+def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
+    """Mean tokens in the KV cache of a sequence in progress: long ones are in progress for longer, and half done on average."""
+    return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
+
+
+def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
+    """From the data sheet. A decode step reads the weights and the KV cache once and computes 2 FLOPs per weight and sequence;
+    training computes 6 per weight and token, prompts included.
+
+    Raises `FieldError` when the model does not fit.
+    """
+    engine, per_actor = recipe.actor.engine, recipe.actor.engine.tensor_parallel_size
+    memory_gib = per_actor * (accelerator.memory_gib * engine.gpu_memory_utilization - ENGINE_GIB)
+    kv_gib = memory_gib - model.weights_bytes / GIB
+    prompt_tokens = longest_prompt(recipe)
+    held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
+    if kv_gib * GIB < held_bytes:
+        needed = math.ceil((model.weights_bytes + held_bytes) * per_actor / (memory_gib * GIB))
+        fix = f"weights of {model.weights_bytes / GIB:.0f} GiB do not fit {accelerator.name}; use at least {needed}"
+        raise FieldError("actor.engine.tensor_parallel_size", per_actor, fix)
+
+    def step_s(in_progress: int) -> float:
+        moved = (model.weights_bytes + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
+        return (moved + 2 * model.parameters * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
+
+    computed = 6 * model.parameters * (lengths.mean + prompt_tokens) / lengths.mean
+    return Machine(
+        accelerator.name,
+        per_actor,
+        DecodeCurve(tuple((float(h), h / step_s(h)) for h in (1, *IN_PROGRESS))),
+        computed / (accelerator.flops * TRAINING_EFFICIENCY),
+        kv_gib,
+        accelerator.memory_gib,
+    )
+
+
+def longest_prompt(recipe: Recipe) -> int:
+    """Tokens that the recipe leaves for a prompt."""
+    return recipe.model.max_context - recipe.sampling.max_tokens
+
+
+def state_bytes(recipe: Recipe, model: Model) -> float:
+    """Of weights, gradients and optimizer, over all ranks of the trainer: float32 masters and gradients beside 16-bit weights,
+    and two moments."""
+    if recipe.trainer.lora is not None:
+        return model.weights_bytes
+    moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
+    return model.parameters * (model.dtype_bytes + 4 + 4 + moments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Times in seconds, rates per second."""
+
+    machine: Machine
+    lengths: Lengths
+    split: Split
+    played: Simulation
+    """Of the split, or of `share` of it."""
+    share: float
+    kv_used_gib: float
+    """Of an actor."""
+    conventional: float
+    """Tokens/s that conventional mode trains on at most at the same largest lag."""
+    conventional_g: int
+    """Its G then."""
+    reasons: tuple[str, ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s trained on."""
+        return self.played.rate / self.share
+
+
+def make_plan(
+    recipe: Recipe,
+    model: Model,
+    machine: Machine,
+    lengths: Lengths,
+    num_accelerators: int,
+    sequences_in_progress: int | None = None,
+) -> Plan:
+    """The fastest split of the accelerators within the recipe's lag limit; `sequences_in_progress`: H, None = the best one.
+
+    Raises `FieldError` for what cannot be planned.
+    """
+    max_lag = recipe.algorithm.max_lag
+    held = tokens_held(lengths, longest_prompt(recipe))
+    most_in_progress = int(machine.kv_gib * GIB / (held * model.kv_bytes))
+    fewest_ranks = math.ceil(state_bytes(recipe, model) / (machine.memory_gib * MODEL_STATE_SHARE * GIB))
+    if num_accelerators < machine.per_actor + fewest_ranks:
+        fix = f"an actor needs {machine.per_actor} and the trainer {fewest_ranks} of this kind; give more"
+        raise FieldError("--accelerators", num_accelerators, fix)
+    if sequences_in_progress and sequences_in_progress > most_in_progress:
+        fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
+        raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
+    candidates = [h for h in IN_PROGRESS if h <= most_in_progress] or [most_in_progress]
+    splits = [
+        split(
+            machine.decode,
+            machine.training,
+            lengths,
+            recipe.trainer.batch_size,
+            h,
+            num_actors,
+            num_accelerators - num_actors * machine.per_actor,
+        )
+        for h in ([sequences_in_progress] if sequences_in_progress else candidates)
+        for num_actors in range(1, (num_accelerators - fewest_ranks) // machine.per_actor + 1)
+    ]
+    splits.sort(key=lambda one: (-one.rate, one.largest_lag))  # of equally fast ones, that with the freshest data
+    allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
+    if not allowed:
+        smallest = min(one.largest_lag for one in splits)
+        fix = f"the longest sequences are {smallest} steps old in any split; raise it, or trainer.batch_size"
+        raise FieldError("algorithm.max_lag", max_lag, fix)
+    chosen = allowed[0]
+    while True:
+        update_s = model.weights_bytes / NETWORK + CONTROL_S * chosen.num_generators
+        played, share = play(recipe, machine, lengths, chosen, update_s)
+        fresher = [one for one in allowed if one.largest_lag <= 0.9 * chosen.largest_lag]
+        if played.stale_share <= MOST_STALE or not fresher:
+            break
+        chosen = fresher[0]
+    conventional = conventional_rate(
+        machine.decode,
+        machine.training / machine.per_actor,
+        lengths,
+        recipe.trainer.batch_size * (chosen.largest_lag + 1),
+        num_accelerators // machine.per_actor,
+    )
+    kv_used_gib = chosen.sequences_in_progress * held * model.kv_bytes / GIB
+    state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
+    reasons = (
+        _why_this_split(chosen, splits[0], max_lag),
+        _why_this_h(chosen.sequences_in_progress, sequences_in_progress, most_in_progress),
+        f"{chosen.sequences_in_progress} sequences hold {held:,.0f} tokens each on average, prompt and the part of the "
+        f"completion that exists: {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest_ranks} or more would do",
+        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
+        f"{update_s:.2g} s of each weight update comes on top",
+        *_warnings(recipe, chosen, update_s, lengths),
+    )
+    return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, chosen.largest_lag + 1, reasons)
+
+
+def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
+    sides = (
+        f"{chosen.num_generators} actors make {chosen.generation:,.0f} tokens/s at most, and {chosen.num_trainers} "
+        f"trainer ranks train on {chosen.training:,.0f}"
+    )
+    if fastest.rate <= chosen.rate * 1.001:
+        return f"{sides}: no other split has a faster slower side"
+    if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
+        why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag = {max_lag}"
+    else:
+        why = f"it would drop more than {MOST_STALE:.0%} of the sequences as stale"
+    faster = f"{fastest.num_generators} actors with H = {fastest.sequences_in_progress}"
+    return f"{sides}; {faster} would be {fastest.rate / chosen.rate:.2f} times as fast, but {why}"
+
+
+def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
+    if given:
+        return f"H = {h} was given; the KV cache of an actor holds {most_in_progress}"
+    if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
+        return f"H = {h}: more in progress decode faster, and the KV cache of an actor holds {most_in_progress}"
+    return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
+
+
+def _warnings(recipe: Recipe, chosen: Split, update_s: float, lengths: Lengths) -> Iterator[str]:
+    """What keeps the plan from using all that there is."""
+    step_s = recipe.trainer.batch_size * lengths.mean / chosen.rate
+    if update_s > step_s:
+        yield (
+            f"a weight update takes {update_s:.2g} s and a step {step_s:.2g} s: the trainer waits for its updates; raise "
+            f"trainer.batch_size = {recipe.trainer.batch_size}"
+        )
+    spare = max(chosen.generation, chosen.training) / chosen.rate
+    if spare > 1.25:
+        side = "trainer" if chosen.training > chosen.generation else "actors"
+        yield (
+            f"the {side} could do {spare:.1f} times as much: fewer accelerators would be as fast, unless "
+            f"trainer.batch_size = {recipe.trainer.batch_size} or algorithm.max_lag = {recipe.algorithm.max_lag} is raised"
+        )
+
+
+def play(
+    recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float
+) -> tuple[Simulation, float]:
+    """A simulation of the split, without evaluations, and the share of it that was simulated.
+
+    Of a large system it is a part with as many times fewer actors, ranks and groups per batch: an actor does what it did, and
+    lag is that of the whole, because a step takes as long. Only chance evens out less.
+    """
+    warmup_steps = 2 * chosen.largest_lag + 5
+    steps = max(20, chosen.largest_lag)
+    per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
+    cost = (warmup_steps + steps) * max(
+        chosen.sequences_in_progress * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES
+    )
+    num_actors, num_groups = _part(chosen.num_generators, per_step, max(1.0, cost))
+    share = num_actors / chosen.num_generators
+    part = recipe.model_copy(
+        update={
+            "mode": "pipeline",
+            "actor": recipe.actor.model_copy(update={"sequences_in_progress": chosen.sequences_in_progress}),
+            "trainer": recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000}),
+            "evaluation": recipe.evaluation.model_copy(update={"every_steps": 0}),
+        }
+    )
+    timing = Timing(machine.decode, machine.training, transfer=update_s)
+    played = simulate(
+        part,
+        timing,
+        lengths,
+        num_actors=num_actors,
+        num_ranks=chosen.num_trainers * share,
+        warmup_steps=warmup_steps,
+        steps=steps,
+    )
+    return played, share
+
+
+def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
+    """Actors and groups per step of about that part, at least 8 groups, in the proportion of the whole as far as possible."""
+    least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
+    fewest = min(num_actors, math.ceil(least))
+    tried = range(fewest, min(num_actors, fewest + 8) + 1)
+
+    def error(part: int) -> float:
+        exact = per_step * part / num_actors
+        return abs(round(exact) / exact - 1)
+
+    best = min(tried, key=error)
+    return best, round(per_step * best / num_actors)

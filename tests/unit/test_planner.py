@@ -1,0 +1,127 @@
+"""Plans: what they rest on by hand, what they promise, and that a part of a large system stands for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.cli import main
+from pipelinerl.commands.plan import lengths_of
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.planner import GIB, Accelerator, Machine, Model, estimated, make_plan, play, tokens_held
+from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
+from tests.unit.builders import make_recipe
+
+TWO_LENGTHS = Lengths.of([(10, 1.0), (30, 1.0)])
+ROUND = Accelerator("round", memory_gib=13.0, flops=10e12, bandwidth=10 * GIB / 0.6)
+
+
+def recipe_with(max_lag: int | None, batch_size: int = 64) -> Recipe:
+    return make_recipe(
+        model={"source": "path", "name": "nowhere", "max_context": 60, "dtype": "bfloat16"},
+        sampling={"group_size": 4, "max_tokens": 40},
+        trainer={"batch_size": batch_size, "tokens_per_microbatch": 64},
+        algorithm={"max_lag": max_lag},
+        actor={"engine": {"gpu_memory_utilization": 1.0}},
+    )
+
+
+def test_speeds_from_a_data_sheet_by_hand() -> None:
+    """1 GiB of weights; in progress, a sequence has 20 prompt tokens and (10² + 30²) / 2 / 2 / 20 = 12.5 of its completion."""
+    model = Model(parameters=GIB / 2, kv_bytes=GIB / 32.5)
+    assert tokens_held(TWO_LENGTHS, 20) == 32.5
+    machine = estimated(ROUND, model, recipe_with(4), TWO_LENGTHS)
+    assert machine.kv_gib == 13 - 3 - 1
+    # 4 sequences: 1 + 4 GiB at 10 GiB/s, and 2 FLOPs for each weight and sequence at 6 TFLOP/s.
+    assert machine.decode.step_time(4.0) == pytest.approx(5 / 10 + 4 * GIB / 6e12)
+    # Half as many tokens again are computed, those of prompts: 6 FLOPs for each weight and token at 4 TFLOP/s.
+    assert machine.training == pytest.approx(3 * GIB * (20 + 20) / 20 / 4e12)
+    with pytest.raises(FieldError, match=r"tensor_parallel_size = 1: .* use at least 2"):
+        estimated(ROUND, Model(5.5 * GIB, GIB / 32.5), recipe_with(4), TWO_LENGTHS)
+
+
+def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
+    model, lengths = Model(1e6, 1024), Lengths.uniform(40)
+    machine = Machine("measured", 1, DecodeCurve(((1, 100.0), (64, 3200.0))), 1 / 1600, 1.0, 1.0)
+    free = make_plan(recipe_with(None), model, machine, lengths, 9)
+    # A third of the accelerators generates 3 · 3200, two thirds train on 6 · 1600.
+    assert (free.split.num_generators, free.split.num_trainers, free.split.generation) == (3, 6, pytest.approx(9600))
+    bound = make_plan(recipe_with(3), model, machine, lengths, 9)
+    assert max(bound.played.lag_histogram) <= 3
+    assert bound.split.largest_lag <= 3 < free.split.largest_lag
+    assert bound.played.stale_share <= 0.01
+    assert bound.rate < free.rate
+    assert any("algorithm.max_lag = 3" in reason for reason in bound.reasons)
+    fixed = make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=16)
+    assert fixed.split.sequences_in_progress == 16
+    with pytest.raises(FieldError, match=r"algorithm.max_lag = 0: the longest sequences are 1 steps old in any split"):
+        make_plan(recipe_with(0), model, machine, lengths, 9)
+    with pytest.raises(FieldError, match=r"--sequences-in-progress = 50000: .* holds \d+ of them"):
+        make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=50000)
+
+
+def test_a_part_of_a_large_system_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("measured", 1, DecodeCurve(((1, 100.0), (64, 3200.0))), 1 / 1600, 1.0, 1.0)
+    lengths, recipe = Lengths.uniform(40), recipe_with(None, batch_size=512)
+    chosen = split(machine.decode, machine.training, lengths, 512, 16, 40, 60)
+    whole, share = play(recipe, machine, lengths, chosen, update_s=0.2)
+    assert share == 1
+    monkeypatch.setattr("pipelinerl.rl.planner._MOST_SEQUENCES", 4000)
+    part, share = play(recipe, machine, lengths, chosen, update_s=0.2)
+    assert share < 0.5
+    assert part.rate / share == pytest.approx(whole.rate, rel=0.02)
+    assert _mean_lag(part.lag_histogram) == pytest.approx(_mean_lag(whole.lag_histogram), rel=0.1)
+
+
+def _mean_lag(histogram: dict[int, int]) -> float:
+    return float(np.average(list(histogram), weights=list(histogram.values())))
+
+
+def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
+    recipe = recipe_with(3)
+    bars, _ = lengths_of("1-3:3, 8", recipe)
+    assert (bars.tokens.tolist(), bars.shares.tolist()) == ([1, 2, 3, 8], [0.25] * 4)
+    samples = [
+        {"step": step, "heldout": heldout, "spans": [[0, 0, 2], [1, 2, length]]}
+        for step, heldout, length in [(1, False, 9), (2, False, 9), (3, True, 7), (3, False, 4), (3, False, 30), (4, False, 6)]
+    ]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    learned, source = lengths_of(str(tmp_path), recipe)
+    assert (learned.tokens.tolist(), source) == ([4, 6], f"2 completions of {tmp_path}")
+    with pytest.raises(FieldError, match=r"--lengths = '50': 50 tokens are more than sampling.max_tokens = 40"):
+        lengths_of("50", recipe)
+
+
+def test_the_command_prints_a_plan_and_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    speeds = {"decode": [[1, 100], [64, 3200]], "trained_tokens_per_s": 1600, "kv_gib": 1, "memory_gib": 1}
+    (tmp_path / "mine.json").write_text(json.dumps(speeds))
+    (tmp_path / "r.yaml").write_text("name: r\nmodel: {source: path, name: x}\ntask: {}\nalgorithm: {max_lag: 4}\n")
+    command = [
+        "plan",
+        "r.yaml",
+        "--parameters",
+        "1M",
+        "--accelerators",
+        "9",
+        "--accelerator",
+        "mine.json",
+        "--lengths",
+        "1-40",
+    ]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["actors"] + plan["trainer_ranks"] == 9
+    assert plan["modelled"] is True
+    assert max(map(int, plan["lag_histogram"])) == plan["lag"]["max"] <= 4
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
+    assert f"{plan['actors']} of 1 accelerator" in said
+    assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
