@@ -30,6 +30,8 @@ class RunTotals:
 
     heldout: list[tuple[int, float, int | None]] = field(default_factory=list)
     """(version, accuracy, problems without a verdict) of each evaluation."""
+    heldout_tokens: int = 0
+    commits_held_s: float = 0.0
     tokens_generated: int = 0
     tokens_trained: int = 0
     sequences_trained: int = 0
@@ -110,6 +112,8 @@ class RunTotals:
         if record.get("heldout_accuracy") is not None:
             version = record.get("heldout_version", record.get("step"))
             self.heldout.append((version, record["heldout_accuracy"], record.get("heldout_unanswered")))
+        self.heldout_tokens += record.get("heldout_tokens") or 0
+        self.commits_held_s += record.get("commits_held_s") or 0.0
         self.parity_failures += record.get("parity_failures") or 0
         if record.get("logprob_mismatch") is not None:
             self.logprob_mismatch.append(record["logprob_mismatch"])
@@ -138,6 +142,8 @@ class RunTotals:
             "heldout_accuracy_first": self.heldout[0][1] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1][1] if self.heldout else None,
             "heldout": [{"version": v, "accuracy": a, "unanswered": missing} for v, a, missing in self.heldout],
+            "heldout_tokens": self.heldout_tokens,
+            "commits_held_s": self.commits_held_s,
             "tokens_generated": self.tokens_generated,
             "tokens_trained": self.tokens_trained,
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},

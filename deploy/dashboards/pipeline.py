@@ -97,6 +97,18 @@ _WHO_WAITS = Section(
             ),
             low=0,
         ),
+        Panel(
+            "Cost of evaluation",
+            "Share of time in which evaluations hold commits, and tokens of evaluations relative to those of training.",
+            "Both far below 1: training goes on meanwhile, on data that ages.",
+            "Near 1: evaluations follow one another. Raise evaluation.every_steps, or evaluate fewer problems.",
+            (
+                Query(rate("trainer_commits_held_seconds_total"), "commits held"),
+                Query(f"{rate('trainer_heldout_tokens_total')} / ({rate('trainer_tokens_total')} > 0)", "tokens"),
+            ),
+            unit="percentunit",
+            low=0,
+        ),
     ),
 )
 

@@ -418,9 +418,15 @@ class _Run:
             if self.version == steps:
                 return
             if starts_phase(self.recipe, self.version):
-                yield from self._offer()
-                if every and self.version % every == 0:
+                measure = every and self.version % every == 0
+                if measure:
                     yield lambda: self.held_above is None
+                elif self.held_above is not None and self.served != self.offered > self.held_above:  # passed over
+                    yield lambda: self.held_above is None or len(self.batch) >= self.per_step
+                    if self.held_above is not None:
+                        continue
+                yield from self._offer()
+                if measure:
                     self._resume(self._evaluate(self.version))
 
     def _count(self, batch: list[list[tuple[int, tuple[VersionSpan, ...]]]], version: int) -> None:

@@ -1,7 +1,8 @@
 """The optimizer loop: takes batches, steps, sends versions, evaluates, records.
 
 Consumes batches from `Intake`, produces policy versions for `WeightUpdater` and one record per step. It waits for a full
-batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left.
+batch (actors unblock it) and, before a version is offered, for the version before to be served by everybody who is left. While
+a measurement keeps that one from being served, it does not wait: actors get a later version when the measurement has ended.
 Sending overlaps the next batch; in conventional mode (the paper's baseline) it does not, by definition. All that touches the
 model goes through one compute thread, one call after the other. Checkpoints are taken between two steps.
 """
@@ -84,6 +85,8 @@ class OptimizerLoop:
         """Writes the record of the step that was computed last, unless that is done."""
         self._carried_s: dict[str, float] = {}
         """Of the next step's record: what the end of the last one took."""
+        self._passed_over = False
+        """The version was not sent, because a measurement holds the one before."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         """Of the last optimizer steps."""
         self._closed = False
@@ -172,12 +175,12 @@ class OptimizerLoop:
                 span.set_attributes({f"pipelinerl.step.{name}": figures[name] for name in shown})
             self._unrecorded = functools.partial(self._record, figures, batch, seconds, began_at)
         self._feeder.look_again()
-        if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
-            await self._offer(seconds)
-        seconds["total"] = time.monotonic() - began_at
         evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
-        if evaluate or self._due(self._recipe.weights.probe_every):
-            await self._measured()
+        measure = evaluate or (not self.measuring and self._due(self._recipe.weights.probe_every))
+        if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
+            await self._offer(seconds, measure=measure)
+        seconds["total"] = time.monotonic() - began_at
+        if measure:
             await self._measure(evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
             await self._measured()  # the last record carries its own evaluation
@@ -191,6 +194,8 @@ class OptimizerLoop:
         if self.version < self._recipe.trainer.steps:
             with measured(self._carried_s, "checkpoint"):
                 await self.checkpoints.if_due(self.version)
+        if self._passed_over:
+            await self._offer_when_measured()
 
     def _conclude(self, figures: Mapping[str, Any], batch: list[TrainingGroup]) -> None:
         """The step was computed: what became of its sequences, and the version that came of it."""
@@ -212,7 +217,15 @@ class OptimizerLoop:
         batch = await self._intake.take_batch(version)
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
-    async def _offer(self, seconds: dict[str, float]) -> None:
+    async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
+        """Begins to send the version. It is passed over where a measurement holds the version before, which is staged already,
+        unless it is to be measured itself."""
+        if measure:
+            with measured(seconds, "send"):
+                await self._measured()
+        self._passed_over = self.measuring and self._updater.commit_held
+        if self._passed_over:
+            return
         version = PolicyVersion(self._resume.start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(self._policy.snapshot, version)
@@ -222,14 +235,23 @@ class OptimizerLoop:
                 await self._updater.all_served()
         self._feeder.look_again()
 
+    async def _offer_when_measured(self) -> None:
+        """Sends the version that was passed over, if the measurement ends before the next batch is there."""
+        assert self._next is not None, "the last version is measured, and never passed over"
+        assert self._measuring is not None, "a measurement is why it was passed over"
+        with measured(self._carried_s, "wait"):
+            await asyncio.wait((self._next, self._measuring), return_when=asyncio.FIRST_COMPLETED)
+        if not self.measuring:
+            await self._offer(self._carried_s)
+
     # --- evaluation and probe, beside the next step ------------------------------------------------------------------
 
     def _due(self, every_steps: int) -> bool:
-        """Whether the version is one to measure, and was sent."""
+        """Whether the version is one to measure: only those that are sent."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _measure(self, *, evaluate: bool) -> None:
-        """Starts measuring the version that was just offered; the next steps go on, up to their commit."""
+        """Starts measuring the version that was just offered; the next steps go on, without their commits."""
         trained: Logprobs | None = None
         if self._recipe.weights.probe_every > 0:
             trained = await self._in_compute(self._policy.learner.score, self._evaluator.probe)
@@ -243,6 +265,7 @@ class OptimizerLoop:
     async def _measure_version(self, version: int, trained: Logprobs | None, evaluate: bool) -> None:
         """Probe and evaluation of one version; `trained` are the trainer's own log-probabilities of the probe."""
         async with self._updater.hold_when_served(version):
+            began_at = time.monotonic()
             if trained is not None and (parity := await self._evaluator.parity(version, trained)) is not None:
                 self._recorder.parity(*parity)
             if evaluate:
@@ -250,6 +273,7 @@ class OptimizerLoop:
                     self._recorder.heldout(await self._evaluator.evaluate(version))
                 except ServiceError as error:
                     log.error("held-out evaluation is left out: %s", error)
+            self._recorder.commits_held(time.monotonic() - began_at)
 
     # --- records -----------------------------------------------------------------------------------------------------
 

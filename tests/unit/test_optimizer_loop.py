@@ -45,7 +45,7 @@ class Bench:
         self.evaluated.append(version)
         if self.error is not None:
             raise self.error
-        return HeldoutResult(version, 0.5, 4, 0, ())
+        return HeldoutResult(version, 0.5, 4, 0, 9, ())
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -110,6 +110,36 @@ async def test_a_failed_evaluation_is_left_out_and_the_run_goes_on(tmp_path: Pat
         one.error = ServiceError("no held-out problem has a verdict")
         await one.loop.run()
         assert (one.evaluated, one.totals.heldout, one.loop.version) == ([0, 4], [], 4)
+
+
+async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version_after_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as one:
+        generated, allowed = asyncio.Event(), asyncio.Event()
+
+        async def evaluate(version: int) -> HeldoutResult:
+            await generated.wait()
+            return HeldoutResult(version, 0.5, 4, 0, 9, ())
+
+        async def take_batch(version: int) -> list[TrainingGroup]:
+            if version == 3:  # as max_lag would have it
+                await allowed.wait()
+            return [ready_group(one.run, version)]
+
+        one.run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
+        one.run.intake.take_batch = take_batch  # type: ignore[method-assign]
+        running = asyncio.create_task(one.loop.run())
+        while one.loop.version < 3:
+            await asyncio.sleep(0.01)
+        updater: Any = one.run.updater
+        assert (updater.offered, updater.served_version) == ([0, 1], 0)
+        generated.set()
+        while updater.served_version < 3:
+            await asyncio.sleep(0.01)
+        allowed.set()
+        await running
+        assert updater.offered == [0, 1, 3, 4]
+        assert one.totals.heldout == [(0, 0.5, 0), (4, 0.5, 0)]
+        assert one.totals.commits_held_s == sum(record["commits_held_s"] for record in one.records) > 0
 
 
 async def test_a_probe_measures_the_actors_that_serve(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def test_an_evaluation_holds_the_next_version_back() -> None:
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(17.5), {0: 6, 1: 10})
 
 
+def test_versions_made_while_one_is_held_back_are_passed_over() -> None:
+    """257 problems are 20 decode steps. A step trains for 4.5: v1 is held; v2 and v3, made at 13 and 17.5, are not sent."""
+    algorithm = {"advantage": "group_mean", "max_lag": 8}
+    recipe = one_at_a_time(algorithm=algorithm, task={"name": "chain_sum", "heldout_problems": 257})
+    counted = simulated(recipe, Timing(EVEN, training=1.0, step=0.5), warmup_steps=0, steps=4)
+    assert (counted.duration, counted.lag_histogram) == (pytest.approx(4 + 4 * 4.5), {0: 4, 1: 4, 2: 4, 3: 4})
+
+
 def test_a_conventional_phase_by_hand() -> None:
     """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
     recipe = one_at_a_time(

@@ -71,11 +71,12 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     told = [
         step(1, {}, skipped="loss not finite", parity_failures=0, heldout_accuracy=0.5, heldout_version=0,
              heldout_unanswered=2, joins=joins),
-        step(2, {"0": 4}, skipped="", parity_failures=3),
+        step(2, {"0": 4}, skipped="", parity_failures=3, heldout_tokens=70, commits_held_s=1.5),
         step(3, {"0": 4}, skipped="", parity_failures=1),
     ]  # fmt: skip
     summary = summary_from_metrics(recipe(), told)
     assert (summary["steps_skipped"], summary["parity_failures"]) == (1, 4)
+    assert (summary["heldout_tokens"], summary["commits_held_s"]) == (70, 1.5)
     assert summary["sequence_reasons"] is None, "the steps do not tell"
     assert summary["heldout"] == [{"version": 0, "accuracy": 0.5, "unanswered": 2}]
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}

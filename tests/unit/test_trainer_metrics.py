@@ -36,8 +36,9 @@ class Exported:
 
     def step(self, **figures: object) -> None:
         """A step's record with these figures."""
-        record = {"parity_failures": 0, "step_s": {}, "actor_busy_fraction": None, "trainer_busy_fraction": 0.5}
-        self.metrics.steps.observe({**step_figures(), **record, **figures})
+        measured = {"heldout_tokens": None, "commits_held_s": 0, "parity_failures": 0}
+        record = {"step_s": {}, "actor_busy_fraction": None, "trainer_busy_fraction": 0.5}
+        self.metrics.steps.observe({**step_figures(), **measured, **record, **figures})
 
 
 def test_each_token_counts_once_under_its_lag() -> None:

@@ -231,13 +231,20 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
 
 
 class FakeUpdater:
-    """Everything offered is served at once, by `members`."""
+    """Everything offered is served by `members`, at once or when no measurement holds it any more."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.members: dict[str, Any] = {}
         self.served_version = -1
         self.num_present = 1
         self.bad_messages = 0
+        self.offered: list[int] = []
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def commit_held(self) -> bool:
+        return self.offered[-1] > self.served_version
 
     @property
     def serving(self) -> dict[str, Any]:
@@ -248,14 +255,23 @@ class FakeUpdater:
         self.members = {name: SimpleNamespace(grpc_address=address) for name, address in addresses.items()}
 
     async def offer(self, version: int, snapshot: object) -> None:
-        self.served_version = version
+        await self.all_served()
+        self.offered.append(version)
+        if self._free.is_set():
+            self.served_version = version
 
     async def all_served(self) -> None:
-        return
+        if self.offered and self.commit_held:
+            await self._free.wait()
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        yield
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self.served_version = self.offered[-1]
+            self._free.set()
 
 
 def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunState:

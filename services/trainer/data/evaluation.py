@@ -6,7 +6,7 @@ version's weights: the largest absolute difference of token log-probabilities, i
 answer that cannot be compared is one of its `parity_failures`. Unlike `mismatch_kl` it contains no effect of a stale KV cache.
 
 While this runs, the caller holds commits of later versions, so that every completion is of the version that is measured; the
-spans that come back prove it. Training goes on beside it, up to the next version's commit. Training sequences do not pass here.
+spans that come back prove it. Training goes on beside it, on sequences of that version. They do not pass here.
 """
 
 from __future__ import annotations
@@ -165,12 +165,14 @@ class HeldoutResult:
     """`accuracy`: share of right answers among the problems with a verdict; `num_unanswered` problems have none.
 
     No verdict: no completion in time, a failure of the actor, no answer of the verifier in time, or a reward that failed.
+    `num_tokens`: of the completions.
     """
 
     version: int
     accuracy: float
     num_problems: int
     num_unanswered: int
+    num_tokens: int
     samples: tuple[HeldoutSample, ...]
 
 
@@ -270,6 +272,7 @@ class Evaluator:
             right / num_answered,
             len(self._problems),
             unanswered.total(),
+            sum(len(tokens_of(completion)) for completion in completions.values()),
             tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),
         )
 

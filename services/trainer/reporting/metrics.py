@@ -136,6 +136,12 @@ class StepMetrics:
         self._parity_failures = metrics.counter(
             "parity_failures_total", "Probe answers that could not be compared.", unit="answers"
         )
+        self._heldout_tokens = metrics.counter(
+            "heldout_tokens_total", "Completion tokens of held-out evaluations.", unit="tokens"
+        )
+        self._commits_held = metrics.counter(
+            "commits_held_seconds_total", "Time of evaluations and probes, in which no later version was committed."
+        )
         self._skipped = metrics.counter("steps_skipped_total", "Optimizer steps that changed no weight.", unit="steps")
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
         self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
@@ -169,6 +175,8 @@ class StepMetrics:
         for key, reading in self._each.items():
             reading.set_each(record.get(key, {}))
         self._parity_failures.inc(record["parity_failures"])
+        self._heldout_tokens.inc(record["heldout_tokens"] or 0)
+        self._commits_held.inc(record["commits_held_s"])
         self._skipped.inc(bool(record["skipped"]))
         self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))

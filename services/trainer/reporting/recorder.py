@@ -144,7 +144,9 @@ class Recorder:
             "heldout_accuracy": result.accuracy,
             "heldout_version": result.version,
             "heldout_unanswered": result.num_unanswered,
+            "heldout_tokens": result.num_tokens,
         }
+        self.totals.heldout_tokens += result.num_tokens
         self.totals.heldout.append((result.version, result.accuracy, result.num_unanswered))
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))
@@ -157,6 +159,11 @@ class Recorder:
         if mismatch is not None:
             self._arrived["logprob_mismatch"] = max(self._arrived["logprob_mismatch"] or 0.0, mismatch)
             self.totals.logprob_mismatch.append(mismatch)
+
+    def commits_held(self, seconds: float) -> None:
+        """A measurement has ended, for which no later version was committed."""
+        self._arrived["commits_held_s"] += seconds
+        self.totals.commits_held_s += seconds
 
     def checkpoint_written(self, written: WrittenCheckpoint) -> None:
         self.metrics.checkpoints.written(written)
@@ -346,6 +353,8 @@ def _nothing_arrived() -> StepRecord:
         "heldout_accuracy": None,
         "heldout_version": None,
         "heldout_unanswered": None,
+        "heldout_tokens": None,
+        "commits_held_s": 0.0,
         "weight_update": None,
         "stall_s": None,
         "joins": [],

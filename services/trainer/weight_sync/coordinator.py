@@ -254,6 +254,11 @@ class Coordinator:
     def idle(self) -> bool:
         return self.phase is Phase.IDLE
 
+    @property
+    def held(self) -> bool:
+        """Whether the version under way may be staged, but not committed yet."""
+        return self._under_way and self._held_above is not None and self.version > self._held_above
+
     def step(self, event: Event) -> list[Action]:
         """Actions to perform, in order. Events of an old epoch or version, or of no member, change nothing."""
         match event:
@@ -378,8 +383,7 @@ class Coordinator:
             wrong = {actor for actor, checksum in answered.items() if checksum != answered[TRAINER]}
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
-            held = self._held_above is not None and self.version > self._held_above
-            if complete and not held:
+            if complete and not self.held:
                 self.phase, self._round.answered = Phase.COMMITTING, {}
                 return [SendCommit(self.epoch, self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:

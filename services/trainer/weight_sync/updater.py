@@ -353,6 +353,11 @@ class WeightUpdater:
         if leaving is not None:
             self.post(None, leaving)
 
+    @property
+    def commit_held(self) -> bool:
+        """Whether `hold_when_served` keeps the version under way from being served."""
+        return self._main.coordinator.held
+
     async def all_served(self) -> None:
         """Returns when the epoch has nothing under way."""
         await self._until(lambda: self._under_way is None)
