@@ -36,6 +36,8 @@ CONTROL_S = 0.25e-3
 """Seconds of an update's messages for each actor: benchmarks/README.md, control_channel, 1,000 members."""
 MOST_STALE = 0.01
 """Share of the sequences that a plan may drop."""
+AS_FAST = 0.99
+"""Of the highest rate: a difference that no model tells."""
 IN_PROGRESS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Simulated at most: larger systems are simulated as a part of themselves."""
@@ -163,7 +165,7 @@ class Plan:
     kv_used_gib: float
     """Of an actor."""
     conventional: float
-    """Tokens/s that conventional mode trains on at most at the same largest lag."""
+    """Tokens/s that conventional mode trains on at most at the same largest lag, each phase with one weight update."""
     conventional_g: int
     """Its G then."""
     reasons: tuple[str, ...]
@@ -210,56 +212,66 @@ def make_plan(
         for h in ([sequences_in_progress] if sequences_in_progress else candidates)
         for num_actors in range(1, (num_accelerators - fewest_ranks) // machine.per_actor + 1)
     ]
-    splits.sort(key=lambda one: (-one.rate, one.largest_lag))  # of equally fast ones, that with the freshest data
+
+    def update_s(one: Split) -> float:
+        return model.weights_bytes / NETWORK + CONTROL_S * one.num_generators
+
+    def rate(one: Split) -> float:
+        """A version is sent when the one before is served: no step is shorter than that."""
+        return min(one.rate, recipe.trainer.batch_size * lengths.mean / update_s(one))
+
+    def best(of: list[Split]) -> Split:
+        """That with the freshest data of those about as fast as the fastest."""
+        fast = AS_FAST * max(map(rate, of))
+        return min((one for one in of if rate(one) >= fast), key=lambda one: (one.largest_lag, -rate(one)))
+
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
         fix = f"the longest sequences are {smallest} steps old in any split; raise it, or trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
-    chosen = allowed[0]
+    chosen = best(allowed)
     while True:
-        update_s = model.weights_bytes / NETWORK + CONTROL_S * chosen.num_generators
-        played, share = play(recipe, machine, lengths, chosen, update_s)
+        played, share = play(recipe, machine, lengths, chosen, update_s(chosen))
         fresher = [one for one in allowed if one.largest_lag <= 0.9 * chosen.largest_lag]
         if played.stale_share <= MOST_STALE or not fresher:
             break
-        chosen = fresher[0]
-    conventional = conventional_rate(
-        machine.decode,
-        machine.training / machine.per_actor,
-        lengths,
-        recipe.trainer.batch_size * (chosen.largest_lag + 1),
-        num_accelerators // machine.per_actor,
+        chosen = best(fresher)
+    phase = recipe.trainer.batch_size * (chosen.largest_lag + 1)
+    phase_s = update_s(chosen) + phase * lengths.mean / conventional_rate(
+        machine.decode, machine.training / machine.per_actor, lengths, phase, num_accelerators // machine.per_actor
     )
     kv_used_gib = chosen.sequences_in_progress * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
+    fastest = max(splits, key=rate)
     reasons = (
-        _why_this_split(chosen, splits[0], max_lag),
+        _why_this_split(chosen, fastest, rate(fastest) / rate(chosen), max_lag),
         _why_this_h(chosen.sequences_in_progress, sequences_in_progress, most_in_progress),
         f"{chosen.sequences_in_progress} sequences hold {held:,.0f} tokens each on average, prompt and the part of the "
         f"completion that exists: {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
         f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
         f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest_ranks} or more would do",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
-        f"{update_s:.2g} s of each weight update comes on top",
-        *_warnings(recipe, chosen, update_s, lengths),
+        f"{update_s(chosen):.2g} s of each weight update comes on top",
+        *_warnings(recipe, chosen, update_s(chosen), lengths),
     )
+    conventional = phase * lengths.mean / phase_s
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, chosen.largest_lag + 1, reasons)
 
 
-def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
+def _why_this_split(chosen: Split, fastest: Split, times_as_fast: float, max_lag: int | None) -> str:
     sides = (
         f"{chosen.num_generators} actors make {chosen.generation:,.0f} tokens/s at most, and {chosen.num_trainers} "
         f"trainer ranks train on {chosen.training:,.0f}"
     )
-    if fastest.rate <= chosen.rate * 1.001:
-        return f"{sides}: no other split has a faster slower side"
+    if times_as_fast * AS_FAST <= 1:
+        return f"{sides}: no other split is noticeably faster"
     if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
         why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag = {max_lag}"
     else:
         why = f"it would drop more than {MOST_STALE:.0%} of the sequences as stale"
     faster = f"{fastest.num_generators} actors with H = {fastest.sequences_in_progress}"
-    return f"{sides}; {faster} would be {fastest.rate / chosen.rate:.2f} times as fast, but {why}"
+    return f"{sides}; {faster} would be {times_as_fast:.2f} times as fast, but {why}"
 
 
 def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
@@ -273,10 +285,10 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
 def _warnings(recipe: Recipe, chosen: Split, update_s: float, lengths: Lengths) -> Iterator[str]:
     """What keeps the plan from using all that there is."""
     step_s = recipe.trainer.batch_size * lengths.mean / chosen.rate
-    if update_s > step_s:
+    if update_s > AS_FAST * step_s:
         yield (
-            f"a weight update takes {update_s:.2g} s and a step {step_s:.2g} s: the trainer waits for its updates; raise "
-            f"trainer.batch_size = {recipe.trainer.batch_size}"
+            f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
+            f"raise trainer.batch_size = {recipe.trainer.batch_size}"
         )
     spare = max(chosen.generation, chosen.training) / chosen.rate
     if spare > 1.25:
