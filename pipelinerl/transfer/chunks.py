@@ -9,7 +9,8 @@ import hashlib
 import queue
 import sys
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,7 +72,7 @@ def tensor_sums(chunk: Tensor) -> Tensor:
     return torch.cat((rows.sum(1), row.sum(0, keepdim=True), rows.sum(0) + row))
 
 
-MAGIC = 0x50524C31  # "PRL1"; the last digit is the wire format's
+MAGIC = 0x50524C32  # "PRL2"; the last digit is the wire format's
 HEADER_SIZE = 6
 
 
@@ -166,40 +167,36 @@ def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
 
 
 class Unpacker:
-    """Turns chunks, added in order, into tensors.
+    """Gives chunks their memory, and turns those that have arrived into tensors: views of that memory.
 
-    A tensor that lies within one chunk is a view of it; one that spans chunks is assembled in memory of its own.
-    Memory held beyond the chunk given is therefore at most one tensor. `memory`: where from, for chunks in host memory.
+    Call `room` for one chunk after another, and `add` for one after another when they have arrived; two threads may do that.
+    What arrives in several chunks, a tensor that does not fit into one, has its room in one piece.
+    `take`: new memory, uint8[the number of bytes asked for].
     """
 
-    def __init__(self, manifest: Manifest, memory: ReusedMemory | None = None) -> None:
-        self._manifest, self._memory = manifest, memory
-        self._chunk = self._parameter = 0
-        """The next of each."""
-        self._partial: Tensor | None = None
+    def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
+        self._manifest, self._take = manifest, take
+        self._incomplete: deque[Tensor] = deque()
+        """What has room and is not handed out, in order."""
 
-    def add(self, raw: Tensor) -> list[tuple[str, Tensor]]:
-        """The parameters that the next chunk, of bytes `raw`, completes, in the manifest's order."""
-        manifest, chunk = self._manifest, self._manifest.chunks[self._chunk]
-        assert raw.numel() == chunk.num_bytes
-        self._chunk += 1
+    def room(self, chunk: Chunk) -> Tensor:
+        """uint8[chunk.num_bytes], contents undefined: where the chunk's bytes belong."""
+        start = self._manifest.offsets[chunk.parameters[0]]
+        if chunk.offset == start:
+            self._incomplete.append(self._take(self._manifest.ends[chunk.parameters[-1]] - start))
+        begin = chunk.offset - start
+        return self._incomplete[-1][begin : begin + chunk.num_bytes]
+
+    def add(self, chunk: Chunk) -> list[tuple[str, Tensor]]:
+        """The parameters that `chunk` completes, in the manifest's order."""
+        manifest = self._manifest
+        if chunk.offset + chunk.num_bytes < manifest.ends[chunk.parameters[-1]]:
+            return []
+        whole, start = self._incomplete.popleft(), manifest.offsets[chunk.parameters[0]]
         done = []
-        while self._parameter < len(manifest.parameters):
-            spec, size = manifest.parameters[self._parameter], manifest.sizes[self._parameter]
-            start = manifest.offsets[self._parameter] - chunk.offset  # in this chunk; negative: in one before
-            here = raw[max(start, 0) : max(start + size, 0)]
-            if here.numel() < size:
-                if self._partial is None:
-                    if start >= chunk.num_bytes:
-                        break
-                    self._partial = self._memory.take(size) if self._memory is not None else raw.new_empty(size)
-                begin = max(-start, 0)
-                self._partial[begin : begin + here.numel()] = here
-                if start + size > chunk.num_bytes:
-                    break
-                here, self._partial = self._partial, None
-            self._parameter += 1
-            done.append((spec.name, _as_tensor(here, spec, manifest)))
+        for index in chunk.parameters:
+            spec, begin = manifest.parameters[index], manifest.offsets[index] - start
+            done.append((spec.name, _as_tensor(whole[begin : begin + manifest.sizes[index]], spec, manifest)))
         return done
 
 

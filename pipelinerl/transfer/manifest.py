@@ -2,8 +2,8 @@
 
 The manifest of a run's weights says which tensors travel, in which form, and how they are cut into chunks. It is fixed for
 a run and known by its id, so that an update carries only the id. The tensors are laid one after another in a flat stream of
-bytes, each starting at a multiple of `ALIGNMENT`; chunk i is bytes [i·chunk_bytes, (i+1)·chunk_bytes) of it. A tensor may
-therefore span chunks, and one chunk usually holds several.
+bytes, each starting at a multiple of `ALIGNMENT`. A chunk is a piece of it that holds as many whole tensors as fit, or a part
+of one tensor that does not fit.
 
 It does not hold weights, checksums of weights, or anything that changes from version to version.
 """
@@ -88,18 +88,22 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-FORMAT = b"3"
+FORMAT = b"4"
 """Of the layout and of the chunks on the wire: sides of different formats have no manifest in common."""
 KIND = "WeightManifest"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of the stream."""
+    """Bytes [offset, offset + num_bytes) of the stream: those of whole parameters, or a part of one.
+
+    `parameters`: their indices in the manifest.
+    """
 
     index: int
     offset: int
     num_bytes: int
+    parameters: range
 
 
 class Manifest:
@@ -157,17 +161,33 @@ class Manifest:
         return tuple(offsets)
 
     @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where the next parameter starts, bytes."""
+        return tuple(offset + aligned(size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
     def total_bytes(self) -> int:
         """Length of the stream, padding included."""
-        return self.offsets[-1] + aligned(self.sizes[-1])
+        return self.ends[-1]
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The stream cut into pieces of `chunk_bytes`; the last one may be shorter."""
-        starts = range(0, self.total_bytes, self.chunk_bytes)
-        return tuple(
-            Chunk(index, start, min(self.chunk_bytes, self.total_bytes - start)) for index, start in enumerate(starts)
-        )
+        """The stream cut into pieces of at most `chunk_bytes`: as many whole parameters as fit, or parts of one that does not.
+
+        So a receiver has every tensor in one piece, without copying, by putting the parts of a large one side by side.
+        """
+        chunks: list[Chunk] = []
+        first = 0
+        while first < len(self.parameters):
+            start, after = self.offsets[first], first + 1
+            while after < len(self.parameters) and self.ends[after] - start <= self.chunk_bytes:
+                after += 1
+            end = self.ends[after - 1]
+            for offset in range(start, end, self.chunk_bytes):
+                num_bytes = min(self.chunk_bytes, end - offset)
+                chunks.append(Chunk(len(chunks), offset, num_bytes, range(first, after)))
+            first = after
+        return tuple(chunks)
 
     def to_bytes(self) -> bytes:
         """The `WeightManifest` message of the control channel."""

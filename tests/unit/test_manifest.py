@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
-from pipelinerl.transfer.manifest import LowRank, Manifest, build_manifest
+from pipelinerl.transfer.manifest import Chunk, LowRank, Manifest, build_manifest
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
 FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]
@@ -27,11 +27,22 @@ def test_layout_by_hand() -> None:
 
     assert manifest.sizes == (60, 8)  # 15 float32, 4 bfloat16
     assert manifest.offsets == (0, 64)
-    assert [(c.index, c.offset, c.num_bytes) for c in manifest.chunks] == [(0, 0, 64), (1, 64, 64)]
+    assert manifest.chunks == (Chunk(0, 0, 64, range(1)), Chunk(1, 64, 64, range(1, 2)))
     assert manifest.total_bytes == 128
     assert build_manifest(TWO, wire_dtype="bfloat16").sizes == (30, 8)
-    spanning = build_manifest([("w", (40,), "float32")], chunk_bytes=128)  # 160 bytes, padded to the alignment
-    assert [c.num_bytes for c in spanning.chunks] == [128, 64]
+
+
+def test_chunks_hold_whole_parameters_or_a_part_of_one() -> None:
+    """Padded to 64 bytes: 64, 64, 192, 64 and 128 in chunks of at most 128."""
+    sizes = {"a": 1, "b": 16, "large": 40, "c": 3, "d": 32}
+    manifest = build_manifest([(name, (size,), "float32") for name, size in sizes.items()], chunk_bytes=128)
+    assert [(chunk.offset, chunk.num_bytes, [*chunk.parameters]) for chunk in manifest.chunks] == [
+        (0, 128, [0, 1]),
+        (128, 128, [2]),
+        (256, 64, [2]),
+        (320, 64, [3]),
+        (384, 128, [4]),
+    ]
 
 
 @given(parameters, chunk_sizes, st.sampled_from(["", "float16"]))

@@ -44,11 +44,13 @@ def learner(folder: Path, family: str, dtype: str) -> tuple[Learner, Recipe]:
 
 def received(manifest: Manifest, stream: Tensor) -> Iterable[tuple[str, Tensor]]:
     """As from the wire; the memory of each chunk is used for something else afterwards."""
-    unpacker = Unpacker(manifest)
+    unpacker = Unpacker(manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     for chunk in manifest.chunks:
-        raw = chunk_of(stream, chunk).clone()
-        yield from unpacker.add(raw)
-        raw.zero_()
+        unpacker.room(chunk).copy_(chunk_of(stream, chunk))
+        complete = unpacker.add(chunk)
+        yield from complete
+        for _, tensor in complete:
+            tensor.zero_()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

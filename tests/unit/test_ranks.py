@@ -331,11 +331,10 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
     learner.score(np.arange(9))
     snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
     learner.order(END)
-    unpacker, sent = Unpacker(sender.manifest), {}
+    unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
     for chunk in sender.manifest.chunks:
-        sent |= {
-            name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk_of(snapshot.stream, chunk))
-        }
+        unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
+        sent |= {name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk)}
     return sent, {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
 
 

@@ -50,7 +50,7 @@ class StagingMemory:
     """Host memory of one engine's updates, one after another."""
 
     def __init__(self, buffers: int) -> None:
-        self.chunks, self.spanning = ReusedMemory(buffers + 1), ReusedMemory(2)
+        self.chunks, self.large = ReusedMemory(buffers + 1), ReusedMemory(buffers)
 
 
 class Receiver:
@@ -59,8 +59,8 @@ class Receiver:
     Iterate `tensors()` to the end, close it in any case, then ask what is `staged`. Until then the group is in use, after that
     it is not: closing takes at most the stall timeout.
     `buffers`: chunks held at a time, the one being loaded included. With one, receiving and loading take turns; with more, a
-    thread receives the next chunks while the caller checks and loads earlier ones. Memory here is that many chunks and at most
-    one tensor that spans chunks. `memory`: to receive into; None: new memory.
+    thread receives the next chunks while the caller checks and loads earlier ones. Memory here is that many chunks, with the
+    whole of each tensor of which they are parts. `memory`: to receive into; None: new memory.
     """
 
     def __init__(
@@ -80,14 +80,17 @@ class Receiver:
         self._deadline, self._stall_timeout_s = self._began + timeout_s, stall_timeout_s
         self._aborted, self._buffers = aborted, buffers
         self._memory = memory if group.placement.stream is None else None
+        self._largest_chunk = max(chunk.num_bytes for chunk in manifest.chunks)
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """All parameters in the manifest's order. Raises TransferError; the group is then unusable."""
-        unpacker = Unpacker(self._manifest, self._memory.spanning if self._memory else None)
-        chunks: Generator[tuple[Tensor, int], None, None] = (self._take(chunk) for chunk in self._manifest.chunks)
-        if self._buffers > 1:
+        unpacker = Unpacker(self._manifest, self._new_memory)
+        chunks: Generator[tuple[Tensor, int], None, None] = (
+            self._take(chunk, unpacker) for chunk in self._manifest.chunks
+        )
+        if self._buffers > 1 and len(self._manifest.chunks) > 1:
             chunks = prefetch(chunks, self._buffers, f"receive-{self._version}")
         with contextlib.closing(chunks):
             for chunk in self._manifest.chunks:
@@ -96,8 +99,8 @@ class Receiver:
                 raw, expected = next(chunks)
                 self._check(chunk, raw, expected)
                 self._waited_s += time.monotonic() - started
-                complete = unpacker.add(raw)
                 del raw
+                complete = unpacker.add(chunk)
                 while complete:  # nothing here keeps a chunk longer than its last tensor is wanted
                     yield complete.pop(0)
 
@@ -111,20 +114,24 @@ class Receiver:
             prepare_s=time.monotonic() - self._began - self._waited_s,
         )
 
-    def _take(self, chunk: Chunk) -> tuple[Tensor, int]:
+    def _take(self, chunk: Chunk, unpacker: Unpacker) -> tuple[Tensor, int]:
         """One chunk as it came, and what its checksum should be."""
         started, placement = time.monotonic(), self._group.placement
         with placement.scope():
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
             self._group.broadcast(header, self._time_left())
             expected = announced_checksum(header, self._version, chunk)
-            if self._memory is not None:
-                raw = self._memory.chunks.take(chunk.num_bytes)
-            else:
-                raw = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=placement.device)
+            raw = unpacker.room(chunk)
             self._group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
         return raw, expected
+
+    def _new_memory(self, num_bytes: int) -> Tensor:
+        if self._memory is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.placement.device)
+        if num_bytes > self._largest_chunk:
+            return self._memory.large.take(num_bytes)
+        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # all alike, so that any of them will do
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()

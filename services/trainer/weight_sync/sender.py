@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -163,12 +163,15 @@ class WeightSender:
         If it fails the group is closed. `given_up` makes it fail within the stall timeout.
         """
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
-        checksums = (snapshot.chunk_checksum(chunk.index) for chunk in snapshot.manifest.chunks)
+        chunks = snapshot.manifest.chunks
+        checksums: Generator[int, None, None] = (snapshot.chunk_checksum(chunk.index) for chunk in chunks)
+        if len(chunks) > 1:
+            checksums = prefetch(checksums, 2, f"checksum-{snapshot.version}")
 
         def send() -> TransferResult:
             try:
-                with placement.scope(), closing(prefetch(checksums, 2, f"checksum-{snapshot.version}")) as ready:
-                    for chunk, value in zip(snapshot.manifest.chunks, ready, strict=True):
+                with placement.scope(), closing(checksums):
+                    for chunk, value in zip(chunks, checksums, strict=True):
                         header = chunk_header(snapshot.version, chunk, value)
                         for tensor in (header, chunk_of(snapshot.stream, chunk)):
                             if stop.is_set():
