@@ -24,7 +24,7 @@ COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 MOST_FILES, MOST_BYTES = 64, 16 * 1024**3
 """Of a built model, when a trainer sends it to an actor."""
-_FORMAT = 1
+_FORMAT = 2
 """Part of the key: raised when the same configuration would build other weights."""
 _ABANDONED_S = 24 * 3600
 """A folder that somebody was filling and has not touched for so long belongs to a process that was killed."""

@@ -21,7 +21,6 @@ from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama
 from services.trainer.warmstart.supervised import (
-    IGNORED,
     careful_at,
     character_tokenizer,
     demonstrate,
@@ -150,13 +149,14 @@ def test_tokenizer_streams_as_vllm_reads_it() -> None:
     assert "".join(stream.step(tokenizer._tokenizer, token) or "" for token in ids) == "7-3=4;#4"
 
 
-def test_only_completions_are_trained_on() -> None:
+def test_only_completions_are_trained_on_in_one_row_longest_first() -> None:
     tokenizer = character_tokenizer(64)
-    input_ids, targets = encode([("1+2=", "#3"), ("1=", "#1")], tokenizer)
-    assert tokenizer.batch_decode(input_ids) == ["<bos>1+2=#3<eos>", "<bos>1=#1<eos><pad><pad>"]
-    assert (targets[0] != IGNORED).nonzero().flatten().tolist() == [5, 6, 7]
-    assert (targets[1] != IGNORED).nonzero().flatten().tolist() == [3, 4, 5]
-    assert torch.equal(targets[targets != IGNORED], input_ids[targets != IGNORED])
+    row, predictors, targets = encode([("1=", "#1"), ("1+2=", "#3")], tokenizer)
+    assert tokenizer.decode(row.input_ids[0]) == "<bos>1+2=#3<eos><bos>1=#1<eos>"
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5]
+    assert row.layout.lengths.tolist() == [8, 6]
+    assert predictors.tolist() == [4, 5, 6, 10, 11, 12]  # "=#3" and "=#1"
+    assert tokenizer.decode(targets) == "#3<eos>#1<eos>"
 
 
 # Building

@@ -10,25 +10,32 @@ there (careful), or hurries on to the next term and adds several at once (hasty)
 All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
 wrong although it could do better: what reinforcement learning then finds.
 
+The demonstrations of a step stand behind each other in a packed row, and attention stays within each (`learn.attention`), so
+that a step's time follows its tokens, however much longer some demonstrations are than others: only attention within one
+grows with the square of its own length. Long and short ones come in one step, as the task draws them.
+
 Matrices of the layers are stepped by Muon, everything else by AdamW: on two cores that takes half the steps AdamW alone
 does. Weights depend on the seed and, through rounding, on the number of threads. Nothing here reads or writes files.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.recipe.fields import WarmStartConfig
+from services.trainer.learn.batch import TokenRow, token_row
+from services.trainer.learn.model import wrap_model
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
@@ -94,12 +101,6 @@ def parse_sum(question: str) -> tuple[int, list[tuple[str, int]]]:
     return int(match[1]), terms
 
 
-Demonstrations = list[tuple[str, str]]
-"""Of one batch, each a question as the task asks it, and the completion that the model should write."""
-
-IGNORED = -100
-"""Target of a position that is not trained on: prompt and padding."""
-_BATCHES_SORTED_TOGETHER = 8
 _LAST_LEARNING_RATE = 0.03
 
 OnStep = Callable[[int, float], None]
@@ -117,14 +118,11 @@ def train(
     rng = random.Random(config.seed)
     optimizers = _optimizers(model, config)
     initial_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    batches: list[Demonstrations] = []
-    model.train()
+    policy = wrap_model(model)
     for step in range(config.steps):
-        if not batches:
-            batches = _batches(config, step, questions, rng)
-        input_ids, targets = encode(batches.pop(), tokenizer)
-        logits = model(input_ids=input_ids, use_cache=False).logits  # [batch, tokens, vocabulary]
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED)
+        asked, careful = itertools.islice(questions, config.batch_size), careful_at(step, config)
+        row, predictors, targets = encode([(each, demonstrate(each, careful, rng)) for each in asked], tokenizer)
+        loss = -policy.scores(row, predictors, targets).logprobs.mean()
         for optimizer, rate in zip(optimizers, initial_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(step, config)
         model.zero_grad()
@@ -147,32 +145,24 @@ def learning_rate_factor(step: int, config: WarmStartConfig) -> float:
     return warmup * (_LAST_LEARNING_RATE + (1 - _LAST_LEARNING_RATE) * cosine)
 
 
-def encode(batch: Demonstrations, tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Input ids and targets, both int64[batch, tokens], padded on the right; only completions and their end are targets."""
-    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in batch]
-    completions = [
-        [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        for _, completion in batch
+def encode(batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[TokenRow, Tensor, Tensor]:
+    """A packed row of questions and the completions that the model should write, the longest first.
+
+    With it, of each token of a completion and of its end, the position in the row that predicts it and the token: int64[C].
+    """
+    prompts = tokenizer([prompt for prompt, _ in batch])["input_ids"]
+    completions = tokenizer([completion for _, completion in batch], add_special_tokens=False)["input_ids"]
+    members = [
+        (np.array([*prompt, *completion, tokenizer.eos_token_id]), len(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-    input_ids = torch.full((len(batch), longest), tokenizer.pad_token_id)
-    targets = torch.full((len(batch), longest), IGNORED)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        input_ids[row, :end] = torch.tensor(prompt + completion)
-        targets[row, len(prompt) : end] = torch.tensor(completion)
-    return input_ids, targets
-
-
-def _batches(config: WarmStartConfig, step: int, questions: Iterator[str], rng: random.Random) -> list[Demonstrations]:
-    """The demonstrations of the next few steps; alike lengths share a batch, so that little of it is padding."""
-    careful, size = careful_at(step, config), config.batch_size
-    asked = [next(questions) for _ in range(size * _BATCHES_SORTED_TOGETHER)]
-    worked = [(question, demonstrate(question, careful, rng)) for question in asked]
-    worked.sort(key=lambda one: len(one[0]) + len(one[1]))
-    batches = [worked[start : start + size] for start in range(0, len(worked), size)]
-    rng.shuffle(batches)
-    return batches
+    members.sort(key=lambda member: -len(member[0]))
+    lengths = np.array([len(tokens) for tokens, _ in members])
+    ends = np.cumsum(lengths)
+    first_predicted = ends - lengths + [prompt_tokens for _, prompt_tokens in members]
+    predicted = np.concatenate([np.arange(*span) for span in zip(first_predicted, ends, strict=True)])
+    row = token_row(np.concatenate([tokens for tokens, _ in members]), lengths)
+    return row, torch.from_numpy(predicted - 1), row.input_ids[0, predicted]
 
 
 def _optimizers(model: LlamaForCausalLM, config: WarmStartConfig) -> tuple[Optimizer, Optimizer]:
