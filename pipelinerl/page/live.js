@@ -1,7 +1,7 @@
 /* The live page: fetches the run so far, asks for what is new about once a second, and shows both with the views of views.js.
  *
  * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step heard of; state: {phase, message,
- * ended, version, served_version, incarnation, epoch, members, sequences, reasons} (services/trainer/reporting/page). The answer
+ * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). The answer
  * to a page that missed too much is `reset`: it fetches everything again. */
 "use strict";
 
@@ -80,7 +80,7 @@ const PrlLive = (() => {
       ["lag", "Token lag", number(lag.mean), ...lagNote(lag, data.max_lag)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
-      ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}`],
+      ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they outrun the trainer and idle in between, so that data stays fresh" : ""}`],
       ["stall", "Actor stall", seconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${seconds(update.weight_update.transfer_s)}` : "no update yet"],
       ["actors", "Actors serving", `${serving.length}`, `of ${members.length} registered; epoch ${number(state.epoch)}`, members.length && !serving.length ? "warn" : ""],
       ["time", "Trained for", duration(last.time_s), `trainer number ${number(state.incarnation)} of this run`],

@@ -13,13 +13,18 @@ is issued again: the bound never starves the trainer. Tokens may be older than t
 serve an older one: v is the oldest version that actors serve, rather than the trainer's own, so that the bound holds for
 them too.
 
-Without max_lag (the paper's setting): `N(v) <= v * K + backlog`, so that streams stay bounded; by the same argument the lag
-of an issue-order trainer is then at most `ceil(backlog / K) - 1`. The backlog follows the number of actors. More of it lets
-more be issued at once; less of it takes nothing back: N(v) stays above the limit, and nothing is issued, until steps have
-consumed the difference, groups that are all in flight. What is in flight is at most the backlog that there was when the
-last of it was issued.
-
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
+
+**Freshness.** The bound alone makes lag the age of a queue: actors that are faster than the trainer fill it, and every sequence
+waits until it is as old as the bound allows. In pipeline mode `InFlightLimit` keeps no more in flight than both sides need. In
+flight are the samples that were issued and not lost, and whose step has not begun; except those that have arrived and wait for
+others of their group, since they occupy no slot of an actor, and no step can use them.
+
+With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
+next group. This ceiling is also the start. The floor is B. In between, the limit follows what is measured when a step begins.
+If the trainer had to wait, the limit rises. If complete groups were left over at each of the last `limit / B + 1` steps (a
+change takes so many to have an effect), then this standing queue only makes sequences older, and the limit falls by half of it.
+Actors that are too fast idle for a part of the time, instead of stockpiling.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that no
@@ -36,6 +41,7 @@ Not here: which problem comes next, and what happens to a stale sequence (`ledge
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -53,20 +59,59 @@ def groups_per_step(recipe: Recipe) -> int:
     return recipe.trainer.batch_size // recipe.sampling.group_size
 
 
-def issue_limit(recipe: Recipe, version: int, num_actors: int) -> int:
+def issue_limit(recipe: Recipe, version: int) -> int:
     """Groups that may have been issued and not lost by the time of `version`, since the start of the run. Nothing is issued
     that no step would consume."""
-    per_step, phase_steps = groups_per_step(recipe), recipe.algorithm.conventional_g
+    max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
-        limit = (version // phase_steps + 1) * phase_steps * per_step
-    elif recipe.algorithm.max_lag is None:
-        # All places of `num_actors` stay generating while one batch is trained and one more waits: enough never to idle an
-        # actor and small enough to bound the streams.
-        in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
-        limit = (version + 2) * per_step + 2 * math.ceil(in_progress / recipe.sampling.group_size)
+        steps = (version // phase_steps + 1) * phase_steps
     else:
-        limit = (version + 1 + recipe.algorithm.max_lag) * per_step
-    return min(limit, recipe.trainer.steps * per_step)
+        steps = recipe.trainer.steps if max_lag is None else version + 1 + max_lag
+    return min(steps, recipe.trainer.steps) * groups_per_step(recipe)
+
+
+WAIT_SHARE = 0.02
+"""Of a step's time: a shorter wait for sequences changes nothing."""
+
+
+class InFlightLimit:
+    """Samples that may be in flight, for freshness; stepped when an optimizer step begins. See "Freshness" above."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._slots, self._group_size = recipe.actor.sequences_in_progress, recipe.sampling.group_size
+        self._batch_size = recipe.trainer.batch_size
+        self._limit = math.inf
+        self._left_over: deque[int] = deque()
+        """Samples of complete groups that the last steps left, since the limit changed."""
+
+    def samples(self, num_actors: int) -> int:
+        """The limit of now, with so many actors."""
+        return int(min(self._limit, self._ceiling(num_actors)))
+
+    def is_lowered(self, num_actors: int) -> bool:
+        """Whether the actors, being faster than the trainer, are given less than they could do."""
+        return self._limit < self._ceiling(num_actors)
+
+    def step(self, num_actors: int, left_over: int, wait_share: float) -> None:
+        """A step begins. `left_over`: samples of complete groups beyond its batch. `wait_share`: of the time since the step
+        before, in which the trainer waited for sequences."""
+        limit = self.samples(num_actors)
+        self._left_over.append(left_over)
+        if wait_share > WAIT_SHARE:
+            raised = limit + max(self._group_size, limit // 8)
+            self._set(raised if raised < self._ceiling(num_actors) else math.inf)
+        elif len(self._left_over) > limit / self._batch_size:
+            standing = min(self._left_over) // (2 * self._group_size) * self._group_size
+            self._left_over.popleft()
+            if standing:
+                self._set(max(self._batch_size, limit - standing))
+
+    def _ceiling(self, num_actors: int) -> int:
+        return max(1, num_actors) * (self._slots + self._group_size) + self._batch_size
+
+    def _set(self, limit: float) -> None:
+        self._limit = limit
+        self._left_over.clear()
 
 
 def starts_phase(recipe: Recipe, version: int) -> bool:

@@ -162,6 +162,8 @@ class SequenceTracker:
         """In order of issue."""
         self.issued_groups = 0
         self.lost_groups = 0
+        self.num_waiting = 0
+        """Samples that have arrived of groups that are still open."""
 
     def issue(self, group: PromptGroup) -> None:
         """Raises `LedgerViolation` for a group that was issued before."""
@@ -193,10 +195,14 @@ class SequenceTracker:
             return ()
         if sequence.group_size != group.num_samples:
             raise MessageError("Sequence", "group_size", f"{sequence.group_size}, issued with {group.num_samples}")
-        group.members.setdefault(sequence.sample_index, sequence)
+        if sequence.sample_index in group.members:
+            return ()
+        group.members[sequence.sample_index] = sequence
+        self.num_waiting += 1
         if len(group.members) < group.num_samples:
             return ()
         del self.open_groups[sequence.group_id]
+        self.num_waiting -= group.num_samples
         samples = tuple(group.members[index] for index in range(group.num_samples))
         for sample in samples:
             if sample.failure:
@@ -262,6 +268,7 @@ class SequenceTracker:
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
         positions = groups["queue_positions"]
         self.open_groups = {name: OpenGroup(size, positions.get(name)) for name, size in groups["open"].items()}
+        self.num_waiting = 0
 
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:

@@ -83,6 +83,8 @@ class OptimizerLoop:
         )
         self._unrecorded: Callable[[], None] = lambda: None
         """Writes the record of the step that was computed last, unless that is done."""
+        self._batch_at = time.monotonic()
+        """When the last step got its batch."""
         self._carried_s: dict[str, float] = {}
         """Of the next step's record: what the end of the last one took."""
         self._passed_over = False
@@ -159,9 +161,13 @@ class OptimizerLoop:
         seconds, began_at = self._carried_s, time.monotonic()
         self._carried_s = {}
         self.waiting_for = f"sequences for step {self.version + 1}"
+        measuring = self.measuring
         with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
+        last_at, self._batch_at = self._batch_at, time.monotonic()
+        wait_share = seconds["wait"] / (self._batch_at - last_at)
+        self._feeder.begin_step(None if measuring else wait_share)
         async with self.checkpoints.step():
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one
@@ -285,6 +291,8 @@ class OptimizerLoop:
             "step": self.version,
             "policy_version": self.version,
             "served_version": self._updater.served_version,
+            "in_flight": self._feeder.in_flight,
+            "in_flight_limit": self._feeder.in_flight_limit,
             **figures,
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}

@@ -32,17 +32,27 @@ async def test_issues_what_the_bound_allows_and_more_with_each_version() -> None
         assert [group.problem_index for group in await one.take_issued()] == [4, 5]
 
 
-async def test_without_max_lag_what_is_in_flight_follows_the_number_of_actors() -> None:
-    # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups in flight.
+async def test_what_is_in_flight_follows_actors_arrivals_and_steps() -> None:
+    # K = 2 groups a step, n = 2, H = 6: A * (6 + 2) + 4 samples in flight.
     unbounded = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}, "trainer": TRAINER}
     async with desk(**unbounded) as one:
-        assert len(await one.take_issued()) == 10
+        first, second, *_ = groups = await one.take_issued()
+        assert len(groups) == 12 // 2
         one.serve(0, num_actors=8)
-        assert len(await one.take_issued()) == 52 - 10
-        for version, more in ((1, 0), (21, 0), (22, 2)):  # 10 are left of 52 when 21 steps have consumed 42
-            one.serve(version)
-            assert len(await one.take_issued()) == more
-        assert one.tracker.issued_groups == 54
+        assert len(await one.take_issued()) == 68 // 2 - 6
+        for group in (first, second):  # two that wait for others of their groups make room for one more group
+            await one.publish(make_sequence(group, 0))
+        await one.until(lambda: one.tracker.num_waiting == 2)
+        assert len(await one.take_issued()) == 1
+        for group in (first, second):  # as complete groups they count again
+            await one.publish(make_sequence(group, 1))
+        await one.until(lambda: one.intake.num_ready == 2)
+        assert (one.feeder.in_flight, one.feeder.allowance) == (70, 0)
+        assert len(await one.intake.take_batch(version=0)) == 2
+        one.feeder.begin_step(wait_share=1.0)
+        assert one.feeder.in_flight == 66
+        assert len(await one.take_issued()) == 1
+        assert one.tracker.issued_groups == 36
 
 
 async def test_a_batch_is_complete_groups_with_their_advantages() -> None:

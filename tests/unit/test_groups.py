@@ -3,8 +3,11 @@ and ESS at extreme weights."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
     LAG_BUCKETS,
+    InFlightLimit,
     Lineage,
     StaleReason,
     effective_sample_size,
@@ -112,12 +116,12 @@ def bounded(batch_size: int, steps: int = 1000, mode: str = "pipeline", **algori
         (bounded(16, max_lag=4), [80, 96, 112]),
         (bounded(16, max_lag=0), [16, 32, 48]),
         (bounded(16, max_lag=4, steps=3), [48, 48, 48]),  # nothing is issued that no step consumes
-        (bounded(16, max_lag=None), [2 * 16 + 2 * 12, 16 + 56, 32 + 56]),  # two batches, and twice what 2 actors hold
+        (bounded(16, max_lag=None, steps=3), [48, 48, 48]),
         (bounded(4, mode="conventional", conventional_g=3, max_lag=None), [12, 12, 12, 24, 24, 24, 36]),
     ],
 )
 def test_issue_limits_by_hand(recipe: Recipe, limits: list[int]) -> None:
-    assert [issue_limit(recipe, version, num_actors=2) for version in range(len(limits))] == limits
+    assert [issue_limit(recipe, version) for version in range(len(limits))] == limits
 
 
 def test_phases_by_hand() -> None:
@@ -136,7 +140,7 @@ def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, d
     issued = lost = 0
     for version in range(12):
         for attempt in range(4):
-            allowed = issue_limit(recipe, version, 1) - (issued - lost)
+            allowed = issue_limit(recipe, version) - (issued - lost)
             waiting += [version] * allowed
             issued += allowed
             if attempt < 3:
@@ -148,20 +152,79 @@ def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, d
         assert all(version - sampled <= max_lag for sampled in batch)
 
 
-@given(st.integers(1, 5), st.lists(st.integers(0, 8), min_size=12, max_size=12), st.data())
-def test_a_backlog_that_follows_the_actors_bounds_what_is_in_flight_and_starves_nobody(
-    per_step: int, actors: list[int], data: st.DataObject
+# --- the freshness limit
+
+
+def limited(group_size: int, batch_size: int, slots: int) -> InFlightLimit:
+    return InFlightLimit(
+        make_recipe(
+            sampling={"group_size": group_size, "max_tokens": 16},
+            algorithm={"max_lag": None, "advantage": "group_mean"},
+            trainer={"batch_size": batch_size, "tokens_per_microbatch": 64},
+            actor={"sequences_in_progress": slots},
+        )
+    )
+
+
+def test_the_freshness_limit_by_hand() -> None:
+    limit = limited(group_size=2, batch_size=8, slots=16)
+    assert [limit.samples(actors) for actors in (0, 1, 2)] == [26, 26, 44]  # actors * (16 + 2) + 8
+    for left_over in (12, 10, 16):
+        limit.step(1, left_over, 0.0)
+        assert limit.samples(1) == 26, "26 / 8 + 1 = 4 steps have to begin first"
+    limit.step(1, 14, 0.0)
+    assert limit.samples(1) == 22  # half of 10, as whole groups
+    assert limit.samples(2) == 22
+    for left_over in (6, 0, 6, 6):
+        limit.step(1, left_over, 0.0)
+    assert limit.samples(1) == 22, "one step had nothing left over: no queue stands"
+    limit.step(1, 0, wait_share=0.5)
+    assert limit.samples(1) == 24
+    for _ in range(5):
+        limit.step(1, 0, wait_share=0.5)
+    assert (limit.samples(1), limit.samples(2)) == (26, 44), "at the ceiling it follows the actors again"
+    for _ in range(50):
+        limit.step(1, 26, 0.0)
+    assert limit.samples(1) == 8, "a batch is the least"
+
+
+@given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
+def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
+    trainer_s: float, actors: int, seed: int
 ) -> None:
-    """What is in flight is at most the largest backlog so far, and a step can always be taken."""
-    recipe = bounded(per_step, max_lag=None)
-    issued = lost = largest = 0
-    for version, num_actors in enumerate(actors):
-        backlog = 2 * per_step + 2 * 6 * max(1, num_actors)
-        largest = max(largest, backlog)
-        issued += max(0, issue_limit(recipe, version, num_actors) - (issued - lost))
-        in_flight = issued - lost - version * per_step
-        assert backlog <= in_flight <= largest
-        lost += data.draw(st.integers(0, in_flight - per_step))
+    """Sequences take 1 to 2 s each in one of 16 slots; a step takes `trainer_s`. Trained at the pace of the slower side."""
+    limit, random = limited(group_size=1, batch_size=16, slots=16), Random(seed)
+    generating: list[float] = []  # when each ends
+    now, queued, complete = 0.0, 0, 0
+    waits, left_over = [], []
+
+    def fill_slots() -> None:
+        nonlocal queued
+        queued += max(0, limit.samples(actors) - len(generating) - queued - complete)
+        while queued and len(generating) < 16 * actors:
+            queued -= 1
+            heapq.heappush(generating, now + random.uniform(1, 2))
+
+    for _ in range(80):
+        ready_at = now
+        fill_slots()
+        while complete < 16:
+            now, complete = heapq.heappop(generating), complete + 1
+            fill_slots()
+        complete -= 16
+        waits.append(now - ready_at)
+        left_over.append(complete)
+        limit.step(actors, complete, waits[-1] / (waits[-1] + trainer_s))
+        ends_at = now + trainer_s
+        fill_slots()
+        while generating and generating[0] <= ends_at:
+            now, complete = heapq.heappop(generating), complete + 1
+            fill_slots()
+        now = ends_at
+    generates_s = 1.5 / actors
+    assert fmean(waits[40:]) < max(0.0, generates_s - trainer_s) + 0.1 * max(generates_s, trainer_s)
+    if trainer_s > 1.2 * generates_s:
+        assert fmean(left_over[40:]) < 16
 
 
 # --- effective sample size

@@ -104,15 +104,15 @@ async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -
 async def test_what_may_be_issued_follows_the_actors_that_are_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # K = 2 groups a step, n = 2, H = 6: 2 * 2 + 2 * ceil(6 actors / 2) groups.
+    # B = 4, n = 2, H = 6: A * (6 + 2) + 4 samples.
     changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
     trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
     async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
-        assert run.feeder.allowance == 10
+        assert run.feeder.allowance == 6
         monkeypatch.setattr(WeightUpdater, "num_present", 8)
         run.feeder._look.clear()
         run.updater._on_served()
-        assert (run.feeder.allowance, run.feeder._look.is_set()) == (52, True)
+        assert (run.feeder.allowance, run.feeder._look.is_set()) == (34, True)
 
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED

@@ -224,7 +224,7 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
         updater=SimpleNamespace(
             served_version=-1, member_states={"serving": 4}, members={}, epoch=2, bad_messages=1, evictions=0
         ),
-        feeder=SimpleNamespace(allowance=5),
+        feeder=SimpleNamespace(limit_by_version=5, in_flight=7, in_flight_limit=12, holds_actors_back=True),
         intake=SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0),
         tracker=tracker or SequenceTracker(),
     )
@@ -453,9 +453,12 @@ class Desk:
     async def publish(self, sequence: messages.Sequence, message_id: str | None = None) -> None:
         await self.bus.publish_sequence(encode_sequence(sequence), message_id or sequence.sequence_id)
 
-    async def until_lost(self, num_groups: int = 1) -> None:
-        while self.tracker.lost_groups < num_groups:
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             await asyncio.sleep(0)
+
+    async def until_lost(self, num_groups: int = 1) -> None:
+        await self.until(lambda: self.tracker.lost_groups >= num_groups)
 
     def failed(self) -> dict[str, int]:
         return self.tracker.ledger.reasons(Outcome.FAILED)

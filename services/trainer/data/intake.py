@@ -205,6 +205,7 @@ class Intake:
             async with self._changed:
                 self._ready.append(good)
                 self._changed.notify_all()
+        self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
         """Those of a complete group that can be trained on; none of a group that was lost.

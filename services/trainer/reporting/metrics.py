@@ -445,7 +445,17 @@ class TrainerMetrics:
         read(
             "feeder_allowance_groups",
             "Groups that the staleness bound lets the feeder issue now.",
-            lambda run: run.feeder.allowance,
+            lambda run: run.feeder.limit_by_version,
+        )
+        read(
+            "in_flight_sequences",
+            "Sequences on their way, or complete groups of them whose step has not begun.",
+            lambda run: run.feeder.in_flight,
+        )
+        read(
+            "in_flight_limit_sequences",
+            "The most of them that the freshness limit allows now; none in conventional mode.",
+            lambda run: run.feeder.in_flight_limit,
         )
 
     def _unread(self, run: TrainingRun) -> int | None:

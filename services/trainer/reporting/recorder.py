@@ -271,6 +271,7 @@ class Recorder:
             "epoch": status.epoch,
             "members": member_rows(self._training.updater.states, served, self._loads),
             "sequences": ledger.counts.as_dict(),
+            "actors_held_back": self._training.feeder.holds_actors_back,
             "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
         }
 
