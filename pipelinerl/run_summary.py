@@ -38,6 +38,8 @@ class RunTotals:
     sequences_multi_version: float = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
+    ended_by_length: dict[str, list[int]] = field(default_factory=dict)
+    """Sequences [trained, dropped as stale] by the upper end of a bucket of lengths."""
     ess: list[float] = field(default_factory=list)
     mismatch_kl: list[float] = field(default_factory=list)
     logprob_mismatch: list[float] = field(default_factory=list)
@@ -80,6 +82,7 @@ class RunTotals:
         self.steps += 1
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
         self._add_work(record)
+        add_ended(self.ended_by_length, record)
         if record.get("skipped"):
             self.steps_skipped += 1
             return
@@ -149,6 +152,7 @@ class RunTotals:
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
             "sequence_reasons": None,
             "lag": lag_summary(self.lag_histogram),
+            "stale_share_by_length": stale_shares(self.ended_by_length),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),
             "weight_updates": {
@@ -186,6 +190,18 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
     return totals.summary(recipe, last.get("sequences") or {}) | {
         key: last.get(key) for key in ("policy_version", "actor_busy_fraction", "trainer_busy_fraction")
     }
+
+
+def add_ended(ended: dict[str, list[int]], record: Record) -> None:
+    """Adds a record's `ended_by_length`: {longest: [trained, dropped as stale]}."""
+    for longest, counts in (record.get("ended_by_length") or {}).items():
+        ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
+
+
+def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
+    """Share of the sequences of each length that were dropped as stale, shortest first. A share that grows with the length says
+    that training sees too few long sequences."""
+    return {longest: ended[longest][1] / sum(ended[longest]) for longest in sorted(ended, key=int)}
 
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from pipelinerl.rl.groups import LAG_BUCKETS
+from pipelinerl.run_summary import add_ended, stale_shares
 
 Item = TypeVar("Item")
 Record = Mapping[str, Any]
@@ -67,6 +68,7 @@ class RunHistory:
         self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
+        self._lengths: dict[str, list[int]] = {}
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum and number of steps, by lag bucket."""
@@ -82,6 +84,7 @@ class RunHistory:
             self._times_s.pop(next(iter(self._times_s)))
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self._lags[int(lag)] += tokens
+        add_ended(self._lengths, record)
         for label, ess in (record.get("ess_by_lag") or {}).items():
             if ess is not None:
                 self._ess[label] += ess
@@ -111,6 +114,7 @@ class RunHistory:
     def _totals(self) -> dict[str, Any]:
         return {
             "lag_totals": {str(lag): self._lags[lag] for lag in sorted(self._lags)},
+            "stale_share_by_length": stale_shares(self._lengths),
             "ess_by_lag": {one: self._ess[one] / self._ess_steps[one] for one in LAG_BUCKETS if self._ess_steps[one]},
         }
 

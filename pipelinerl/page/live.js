@@ -28,6 +28,7 @@ const PrlLive = (() => {
     if (news.heldout) data.heldout.push(news.heldout);
     data.lag_totals = news.lag_totals;
     data.ess_by_lag = news.ess_by_lag;
+    data.stale_share_by_length = news.stale_share_by_length;
     for (const sample of news.samples) addSample(data.samples, sample);
   }
 

@@ -1,7 +1,7 @@
 /* What a run's pages show, as functions from the run's data to elements: charts, tiles, sections. Drawing is charts.js's
  * business; which of these a page has, and in which order, is report.js's and live.js's.
  *
- * data: {run, description, records, lag_totals, ess_by_lag, heldout, samples: {early, late}, recipe}; see pipelinerl/page/data.py.
+ * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, heldout, samples: {early, late}, recipe}; see pipelinerl/page/data.py.
  * Any number may be missing: it is shown as a dash, or its chart says so. */
 "use strict";
 
@@ -61,6 +61,7 @@ const PrlViews = (() => {
   function freshness(data, axis) {
     const r = data.records;
     const recent = r.slice(-RECENT);
+    const staleBars = Object.entries(data.stale_share_by_length).map(([longest, value]) => ({ label: `≤ ${longest}`, value }));
     const essBars = Object.entries(data.ess_by_lag).map(([label, value]) => ({ label, value }));
     return [
       (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
@@ -72,6 +73,7 @@ const PrlViews = (() => {
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
       (root) => lines(root, { title: "Effective sample size", sub: "1 = on-policy; unclamped importance weights", series: noisy("ESS", COLOR[0], pick(r, axis, (one) => one.ess)), xName: axis.name, yHigh: 1 }),
       (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much an older token is still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
+      (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length: where it grows, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent, yLow: 0, yHigh: 1 }),
       (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer, nats; of steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
     ];
   }

@@ -375,6 +375,11 @@ class AlgorithmConfig(Section):
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = Field(False, description="Drop groups whose rewards are all equal (DAPO).")
     max_lag: int | None = Field(None, ge=0, description="Largest token lag trained on; null = unbounded (the paper).")
+    max_lag_of: Literal["oldest_token", "mean"] = Field(
+        "oldest_token",
+        description="What of a sequence `max_lag` bounds: the lag of its `oldest_token`, or the `mean` over its tokens, which "
+        "drops fewer long sequences.",
+    )
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
 
     @model_validator(mode="before")

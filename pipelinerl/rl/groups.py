@@ -182,20 +182,32 @@ FIRST_INCARNATION = Lineage()
 
 
 def stale_reason(
-    spans: tuple[VersionSpan, ...], version: int, max_lag: int | None, lineage: Lineage = FIRST_INCARNATION
+    spans: tuple[VersionSpan, ...],
+    version: int,
+    max_lag: int | None,
+    lineage: Lineage = FIRST_INCARNATION,
+    *,
+    by_mean: bool = False,
 ) -> StaleReason | None:
     """Why a sequence must not be trained on at policy version `version`; None when it may.
 
-    One token is enough: its oldest token's lag above `max_lag` (None = unbounded), or any token of a version that a
-    restart undid or that this run has not made.
+    Its lag is above `max_lag` (None = unbounded): that of its oldest token or, `by_mean`, the mean over its tokens. Or it has a
+    token, and one is enough, of a version that a restart undid or that this run has not made.
     """
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
             return reason
-    if max_lag is not None and spans and version - min(span.version for span in spans) > max_lag:
-        return StaleReason.LAG
-    return None
+    if max_lag is None or not spans:
+        return None
+    lags = [version - span.version for span in spans]
+    lag = float(np.average(lags, weights=[span.end - span.start for span in spans])) if by_mean else max(lags)
+    return StaleReason.LAG if lag > max_lag else None
+
+
+def length_bucket(num_tokens: int) -> int:
+    """Upper end of the power-of-two bucket that a completion's length falls into; 16 is the first."""
+    return max(16, 1 << max(0, num_tokens - 1).bit_length())
 
 
 Baseline = Literal["group_mean", "leave_one_out", "value"]

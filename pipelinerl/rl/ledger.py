@@ -22,6 +22,7 @@ import numpy as np
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import PromptGroup, Sequence
+from pipelinerl.rl.groups import length_bucket
 from pipelinerl.telemetry.metrics import short_reason
 
 
@@ -158,6 +159,8 @@ class SequenceTracker:
         self._record = record
         self.ledger = Ledger()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
+        self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
+        """Sequences by `length_bucket`, since they were taken."""
         self.open_groups: dict[str, OpenGroup] = {}
         """In order of issue."""
         self.issued_groups = 0
@@ -231,6 +234,14 @@ class SequenceTracker:
             if group.queue_position is not None and group.queue_position < first_position
         ]
 
+    def take_ended_by_length(self) -> dict[str, list[int]]:
+        """Sequences [trained, dropped as stale] since the last call, by `length_bucket`."""
+        trained, stale = self._lengths[Outcome.TRAINED], self._lengths[Outcome.DROPPED_STALE]
+        ended = {str(longest): [trained[longest], stale[longest]] for longest in sorted(trained | stale)}
+        trained.clear()
+        stale.clear()
+        return ended
+
     def end_step(self, version: int) -> None:
         """All of the step that made `version` is in."""
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
@@ -240,6 +251,8 @@ class SequenceTracker:
         ended = tuple(sequences)
         self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
+        if outcome in self._lengths:
+            self._lengths[outcome].update(length_bucket(sequence.num_completion_tokens) for sequence in ended)
 
     def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
         self.ledger.close(ids, outcome, reason)

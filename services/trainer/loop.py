@@ -300,6 +300,7 @@ class OptimizerLoop:
         # the version before is served.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         record["sequences"] = self._tracker.ledger.counts.as_dict()
+        record["ended_by_length"] = self._tracker.take_ended_by_length()
         self._resume.journal.flush()  # who hears of the step may audit it
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 

@@ -29,6 +29,7 @@ from pipelinerl.rl.groups import (
     groups_before_step,
     issue_limit,
     lag_bucket,
+    length_bucket,
     smallest_group,
     stale_reason,
     starts_phase,
@@ -59,6 +60,14 @@ def test_which_sequences_are_stale(
     versions: tuple[VersionSpan, ...], version: int, max_lag: int | None, reason: StaleReason | None
 ) -> None:
     assert stale_reason(versions, version, max_lag) is reason
+
+
+def test_a_sequence_may_be_judged_by_the_mean_over_its_tokens() -> None:
+    versions = (VersionSpan(2, 0, 2, 1), VersionSpan(8, 2, 12, 1))  # at 8: 2 tokens of lag 6, 10 of lag 0
+    assert stale_reason(versions, 8, 1, by_mean=True) is None
+    assert stale_reason(versions, 8, 0, by_mean=True) is StaleReason.LAG
+    assert stale_reason(spans(9), 8, None, by_mean=True) is StaleReason.UNKNOWN
+    assert [length_bucket(length) for length in (0, 1, 16, 17, 32, 33, 4096)] == [16, 16, 16, 32, 32, 64, 4096]
 
 
 ONCE, TWICE = Lineage().restarted(20), Lineage().restarted(20).restarted(10)

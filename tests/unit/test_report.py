@@ -25,7 +25,8 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "time_s": 2.0 * step, "reward_mean": 0.1 * step, "ess": 0.9, "ess_by_lag": {"0": 1.0, "3-4": 0.5},
-        "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "1": 30}, "loss": 1.0, **more,
+        "lag": {"mean": 1.0, "p95": 2, "max": 3}, "lag_histogram": {"0": 10, "1": 30}, "loss": 1.0,
+        "ended_by_length": {"16": [3, 0], "32": [3, 1]}, **more,
     }  # fmt: skip
 
 
@@ -176,8 +177,8 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     tags = Tags()
     tags.feed(body)
     names = [name for name, _ in tags.seen]
-    assert (names.count("figure"), names.count("img"), names.count("script")) == (17, 0, 0)
-    assert names.count("svg") == 8, "those that have data"
+    assert (names.count("figure"), names.count("img"), names.count("script")) == (18, 0, 0)
+    assert names.count("svg") == 9, "those that have data"
     assert names.count("path") >= 7
     assert body.count("&lt;img src=x onerror=alert(2)&gt;") >= 3
     tokens = [attributes for name, attributes in tags.seen if "token" in (attributes.get("class") or "").split()]

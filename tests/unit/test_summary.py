@@ -35,8 +35,10 @@ def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
 def records() -> list[dict[str, Any]]:
     return [
         step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
+             ended_by_length={"64": [3, 1]},
              weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
+             ended_by_length={"16": [2, 0], "64": [5, 3]},
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
              weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
@@ -55,6 +57,7 @@ def test_everything_that_the_steps_tell() -> None:
     }  # fmt: skip
     # 250 tokens: 90 of lag 0, 105 of 1, 50 of 2, 5 of 10; mean (105 + 100 + 50) / 250; 245 >= 0.95 * 250 = 237.5 at lag 2
     assert summary["lag"] == {"mean": 1.02, "p95": 2.0, "max": 10.0}
+    assert summary["stale_share_by_length"] == {"16": 0.0, "64": 4 / 12}
     assert summary["ess"] == {"mean": 0.8, "min": 0.7}
     assert summary["weight_updates"] == {
         "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,

@@ -242,9 +242,9 @@ class Intake:
         algorithm = self._recipe.algorithm
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        kept = []
+        kept, by_mean = [], algorithm.max_lag_of == "mean"
         for index, sequence in enumerate(sequences):
-            reason = stale_reason(sequence.spans, version, algorithm.max_lag, self._lineage)
+            reason = stale_reason(sequence.spans, version, algorithm.max_lag, self._lineage, by_mean=by_mean)
             if reason is None:
                 kept.append(index)
             else:
