@@ -12,7 +12,7 @@ LAG_HEATMAP = Panel(
     "Token lag",
     "Tokens trained on per second, by how many optimizer steps lie between sampling and training.",
     "A narrow band near the bottom that does not move.",
-    "The band climbs: generation outruns training, or weights arrive late. At max_lag the feeder holds it.",
+    "The band climbs: completions take more steps, or weights arrive late. At max_lag long sequences are dropped.",
     (Query(buckets("trainer_token_lag_steps"), "{{le}}"),),
     kind="heatmap",
     width=24,

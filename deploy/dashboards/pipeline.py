@@ -53,8 +53,8 @@ _WHO_WAITS = Section(
         Panel(
             "Actors' places in use",
             "Sequences in progress over actor.sequences_in_progress, by actor.",
-            "Near 1.",
-            "Low for all: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
+            "Near 1; less where actors outrun the trainer.",
+            "Low for all while little is in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
             (
                 Query(
                     f"{actor_gauge('sequences_in_progress')} / ({actor_gauge('sequences_in_progress_max')} > 0)",
@@ -73,6 +73,17 @@ _WHO_WAITS = Section(
                 Query(gauge("trainer_feeder_allowance_groups"), "allowance"),
                 Query(gauge("trainer_ready_groups"), "ready"),
             ),
+        ),
+        Panel(
+            "In flight",
+            "Sequences on their way or waiting for a step, and the most that are allowed so that data stays fresh.",
+            "At the limit.",
+            "Far below the limit: the lag bound holds generation back, or actors take no prompts.",
+            (
+                Query(gauge("trainer_in_flight_sequences"), "in flight"),
+                Query(gauge("trainer_in_flight_limit_sequences"), "limit"),
+            ),
+            low=0,
         ),
         Panel(
             "Actors wanted and there",

@@ -64,7 +64,7 @@ const PrlLive = (() => {
   function lagNote(lag, bound) {
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}`;
     if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
-    return bound > 0 && lag.mean >= NEAR_BOUND * bound ? [`${seen}; at its bound ${bound}: actors outrun the trainer`, "warn"] : [`${seen}; bound ${bound}`, ""];
+    return bound > 0 && lag.mean >= NEAR_BOUND * bound ? [`${seen}; near its bound ${bound}: long sequences are dropped`, "warn"] : [`${seen}; bound ${bound}`, ""];
   }
 
   function tileEntries(data) {

@@ -67,7 +67,7 @@ const PrlViews = (() => {
       (root) => bars(root, { title: recent.length ? `Token lag, last ${recent.length} steps` : "Token lag now", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(lagSums(recent)), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => bars(root, { title: "Token lag, whole run", sub: "Optimizer steps between sampling a token and training on it", bars: lagBars(data.lag_totals), xName: "lag", format: percent, yLow: 0, yHigh: 1 }),
       (root) => heat(root, { title: "Token lag over time", sub: "Share of each step's tokens; darker (by night: brighter) is more", ...lagColumns(r, axis), xName: axis.name, rowName: "lag" }),
-      (root) => lines(root, { title: "Lag by step", sub: "Growing, or at its bound: generation outruns training, or weights arrive late", xName: axis.name, yLow: 0, series: [
+      (root) => lines(root, { title: "Lag by step", sub: "Growing: completions take more steps, or weights arrive late", xName: axis.name, yLow: 0, series: [
         { name: "mean", color: COLOR[0], points: pick(r, axis, (one) => one.lag && one.lag.mean) },
         { name: "p95", color: COLOR[1], points: pick(r, axis, (one) => one.lag && one.lag.p95) },
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
