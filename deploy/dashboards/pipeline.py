@@ -54,7 +54,7 @@ _WHO_WAITS = Section(
             "Actors' places in use",
             "Sequences in progress over actor.sequences_in_progress, by actor.",
             "Near 1; less where actors outrun the trainer.",
-            "Low for all while little is in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
+            "Low for all, little in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
             (
                 Query(
                     f"{actor_gauge('sequences_in_progress')} / ({actor_gauge('sequences_in_progress_max')} > 0)",
@@ -83,6 +83,7 @@ _WHO_WAITS = Section(
                 Query(gauge("trainer_in_flight_sequences"), "in flight"),
                 Query(gauge("trainer_in_flight_limit_sequences"), "limit"),
             ),
+            unit="locale",
             low=0,
         ),
         Panel(

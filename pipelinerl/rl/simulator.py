@@ -345,7 +345,7 @@ class _Run:
 
     def _issue(self) -> None:
         """What the feeder may."""
-        allowance = issue_limit(self.recipe, max(0, self.served), len(self.actors)) - (self.issued - self.lost)
+        allowance = issue_limit(self.recipe, max(0, self.served)) - (self.issued - self.lost)
         for _ in range(allowance):
             if len(self.drawn) < self.group_size:
                 self.drawn.extend(self.lengths.sample(self.random, 10_000 + self.group_size).tolist())
