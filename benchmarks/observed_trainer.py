@@ -120,7 +120,9 @@ class Observed:
                 member_states={"serving": MEMBERS, "joining": 0}, members=dict.fromkeys(names), epoch=3, served_version=1,
                 bad_messages=0, states=dict.fromkeys(names, "serving"),
             ),
-            "feeder": SimpleNamespace(limit_by_version=1, in_flight=1, in_flight_limit=1, holds_actors_back=False),
+            "feeder": SimpleNamespace(
+                allowance_by_version=1, in_flight=1, in_flight_limit=1, bounds=SimpleNamespace(holds_actors_back=False)
+            ),
             "intake": SimpleNamespace(tokens_arrived_here=1, bad_messages=0, position=1, num_ready=1),
             "tracker": SimpleNamespace(tokens={"trained": 1}, ledger=Ledger()),
         }  # fmt: skip

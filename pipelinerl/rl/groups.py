@@ -16,7 +16,7 @@ them too.
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
 **Freshness.** The bound alone makes lag the age of a queue: actors that are faster than the trainer fill it, and every sequence
-waits until it is as old as the bound allows. In pipeline mode `InFlightLimit` keeps no more in flight than both sides need. In
+waits until it is as old as the bound allows. In pipeline mode a limit keeps no more in flight than both sides need. In
 flight are the samples that were issued and not lost, and whose step has not begun; except those that have arrived and wait for
 others of their group, since they occupy no slot of an actor, and no step can use them.
 
@@ -40,7 +40,6 @@ Not here: which problem comes next, and what happens to a stale sequence (`ledge
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -74,43 +73,76 @@ WAIT_SHARE = 0.02
 """Of a step's time: a shorter wait for sequences changes nothing."""
 
 
-class InFlightLimit:
-    """Samples that may be in flight, for freshness; stepped when an optimizer step begins. See "Freshness" above."""
+class IssueBounds:
+    """How many groups may be issued now, by the staleness bound and, in pipeline mode, by the freshness limit.
+
+    Stepped when an optimizer step begins. `unlost`: groups that were issued and not lost, since the start of the run.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._slots, self._group_size = recipe.actor.sequences_in_progress, recipe.sampling.group_size
-        self._batch_size = recipe.trainer.batch_size
-        self._limit = math.inf
+        self._recipe = recipe
+        self._group_size, self._batch_size = recipe.sampling.group_size, recipe.trainer.batch_size
+        self._held_back = 0
+        """Samples by which the freshness limit is below its ceiling: so it follows the number of actors."""
         self._left_over: deque[int] = deque()
         """Samples of complete groups that the last steps left, since the limit changed."""
+        self._waited = False
+        self.steps_begun = 0
+        """Optimizer steps that have their batch."""
 
-    def samples(self, num_actors: int) -> int:
-        """The limit of now, with so many actors."""
-        return int(min(self._limit, self._ceiling(num_actors)))
+    def by_version(self, version: int, unlost: int) -> int:
+        """Groups, by the staleness bound alone. `version`: that every actor serves."""
+        return max(0, issue_limit(self._recipe, version) - unlost)
 
-    def is_lowered(self, num_actors: int) -> bool:
-        """Whether the actors, being faster than the trainer, are given less than they could do."""
-        return self._limit < self._ceiling(num_actors)
+    def allowance(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> int:
+        """Groups, by both. `num_waiting`: samples that have arrived of groups that are not complete."""
+        by_version, limit = self.by_version(version, unlost), self.limit(num_actors)
+        if limit is None:
+            return by_version
+        return max(0, min(by_version, (limit - self.in_flight(unlost, num_waiting)) // self._group_size))
 
-    def step(self, num_actors: int, left_over: int, wait_share: float) -> None:
-        """A step begins. `left_over`: samples of complete groups beyond its batch. `wait_share`: of the time since the step
-        before, in which the trainer waited for sequences."""
-        limit = self.samples(num_actors)
-        self._left_over.append(left_over)
-        if wait_share > WAIT_SHARE:
-            raised = limit + max(self._group_size, limit // 8)
-            self._set(raised if raised < self._ceiling(num_actors) else math.inf)
+    def limit(self, num_actors: int) -> int | None:
+        """The freshness limit, in samples; None in conventional mode, whose phases bound what is in flight."""
+        if self._recipe.mode == "conventional":
+            return None
+        return max(self._batch_size, self._ceiling(num_actors) - self._held_back)
+
+    def in_flight(self, unlost: int, num_waiting: int) -> int:
+        """Samples that count against the freshness limit."""
+        return self._unused(unlost) * self._group_size - num_waiting
+
+    @property
+    def holds_actors_back(self) -> bool:
+        """Whether actors that outrun the trainer are given less than they could do."""
+        return self._held_back > 0 and not self._waited
+
+    def begin_step(self, num_actors: int, unlost: int, num_open: int, wait_share: float) -> None:
+        """A step has its batch. `num_open`: groups that are not complete. `wait_share`: of the time since the step before, in
+        which the trainer waited for sequences."""
+        self.steps_begun += 1
+        limit = self.limit(num_actors)
+        if limit is None:
+            return
+        self._waited = wait_share > WAIT_SHARE
+        self._left_over.append((self._unused(unlost) - num_open) * self._group_size)
+        if self._waited:
+            self._set(limit + max(self._group_size, limit // 8), num_actors)
         elif len(self._left_over) > limit / self._batch_size:
             standing = min(self._left_over) // (2 * self._group_size) * self._group_size
             self._left_over.popleft()
-            if standing:
-                self._set(max(self._batch_size, limit - standing))
+            if standing > 0:
+                self._set(limit - standing, num_actors)
+
+    def _unused(self, unlost: int) -> int:
+        return unlost - self.steps_begun * groups_per_step(self._recipe)
 
     def _ceiling(self, num_actors: int) -> int:
-        return max(1, num_actors) * (self._slots + self._group_size) + self._batch_size
+        slots = self._recipe.actor.sequences_in_progress
+        return max(1, num_actors) * (slots + self._group_size) + self._batch_size
 
-    def _set(self, limit: float) -> None:
-        self._limit = limit
+    def _set(self, limit: int, num_actors: int) -> None:
+        ceiling = self._ceiling(num_actors)
+        self._held_back = ceiling - min(ceiling, max(self._batch_size, limit))
         self._left_over.clear()
 
 

@@ -184,7 +184,7 @@ class SequenceTracker:
     def refuse(self, group: PromptGroup, reason: str) -> None:
         """A group that was issued and cannot be sent out ends here, and another may take its place."""
         self._close([group.sequence_id(index) for index in range(group.num_samples)], Outcome.FAILED, reason)
-        del self.open_groups[group.group_id]
+        self.num_waiting -= len(self.open_groups.pop(group.group_id).members)
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:

@@ -26,9 +26,9 @@ import numpy as np
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
+    IssueBounds,
     groups_before_step,
     groups_per_step,
-    issue_limit,
     stale_reason,
     starts_phase,
 )
@@ -195,8 +195,9 @@ class _Run:
         self.hungry = deque(self.actors)
         """In the order in which they take the next groups."""
         self.prompts: deque[_Group] = deque()
-        self.issued = self.lost = self.complete = self.steps_begun = 0
-        """Groups but for the last: issued, of which nothing was trained, all of whose samples arrived; optimizer steps."""
+        self.bounds = IssueBounds(recipe)
+        self.issued = self.lost = self.complete = 0
+        """Groups: issued, of which nothing was trained, all of whose samples arrived."""
         self.num_waiting = 0
         """Samples that arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
@@ -345,7 +346,8 @@ class _Run:
 
     def _issue(self) -> None:
         """What the feeder may."""
-        allowance = issue_limit(self.recipe, max(0, self.served)) - (self.issued - self.lost)
+        version, unlost = max(0, self.served), self.issued - self.lost
+        allowance = self.bounds.allowance(version, len(self.actors), unlost, self.num_waiting)
         for _ in range(allowance):
             if len(self.drawn) < self.group_size:
                 self.drawn.extend(self.lengths.sample(self.random, 10_000 + self.group_size).tolist())
@@ -398,13 +400,17 @@ class _Run:
         yield from self._offer()
         yield lambda: self.served == 0
         self._resume(self._evaluate(0))
+        batch_at = self.now
         for version in range(steps):
-            needed = groups_before_step(self.recipe, version)
+            needed, asked_at = groups_before_step(self.recipe, version), self.now
             yield lambda needed=needed: len(self.batch) >= needed  # type: ignore[misc]
+            last_at, batch_at = batch_at, self.now
+            wait_share = (batch_at - asked_at) / (batch_at - last_at) if batch_at > last_at else 0.0
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]
-            self.steps_begun += 1
+            num_open = self.issued - self.complete
+            self.bounds.begin_step(len(self.actors), self.issued - self.lost, num_open, wait_share)
             self.taking_for = min(version + 1, steps - 1)
             self._take()
             self._issue()

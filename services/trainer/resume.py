@@ -67,7 +67,7 @@ class Resume:
         said = {"incarnation": incarnation, "version": start.version, "keep": start.journal_bytes}
         self.journal.write({"event": "start", **said})
         await asyncio.to_thread(self.journal.sync)
-        self.feeder.steps_begun = start.version
+        self.feeder.bounds.steps_begun = start.version
         if (state := start.state) is not None:
             self.tracker.restore(state.books)
             self.feeder.next_group = state.next_group

@@ -20,7 +20,7 @@ from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
     LAG_BUCKETS,
-    InFlightLimit,
+    IssueBounds,
     Lineage,
     StaleReason,
     effective_sample_size,
@@ -164,37 +164,39 @@ def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, d
 # --- the freshness limit
 
 
-def limited(group_size: int, batch_size: int, slots: int) -> InFlightLimit:
-    return InFlightLimit(
+def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
+    return IssueBounds(
         make_recipe(
             sampling={"group_size": group_size, "max_tokens": 16},
             algorithm={"max_lag": None, "advantage": "group_mean"},
-            trainer={"batch_size": batch_size, "tokens_per_microbatch": 64},
+            trainer={"steps": 1000, "batch_size": batch_size, "tokens_per_microbatch": 64},
             actor={"sequences_in_progress": slots},
         )
     )
 
 
 def test_the_freshness_limit_by_hand() -> None:
-    limit = limited(group_size=2, batch_size=8, slots=16)
-    assert [limit.samples(actors) for actors in (0, 1, 2)] == [26, 26, 44]  # actors * (16 + 2) + 8
-    for left_over in (12, 10, 16):
-        limit.step(1, left_over, 0.0)
-        assert limit.samples(1) == 26, "26 / 8 + 1 = 4 steps have to begin first"
-    limit.step(1, 14, 0.0)
-    assert limit.samples(1) == 22  # half of 10, as whole groups
-    assert limit.samples(2) == 22
-    for left_over in (6, 0, 6, 6):
-        limit.step(1, left_over, 0.0)
-    assert limit.samples(1) == 22, "one step had nothing left over: no queue stands"
-    limit.step(1, 0, wait_share=0.5)
-    assert limit.samples(1) == 24
-    for _ in range(5):
-        limit.step(1, 0, wait_share=0.5)
-    assert (limit.samples(1), limit.samples(2)) == (26, 44), "at the ceiling it follows the actors again"
-    for _ in range(50):
-        limit.step(1, 26, 0.0)
-    assert limit.samples(1) == 8, "a batch is the least"
+    bounds = fresh(group_size=2, batch_size=8, slots=16)
+
+    def begin(left_over: int, wait_share: float = 0.0) -> int | None:
+        """`left_over` groups of 2 beyond the batch, and none on its way."""
+        unlost = 4 * (bounds.steps_begun + 1) + left_over
+        bounds.begin_step(1, unlost, 0, wait_share)
+        assert bounds.in_flight(unlost, num_waiting=3) == 2 * left_over - 3
+        return bounds.limit(1)
+
+    assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 44]  # actors * (16 + 2) + 8
+    assert [begin(left_over) for left_over in (6, 5, 8)] == [26, 26, 26], "26 / 8 + 1 = 4 steps have to begin first"
+    assert begin(7) == 22  # by half of 10 samples, as whole groups
+    assert (bounds.limit(2), bounds.holds_actors_back) == (40, True)  # an actor more adds its 18
+    assert [begin(left_over) for left_over in (3, 0, 3, 3)] == [22] * 4, (
+        "one step had nothing left over: no queue stands"
+    )
+    assert begin(0, wait_share=0.5) == 24
+    assert not bounds.holds_actors_back, "the trainer waits"
+    assert [begin(0, wait_share=0.5) for _ in range(2)] == [26, 26]
+    assert [begin(13) for _ in range(50)][-1] == 8, "a batch is the least"
+    assert bounds.limit(2) == 26
 
 
 @given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
@@ -202,14 +204,15 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
     trainer_s: float, actors: int, seed: int
 ) -> None:
     """Sequences take 1 to 2 s each in one of 16 slots; a step takes `trainer_s`. Trained at the pace of the slower side."""
-    limit, random = limited(group_size=1, batch_size=16, slots=16), Random(seed)
+    bounds, random = fresh(group_size=1, batch_size=16, slots=16), Random(seed)
     generating: list[float] = []  # when each ends
-    now, queued, complete = 0.0, 0, 0
+    now, unlost, queued, complete = 0.0, 0, 0, 0
     waits, left_over = [], []
 
     def fill_slots() -> None:
-        nonlocal queued
-        queued += max(0, limit.samples(actors) - len(generating) - queued - complete)
+        nonlocal queued, unlost
+        allowance = bounds.allowance(0, actors, unlost, num_waiting=0)
+        queued, unlost = queued + allowance, unlost + allowance
         while queued and len(generating) < 16 * actors:
             queued -= 1
             heapq.heappush(generating, now + random.uniform(1, 2))
@@ -223,7 +226,7 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
         complete -= 16
         waits.append(now - ready_at)
         left_over.append(complete)
-        limit.step(actors, complete, waits[-1] / (waits[-1] + trainer_s))
+        bounds.begin_step(actors, unlost, len(generating) + queued, waits[-1] / (waits[-1] + trainer_s))
         ends_at = now + trainer_s
         fill_slots()
         while generating and generating[0] <= ends_at:

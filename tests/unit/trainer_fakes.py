@@ -224,7 +224,9 @@ def parts_of_a_run(tracker: SequenceTracker | None = None, version: int = 3) -> 
         updater=SimpleNamespace(
             served_version=-1, member_states={"serving": 4}, members={}, epoch=2, bad_messages=1, evictions=0
         ),
-        feeder=SimpleNamespace(limit_by_version=5, in_flight=7, in_flight_limit=12, holds_actors_back=True),
+        feeder=SimpleNamespace(
+            allowance_by_version=5, in_flight=7, in_flight_limit=12, bounds=SimpleNamespace(holds_actors_back=True)
+        ),
         intake=SimpleNamespace(position=7, num_ready=3, tokens_arrived_here=12, bad_messages=0),
         tracker=tracker or SequenceTracker(),
     )

@@ -25,7 +25,7 @@ from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
 from pipelinerl.recipe.fields import Recipe, TaskConfig
-from pipelinerl.rl.groups import InFlightLimit, groups_per_step, issue_limit
+from pipelinerl.rl.groups import IssueBounds
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.tasks.source import Problem, Split, make_source
@@ -103,57 +103,36 @@ class Feeder:
         self._look = asyncio.Event()
         self._look.set()
         self._unusable_in_a_row = 0
-        self._in_flight_limit = InFlightLimit(recipe)
-        self._reserved = 0
-        """Group numbers below it are on disk as possibly published."""
+        self.bounds = IssueBounds(recipe)
         self.next_group = 0
-        self.steps_begun = 0
-        """Optimizer steps that have their batch."""
-
-    @property
-    def limit_by_version(self) -> int:
-        """Groups that the staleness bound lets be issued now."""
-        limit = issue_limit(self._recipe, max(0, self._updater.served_version))
-        return max(0, limit - (self._tracker.issued_groups - self._tracker.lost_groups))
 
     @property
     def allowance(self) -> int:
         """Groups that may be issued now."""
-        if (limit := self.in_flight_limit) is None:
-            return self.limit_by_version
-        fresh = (limit - self.in_flight) // self._recipe.sampling.group_size
-        return max(0, min(self.limit_by_version, fresh))
+        updater, waiting = self._updater, self._tracker.num_waiting
+        return self.bounds.allowance(max(0, updater.served_version), updater.num_present, self._unlost, waiting)
 
     @property
-    def in_flight_limit(self) -> int | None:
-        """Samples, for freshness; None in conventional mode, whose phases bound them."""
-        if self._recipe.mode == "conventional":
-            return None
-        return self._in_flight_limit.samples(self._updater.num_present)
-
-    @property
-    def holds_actors_back(self) -> bool:
-        """Whether actors that outrun the trainer idle for a part of the time, so that data stays fresh."""
-        return self._recipe.mode == "pipeline" and self._in_flight_limit.is_lowered(self._updater.num_present)
+    def allowance_by_version(self) -> int:
+        """Groups that the staleness bound alone would allow."""
+        return self.bounds.by_version(max(0, self._updater.served_version), self._unlost)
 
     @property
     def in_flight(self) -> int:
-        """Samples that count against `in_flight_limit`: on their way, or complete groups that no step has begun with."""
-        return self._unused_groups * self._recipe.sampling.group_size - self._tracker.num_waiting
+        """Samples on their way, or complete groups of them whose step has not begun."""
+        return self.bounds.in_flight(self._unlost, self._tracker.num_waiting)
 
     @property
-    def _unused_groups(self) -> int:
-        tracker = self._tracker
-        return tracker.issued_groups - tracker.lost_groups - self.steps_begun * groups_per_step(self._recipe)
+    def in_flight_limit(self) -> int | None:
+        return self.bounds.limit(self._updater.num_present)
 
-    def begin_step(self, wait_share: float | None) -> None:
-        """A step has its batch. `wait_share`: of the time since the one before in which the trainer waited for it; None:
-        because of something that the feeder has no say in."""
-        self.steps_begun += 1
-        if wait_share is not None:
-            complete = self._unused_groups - len(self._tracker.open_groups)
-            left_over = complete * self._recipe.sampling.group_size
-            self._in_flight_limit.step(self._updater.num_present, left_over, wait_share)
+    @property
+    def _unlost(self) -> int:
+        return self._tracker.issued_groups - self._tracker.lost_groups
+
+    def begin_step(self, wait_share: float) -> None:
+        """A step has its batch, for which it waited this share of the time since the step before."""
+        self.bounds.begin_step(self._updater.num_present, self._unlost, len(self._tracker.open_groups), wait_share)
         self.look_again()
 
     def look_again(self) -> None:
@@ -166,17 +145,11 @@ class Feeder:
             await self._look.wait()
             self._look.clear()
             while (allowance := self.allowance) > 0:
-                if self.next_group + allowance > self._reserved:
-                    await self._reserve(max(allowance, min(groups_per_step(self._recipe), self.limit_by_version)))
+                self._journal.write({"event": "reserve", "groups": self.next_group + allowance})
+                await asyncio.to_thread(self._journal.sync)
                 for _ in range(allowance):
                     if (group := self._open_next()) is not None:
                         await self._send(group, group.group_id)
-
-    async def _reserve(self, num_groups: int) -> None:
-        """At least a step's worth where that may be issued: each time is a wait for the disk."""
-        self._reserved = self.next_group + num_groups
-        self._journal.write({"event": "reserve", "groups": self._reserved})
-        await asyncio.to_thread(self._journal.sync)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Takes over what an earlier incarnation issued, up to group number `reserved`; returns the groups published again.

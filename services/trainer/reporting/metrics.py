@@ -146,7 +146,9 @@ class StepMetrics:
         name, text = TokenLagHistogram.NAME, TokenLagHistogram.TEXT
         self._lags = metrics.histogram_of(name, text, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        self.lag_bound = metrics.reading("token_lag_bound_steps", "algorithm.max_lag; no series without one.")
+        self.lag_bound = metrics.reading(
+            "token_lag_bound_steps", "algorithm.max_lag; no series without one, or where it bounds a mean."
+        )
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
         self._phases = metrics.histogram(
             "step_phase_seconds", "Parts of a step, one after the other.", PHASE_SECONDS, {"phase": STEP_PHASES}
@@ -444,8 +446,8 @@ class TrainerMetrics:
         read("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready)
         read(
             "feeder_allowance_groups",
-            "Groups that the staleness bound lets the feeder issue now.",
-            lambda run: run.feeder.limit_by_version,
+            "Groups that the staleness bound alone lets the feeder issue now; to the end of the run without a bound.",
+            lambda run: run.feeder.allowance_by_version,
         )
         read(
             "in_flight_sequences",

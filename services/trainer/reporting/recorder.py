@@ -94,7 +94,8 @@ class Recorder:
         self._training = run
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
-        metrics.steps.lag_bound.set(self._recipe.algorithm.max_lag)
+        algorithm = self._recipe.algorithm
+        metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
         metrics.watch(run, lambda: self.phase)
 
     def to_state(self) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class Recorder:
             "epoch": status.epoch,
             "members": member_rows(self._training.updater.states, served, self._loads),
             "sequences": ledger.counts.as_dict(),
-            "actors_held_back": self._training.feeder.holds_actors_back,
+            "actors_held_back": self._training.feeder.bounds.holds_actors_back,
             "reasons": {outcome.value: bounded(ledger.reasons(outcome)) for outcome in Outcome},
         }
 
