@@ -78,7 +78,11 @@ async def bench(run_dir: Path, *, skipped: str = "", **sections: Any) -> AsyncIt
 
 async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
+        wait_shares: list[float] = []
+        one.run.feeder.begin_step = wait_shares.append  # type: ignore[method-assign]
         await one.loop.run()
+        assert len(wait_shares) == 4
+        assert all(0 <= share <= 1 for share in wait_shares)
         steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]
         assert one.policy.calls == [*steps, "snapshot 4"]
         assert one.policy.threads == {"compute"}
