@@ -1,8 +1,8 @@
 """A trainer's sending end and a receiver without an engine, each in a process of its own, for the weight-update benchmark.
 
 Both answer commands over a pipe. What is compared: the product's `WeightSender` and `Receiver` (headers, checksums, memory
-of its own for each chunk), and a bare `ProcessGroupGloo` that broadcasts the same bytes in the same pieces. It does not
-train, and what it receives is dropped.
+of its own for each chunk), and a bare `ProcessGroupGloo` that broadcasts the same bytes in pieces of a chunk's size. It does
+not train, and what it receives is dropped.
 """
 
 from __future__ import annotations

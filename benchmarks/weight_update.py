@@ -6,7 +6,7 @@ For models of three sizes with random weights: the default recipe's, SmolLM2-135
 bfloat16. Three measurements of each, in one run:
 
 * transfer alone: the product's sender and receiver (headers, checksums) and a bare `ProcessGroupGloo` broadcast of the
-  same bytes in the same pieces take turns, between two processes that do nothing else;
+  same bytes in pieces of a chunk's size take turns, between two processes that do nothing else;
 * updates into a vLLM engine that decodes a full batch, in blocks that take turns: in flight (received and prepared beside
   decoding, then swapped), and paused (pause, receive, load, resume);
 * one memory copy of the same bytes by one thread, before and after.
