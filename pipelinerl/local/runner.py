@@ -108,6 +108,7 @@ class LocalRun:
             self.recipe.actor.count,
             self.recipe.trainer.threads * self.recipe.trainer.nproc,
             self.recipe.actor.engine.threads,
+            take_turns=self.recipe.mode == "conventional",
         )
         self._launches = ServiceLaunches(
             self.recipe, self.run_dir, threads, self.environment, self.commands, page_port=self.page_port

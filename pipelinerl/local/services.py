@@ -2,7 +2,8 @@
 cores, and the folder of the initial policy, which is built once and kept in a cache for the next run.
 
 Trainer and actors compute at the same time in pipeline mode: more threads than cores makes both slower, because a parallel
-region waits for its slowest thread. Says nothing about GPUs, where these threads only feed kernels.
+region waits for its slowest thread. In conventional mode they take turns on all cores. Says nothing about GPUs, where these
+threads only feed kernels.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ class ThreadPlan:
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def plan_threads(cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0) -> ThreadPlan:
-    """Half of the cores (rounded down) to the trainer, the rest shared by the actors, nobody below 1.
+def plan_threads(
+    cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
+) -> ThreadPlan:
+    """Half of the cores (rounded down) to the trainer, the rest shared by the actors, nobody below 1. `take_turns`: while one
+    side computes the other does not. Then the trainer gets all cores, and so do the actors; one core of each actor's share is
+    for the process that feeds its engine.
 
     `trainer_threads` and `engine_threads` above 0 are the recipe's own numbers and are taken as they are; what the
     recipe leaves open is filled from the cores that remain.
     """
     actors = max(1, num_actors)
+    if take_turns:
+        return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
     left = cores - actors * engine_threads if engine_threads else cores // 2
     trainer = trainer_threads or max(1, left)
     return ThreadPlan(trainer, engine_threads or max(1, (cores - trainer) // actors))

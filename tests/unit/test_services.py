@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -149,7 +150,7 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
 
 
 @pytest.mark.parametrize(
-    ("cores", "actors", "of_recipe", "plan"),
+    ("cores", "actors", "given", "plan"),
     [
         (1, 1, {}, ThreadPlan(trainer=1, engine=1)),
         (2, 2, {}, ThreadPlan(trainer=1, engine=1)),
@@ -160,12 +161,16 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
         (8, 1, {"trainer_threads": 6}, ThreadPlan(trainer=6, engine=2)),
         (8, 2, {"engine_threads": 3}, ThreadPlan(trainer=2, engine=3)),
         (2, 1, {"trainer_threads": 4, "engine_threads": 4}, ThreadPlan(trainer=4, engine=4)),
+        (8, 1, {"take_turns": True}, ThreadPlan(trainer=8, engine=7)),
+        (8, 2, {"take_turns": True}, ThreadPlan(trainer=8, engine=3)),
+        (2, 3, {"take_turns": True}, ThreadPlan(trainer=2, engine=1)),
+        (8, 2, {"take_turns": True, "trainer_threads": 6, "engine_threads": 1}, ThreadPlan(trainer=6, engine=1)),
     ],
 )
-def test_half_of_the_cores_train_the_rest_is_shared_and_the_recipes_own_numbers_are_taken(
-    cores: int, actors: int, of_recipe: dict[str, int], plan: ThreadPlan
+def test_both_sides_share_the_cores_or_take_turns_on_all_and_the_recipes_own_numbers_are_taken(
+    cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan
 ) -> None:
-    assert plan_threads(cores, actors, **of_recipe) == plan
+    assert plan_threads(cores, actors, **given) == plan
 
 
 @given(cores=st.integers(2, 256), actors=st.integers(1, 300))
