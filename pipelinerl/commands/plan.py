@@ -109,8 +109,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
             weights += [(tokens, weight / (last - first + 1)) for tokens in range(first, last + 1)]
         source = "as given"
     else:
-        weights = [(tokens, 1.0) for tokens in trained_lengths(Path(text))]
-        source = f"{len(weights)} completions of {text}"
+        weights, source = trained_lengths(Path(text), recipe.sampling.max_tokens)
     lengths = Lengths.of(weights)
     if lengths.longest > recipe.sampling.max_tokens:
         fix = f"{lengths.longest} tokens are more than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
@@ -118,26 +117,38 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     return lengths, source
 
 
-def trained_lengths(run_dir: Path) -> list[int]:
-    """Of the first completion that each step of the second half of a run notes in samples.jsonl: the other that it notes is the
-    one with the most versions, and so among the longest. Raises `FieldError`."""
+def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[list[tuple[int, float]], str]:
+    """(tokens, weight) of a run's completions in the second half of its steps, those dropped as stale included, and how many.
+
+    metrics.jsonl counts them by power-of-two bucket; where in its bucket a length lies is taken from samples.jsonl, where that
+    has any of the bucket. Raises `FieldError`.
+    """
     from pipelinerl.errors import FieldError
+    from pipelinerl.rl.groups import length_bucket
     from pipelinerl.run_dir import RunDir
-    from pipelinerl.run_summary import read_jsonl
+    from pipelinerl.run_summary import add_ended, read_jsonl
 
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
-    first: dict[int, int] = {}
-    for sample in read_jsonl(RunDir(run_dir, run_dir.name).samples):
-        if not sample.get("heldout") and sample.get("spans"):
-            first.setdefault(sample["step"], sample["spans"][-1][2])
-    steps = sorted(first)
-    if not steps:
-        raise FieldError(
-            "--lengths", str(run_dir), "its samples.jsonl has no completion that was trained on; give bars"
-        )
-    return [first[step] for step in steps[len(steps) // 2 :]]
+    files = RunDir(run_dir, run_dir.name)
+    records = read_jsonl(files.metrics)
+    ended: dict[str, list[int]] = {}
+    for record in records[len(records) // 2 :]:
+        add_ended(ended, record)
+    counts = {int(bucket): sum(sequences) for bucket, sequences in ended.items()}
+    if not any(counts.values()):
+        raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
+    seen: dict[int, list[int]] = {}
+    for sample in read_jsonl(files.samples):
+        if sample.get("spans") and not sample.get("heldout"):
+            seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
+    weights: list[tuple[int, float]] = []
+    for bucket, count in counts.items():
+        first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
+        places = seen.get(bucket) or range(min(first, max_tokens), min(bucket, max_tokens) + 1)
+        weights += [(tokens, count / len(places)) for tokens in places]
+    return weights, f"{sum(counts.values()):,} completions of {run_dir}"
 
 
 _MEASURED = {

@@ -29,6 +29,7 @@ from pipelinerl.rl.groups import (
     IssueBounds,
     groups_before_step,
     groups_per_step,
+    length_bucket,
     stale_reason,
     starts_phase,
 )
@@ -74,7 +75,7 @@ class Simulation:
     trainer_idle: float = 0.0
     """Share of the time in which no optimizer step was computed."""
     finished_by_length: Counter[int] = field(default_factory=Counter)
-    """Sequences that were trained on or dropped, by the power of two that their length does not exceed."""
+    """Sequences that were trained on or dropped, by `length_bucket`."""
     stale_by_length: Counter[int] = field(default_factory=Counter)
     """Those of them that were dropped as stale."""
 
@@ -373,15 +374,15 @@ class _Run:
 
     def _take(self) -> None:
         """Complete groups into the next batch, without what is stale for it."""
-        max_lag, lost = self.recipe.algorithm.max_lag, 0
+        algorithm, lost = self.recipe.algorithm, 0
         while self.ready and len(self.batch) < groups_before_step(self.recipe, self.taking_for):
             kept = []
             for length, spans in self.ready.popleft().done:
-                stale = stale_reason(spans, self.taking_for, max_lag) is not None
+                by_mean = algorithm.max_lag_of == "mean"
+                stale = stale_reason(spans, self.taking_for, algorithm.max_lag, by_mean=by_mean) is not None
                 if self.counted:
-                    bucket = 1 << (length - 1).bit_length()
-                    self.counted.finished_by_length[bucket] += 1
-                    self.counted.stale_by_length[bucket] += stale
+                    self.counted.finished_by_length[length_bucket(length)] += 1
+                    self.counted.stale_by_length[length_bucket(length)] += stale
                 if not stale:
                     kept.append((length, spans))
             if kept:

@@ -114,7 +114,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM below TO"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': neither bars"),
-        (f"{PLAN} 7B --lengths there", "--lengths = 'there': its samples.jsonl has no completion"),
+        (f"{PLAN} 7B --lengths there", "--lengths = 'there': its metrics.jsonl has no step with ended_by_length"),
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': 65 tokens are more than sampling.max_tokens = 64"),
         (
             f"{PLAN} 7B --lengths 64 --accelerator TPU",

@@ -85,13 +85,15 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
     recipe = recipe_with(3)
     bars, _ = lengths_of("1-3:3, 8", recipe)
     assert (bars.tokens.tolist(), bars.shares.tolist()) == ([1, 2, 3, 8], [0.25] * 4)
-    samples = [
-        {"step": step, "heldout": heldout, "spans": [[0, 0, 2], [1, 2, length]]}
-        for step, heldout, length in [(1, False, 9), (2, False, 9), (3, True, 7), (3, False, 4), (3, False, 30), (4, False, 6)]
-    ]  # fmt: skip
+    samples = [{"heldout": tokens == 9, "spans": [[0, 0, 2], [1, 2, tokens]]} for tokens in (4, 6, 9, 40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    # In the second half: two of up to 16 tokens, two of 17 to 32, of which nothing more is known, and four of 40.
+    ended = [{"16": [5, 0]}, {}, {"16": [1, 1], "64": [1, 3]}, {"32": [1, 1]}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"ended_by_length": one}) + "\n" for one in ended))
     learned, source = lengths_of(str(tmp_path), recipe)
-    assert (learned.tokens.tolist(), source) == ([4, 6], f"2 completions of {tmp_path}")
+    assert source == f"8 completions of {tmp_path}"
+    assert learned.tokens.tolist() == [4, 6, *range(17, 33), 40]
+    assert learned.shares.tolist() == pytest.approx([1 / 8, 1 / 8, *[2 / 8 / 16] * 16, 4 / 8])
     with pytest.raises(FieldError, match=r"--lengths = '50': 50 tokens are more than sampling.max_tokens = 40"):
         lengths_of("50", recipe)
 
