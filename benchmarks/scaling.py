@@ -26,9 +26,9 @@ RESULTS = Path(__file__).parent / "results"
 ACCELERATOR_COUNTS = (128, 256, 512, 1024, 2048, 4096)
 LAG_LIMIT = 16
 CASES = {
-    "batch grows, lag <= 16": (lambda count: 8 * count, LAG_LIMIT),
+    "batch grows, lag ≤ 16": (lambda count: 8 * count, LAG_LIMIT),
     "batch 1,024, any lag": (lambda count: 1024, None),
-    "batch 1,024, lag <= 16": (lambda count: 1024, LAG_LIMIT),
+    "batch 1,024, lag ≤ 16": (lambda count: 1024, LAG_LIMIT),
 }
 """Name: (batch size by number of accelerators, lag limit)."""
 MODEL = Model(parameters=7.6e9, kv_bytes=56 * 1024)
@@ -80,36 +80,57 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
-    figure, (speed, age, update) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, (speed, age, update) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     colours = dict(zip(CASES, ("#2a9d8f", "#3182bd", "#d1495b"), strict=True))
     for case, colour in colours.items():
         of_case = [row for row in rows if row["case"] == case]
         counts = [row["accelerators"] for row in of_case]
-        speed.plot(counts, [row["tokens_per_s"] for row in of_case], "o-", color=colour, markersize=4, label=case)
-        conventional = [row["conventional_tokens_per_s"] for row in of_case]
-        speed.plot(counts, conventional, ":", color=colour, label="conventional, same largest lag")
-        age.plot(counts, [row["lag_mean"] for row in of_case], "o-", color=colour, markersize=4, label=f"{case}: mean")
-        age.plot(counts, [row["lag_max"] for row in of_case], ":", color=colour, label="max")
-        update.plot(counts, [row["step_s"] for row in of_case], "o-", color=colour, markersize=4, label=f"step: {case}")
-    biggest = max(rows, key=lambda row: row["accelerators"])["accelerators"]
+        for axis, solid, dotted in (
+            (speed, "tokens_per_s", "conventional_tokens_per_s"),
+            (age, "lag_mean", "lag_max"),
+            (update, "step_s", "update_s"),
+        ):
+            axis.plot(counts, [row[solid] for row in of_case], "o-", color=colour, markersize=4)
+            axis.plot(counts, [row[dotted] for row in of_case], ":", color=colour)
     control, moved = measured_updates("control_channel"), measured_updates("membership")
-    last = control[-1]
-    update.plot(*zip(*control, strict=True), "ks-", markersize=4, label="update's messages, measured")
-    update.plot([last[0], biggest], [last[1], last[1] * biggest / last[0]], "k--", label="extended in proportion")
-    update.plot(
-        *zip(*moved, strict=True), "^-", color="0.5", markersize=4, label="update over Gloo on 2 cores, measured"
-    )
-    update.axhline(MODEL.weights_bytes / NETWORK, color="0.5", linewidth=0.8)
-    update.annotate("weights at 100 Gbit/s", (1, MODEL.weights_bytes / NETWORK), va="bottom", color="0.4", fontsize=8)
-    for axis, what in ((speed, "tokens/s"), (age, "token lag, optimizer steps"), (update, "seconds")):
+    members, seconds = control[-1]
+    update.plot(*zip(*control, strict=True), "ks-", markersize=4)
+    update.plot([members, ACCELERATOR_COUNTS[-1]], [seconds, seconds * ACCELERATOR_COUNTS[-1] / members], "k--")
+    update.plot(*zip(*moved, strict=True), "^-", color="0.5", markersize=4)
+    for axis, what, solid, dotted in (
+        (speed, "tokens/s", "pipeline", "conventional, same largest lag, at best"),
+        (age, "token lag, optimizer steps", "mean", "largest"),
+        (update, "seconds", "an optimizer step", "a weight update: weights at 100 Gbit/s, and messages"),
+    ):
+        handles = [Line2D([], [], color="0.2", label=solid), Line2D([], [], color="0.2", linestyle=":", label=dotted)]
+        if axis is update:
+            handles += [
+                Line2D(
+                    [], [], color="k", marker="s", markersize=4, label="measured: messages of an update, on 2 cores"
+                ),
+                Line2D([], [], color="k", linestyle="--", label="extended in proportion"),
+                Line2D(
+                    [],
+                    [],
+                    color="0.5",
+                    marker="^",
+                    markersize=4,
+                    label="measured: a small update over Gloo, on 2 cores",
+                ),
+            ]
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_ylabel(what)
-        axis.set_xlabel("accelerators" if axis is not update else "accelerators; for updates, actors")
+        axis.set_xlabel("accelerators" if axis is not update else "accelerators; where measured, actors")
+        axis.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
         axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=7)
-    figure.suptitle("Modelled: 7B on H100 by their data sheets; only black and grey symbols were measured", fontsize=10)
+        axis.legend(handles=handles, frameon=False, fontsize=7)
+    update.set_ylim(bottom=1e-4)
+    cases = [Line2D([], [], color=colour, marker="o", markersize=4, label=case) for case, colour in colours.items()]
+    figure.legend(handles=cases, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("A 7B model on H100. All times are modelled, except for black and grey symbols", fontsize=10)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

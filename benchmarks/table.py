@@ -109,6 +109,23 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "prepare_ms",
         "load_before",
     ),
+    "scaling": (
+        "case",
+        "accelerators",
+        "batch",
+        "actors",
+        "in_progress",
+        "tokens_per_s",
+        "conventional_tokens_per_s",
+        "lag_mean",
+        "lag_max",
+        "trainer_idle",
+        "empty_slots",
+        "stale",
+        "step_s",
+        "control_s",
+        "update_s",
+    ),
 }
 """Columns shown; a benchmark that is not here shows all its numbers and texts."""
 
