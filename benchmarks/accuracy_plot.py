@@ -42,7 +42,7 @@ def plot(runs: Sequence[Mapping[str, Any]], threshold: float, path: Path) -> Non
 
 def _label(mode: str) -> str:
     kind, _, g = mode.partition("-")
-    return f"{kind}, G = {g}" if g else kind
+    return f"{kind}, G = {g}" if g.isdigit() else mode
 
 
 def _style(mode: str, modes: Sequence[str]) -> dict[str, Any]:

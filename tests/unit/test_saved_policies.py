@@ -1,0 +1,118 @@
+"""How runs are compared by the policies they saved: crossing times by hand, decoding, and what TRL is told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
+from benchmarks.saved_policies import decode, heldout_problems
+from benchmarks.trl_environment import pinned
+from benchmarks.versus_trl import TrlSettings, check_equivalent, curve, loss_scale
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.loading import load_recipe
+from services.trainer.warmstart.supervised import character_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def times(*values: float) -> np.ndarray:
+    return np.array(values)
+
+
+def test_an_accuracy_is_reached_between_two_policies_in_proportion_the_first_time_it_is() -> None:
+    assert crossing_time(times(0, 10, 20), times(0.5, 0.7, 0.9), 0.8) == pytest.approx(15)
+    assert crossing_time(times(0, 10, 20, 30), times(0.5, 0.9, 0.6, 0.9), 0.6) == pytest.approx(2.5)
+    assert crossing_time(times(3, 10), times(0.9, 0.1), 0.8) == 3
+    assert crossing_time(times(0, 10), times(0.5, 0.7), 0.8) == math.inf
+
+
+def learned_at(*times_s: float) -> list[JudgedRun]:
+    """Runs that answer no problem at time 0 and all four at twice the given time, so that they cross one half at it."""
+    right = np.array([[False] * 4, [True] * 4])
+    return [JudgedRun(np.array([0, 2]), times(0, 2 * time_s), right) for time_s in times_s]
+
+
+def test_a_side_is_compared_seed_by_seed_and_its_interval_is_that_of_the_seeds() -> None:
+    """All problems are alike, so only seeds scatter: of two, a sample has either twice or both."""
+    found = crossing_estimates({"ours": learned_at(10, 20), "other": learned_at(20, 40)}, 0.5, base="ours", draws=200)
+    assert (found["ours"].time_s.value, found["ours"].time_s.interval) == (15, "10.00 to 20.00")
+    ratio = found["other"].ratio
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == (2, 2, 2)
+
+
+def test_problems_scatter_too_and_a_run_that_never_gets_there_has_no_time() -> None:
+    """Two problems of four are learned. A sample of four has them less than twice (never one half), or up to four times, which
+    is one half after half the time."""
+    half = JudgedRun(np.array([0, 1]), times(0, 8), np.array([[False] * 4, [True, False, True, False]]))
+    estimate = crossing_estimates({"ours": [half]}, 0.5, base="ours", draws=500)["ours"].time_s
+    assert (estimate.value, estimate.interval) == (8, "4.00 to never")
+    never = crossing_estimates({"ours": learned_at(10), "other": [half]}, 0.9, base="ours", draws=20)
+    assert (never["other"].time_s.shown, never["other"].ratio and never["other"].ratio.shown) == (None, None)
+    assert curve(half, 128)[1] == {"version": 1, "time_s": 8.0, "samples": 128, "accuracy": 0.5}
+
+
+def test_decoding_in_shrinking_batches_gives_what_each_prompt_gives_alone() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=12,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval()
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 12, length).astype(np.int32) for length in (3, 9, 1, 5, 7, 4, 2, 8)]
+    together = decode(model, prompts, max_tokens=20, temperature=0.0)
+    for prompt, completion in zip(prompts, together, strict=True):
+        tokens = torch.from_numpy(prompt.astype(np.int64))[None]
+        alone = model.generate(tokens, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        assert completion == alone
+    assert len({len(completion) for completion in together}) > 2, "completions end at different steps"
+
+
+def test_policies_are_judged_on_problems_that_no_run_trains_on() -> None:
+    """Sums of two one-digit numbers: so few that a run meets some of the held-out ones."""
+    changes = ["task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}", "trainer.steps=1"]
+    recipe = load_recipe("arithmetic", [*changes, "task.heldout_problems=1", "trainer.batch_size=16"])
+    problems = heldout_problems(recipe, 64, [0, 1], character_tokenizer(64))
+    assert len({problem.prompt_text for problem in problems}) == 64
+    with pytest.raises(FieldError, match=r"--problems = 64.*only"):
+        heldout_problems(
+            load_recipe("arithmetic", [*changes, "task.heldout_problems=1"]), 64, range(6), character_tokenizer(64)
+        )
+
+
+def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
+    recipe = load_recipe("arithmetic")
+    assert loss_scale(recipe) == pytest.approx(64 * 8 / 7)
+    assert (
+        loss_scale(load_recipe("arithmetic", ["algorithm.advantage=group_mean", "algorithm.normalization=token"])) == 1
+    )
+    assert TrlSettings.parse("pipeline") is None
+    assert TrlSettings.parse("trl-continuous-g4") == TrlSettings(4, 1, continuous=True)
+    for wrong in ("trl-x4", "trl-g0", "trl-g", "vllm"):
+        with pytest.raises(FieldError, match="--sides"):
+            TrlSettings.parse(wrong)
+    check_equivalent(recipe, [TrlSettings(steps_per_generation=4)])
+    with pytest.raises(FieldError, match=r"--steps = 100.*multiple of 8"):
+        check_equivalent(recipe, [TrlSettings(steps_per_generation=8)])
+    with pytest.raises(FieldError, match=r"algorithm\.loss = 'ppo_clip'"):
+        check_equivalent(load_recipe("arithmetic", ["algorithm.loss=ppo_clip"]), [])
+
+
+def test_both_environments_have_the_same_torch_and_rewards() -> None:
+    ours = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
+    for package in ("torch", "reasoning_gym", "math-verify", "pydantic"):
+        assert f"{package}=={pinned(package)}" in ours
