@@ -22,8 +22,9 @@ others of their group, since they occupy no slot of an actor, and no step can us
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
 next group. This ceiling is also the start. The floor is B. In between, the limit follows what is measured when a step begins.
-If the trainer had to wait, the limit rises. If complete groups were left over at each of the last `limit / B + 1` steps (a
-change takes so many to have an effect), then this standing queue only makes sequences older, and the limit falls by half of it.
+If the trainer had to wait, the limit rises. A change has had its effect when every group that was issued before it is complete,
+the longest included. If from then on complete groups are left over at each of `limit / B + 1` steps, this standing queue only
+makes sequences older, and the limit falls by half of it.
 Actors that are too fast idle for a part of the time, instead of stockpiling.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
@@ -85,7 +86,9 @@ class IssueBounds:
         self._held_back = 0
         """Samples by which the freshness limit is below its ceiling: so it follows the number of actors."""
         self._left_over: deque[int] = deque()
-        """Samples of complete groups that the last steps left, since the limit changed."""
+        """Samples of complete groups that the last steps left, since a change of the limit has had its effect."""
+        self._changed_at = 0
+        """Number of the first group that was issued under the limit."""
         self._waited = False
         self.steps_begun = 0
         """Optimizer steps that have their batch."""
@@ -116,22 +119,26 @@ class IssueBounds:
         """Whether actors that outrun the trainer are given less than they could do."""
         return self._held_back > 0 and not self._waited
 
-    def begin_step(self, num_actors: int, unlost: int, num_open: int, wait_share: float) -> None:
-        """A step has its batch. `num_open`: groups that are not complete. `wait_share`: of the time since the step before, in
-        which the trainer waited for sequences."""
+    def begin_step(
+        self, num_actors: int, unlost: int, num_open: int, wait_share: float, *, issued: int, oldest_open: int
+    ) -> None:
+        """A step has its batch. `num_open`: groups that are not complete; `oldest_open`: number of the oldest of them, in order
+        of issue from 0; `issued`: the next group's number. `wait_share`: of the time since the step before, in which the
+        trainer waited for sequences."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
             return
         self._waited = wait_share > WAIT_SHARE
-        self._left_over.append((self._unused(unlost) - num_open) * self._group_size)
+        if oldest_open >= self._changed_at:
+            self._left_over.append((self._unused(unlost) - num_open) * self._group_size)
         if self._waited:
-            self._set(limit + max(self._group_size, limit // 8), num_actors)
+            self._set(limit + max(self._group_size, limit // 8), num_actors, issued)
         elif len(self._left_over) > limit / self._batch_size:
             standing = min(self._left_over) // (2 * self._group_size) * self._group_size
             self._left_over.popleft()
             if standing > 0:
-                self._set(limit - standing, num_actors)
+                self._set(limit - standing, num_actors, issued)
 
     def _unused(self, unlost: int) -> int:
         return unlost - self.steps_begun * groups_per_step(self._recipe)
@@ -140,10 +147,11 @@ class IssueBounds:
         slots = self._recipe.actor.sequences_in_progress
         return max(1, num_actors) * (slots + self._group_size) + self._batch_size
 
-    def _set(self, limit: int, num_actors: int) -> None:
+    def _set(self, limit: int, num_actors: int, issued: int) -> None:
         ceiling = self._ceiling(num_actors)
         self._held_back = ceiling - min(ceiling, max(self._batch_size, limit))
         self._left_over.clear()
+        self._changed_at = issued
 
 
 def starts_phase(recipe: Recipe, version: int) -> bool:

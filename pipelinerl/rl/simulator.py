@@ -112,12 +112,12 @@ def simulate(
 
 
 class _Group:
-    """Samples of one prompt. `done`: (length, spans) of those that have finished."""
+    """Samples of one prompt, `number` in order of issue. `done`: (length, spans) of those that have finished."""
 
-    __slots__ = ("done", "lengths")
+    __slots__ = ("done", "lengths", "number")
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+    def __init__(self, number: int, lengths: list[int]) -> None:
+        self.number, self.lengths = number, lengths
         self.done: list[tuple[int, tuple[VersionSpan, ...]]] = []
 
 
@@ -197,8 +197,10 @@ class _Run:
         """In the order in which they take the next groups."""
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
-        self.issued = self.lost = self.complete = 0
-        """Groups: issued, of which nothing was trained, all of whose samples arrived."""
+        self.issued = self.lost = 0
+        """Groups: issued, and of which nothing was trained."""
+        self.open: dict[int, None] = {}
+        """Numbers of groups that are not complete, in order of issue."""
         self.num_waiting = 0
         """Samples that arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
@@ -352,7 +354,8 @@ class _Run:
         for _ in range(allowance):
             if len(self.drawn) < self.group_size:
                 self.drawn.extend(self.lengths.sample(self.random, 10_000 + self.group_size).tolist())
-            self.prompts.append(_Group([self.drawn.popleft() for _ in range(self.group_size)]))
+            self.prompts.append(_Group(self.issued, [self.drawn.popleft() for _ in range(self.group_size)]))
+            self.open[self.issued] = None
             self.issued += 1
         while self.prompts and self.hungry:
             actor = self.hungry.popleft()
@@ -367,7 +370,7 @@ class _Run:
         self.num_waiting += 1
         if len(group.done) == self.group_size:
             self.num_waiting -= self.group_size
-            self.complete += 1
+            del self.open[group.number]
             self.ready.append(group)
             self._take()
         self._issue()
@@ -410,8 +413,14 @@ class _Run:
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]
-            num_open = self.issued - self.complete
-            self.bounds.begin_step(len(self.actors), self.issued - self.lost, num_open, wait_share)
+            self.bounds.begin_step(
+                len(self.actors),
+                self.issued - self.lost,
+                len(self.open),
+                wait_share,
+                issued=self.issued,
+                oldest_open=next(iter(self.open), self.issued),
+            )
             self.taking_for = min(version + 1, steps - 1)
             self._take()
             self._issue()

@@ -178,10 +178,10 @@ def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
 def test_the_freshness_limit_by_hand() -> None:
     bounds = fresh(group_size=2, batch_size=8, slots=16)
 
-    def begin(left_over: int, wait_share: float = 0.0) -> int | None:
-        """`left_over` groups of 2 beyond the batch, and none on its way."""
+    def begin(left_over: int, wait_share: float = 0.0, oldest_open: int = 0) -> int | None:
+        """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
         unlost = 4 * (bounds.steps_begun + 1) + left_over
-        bounds.begin_step(1, unlost, 0, wait_share)
+        bounds.begin_step(1, unlost, 0, wait_share, issued=unlost, oldest_open=oldest_open or unlost)
         assert bounds.in_flight(unlost, num_waiting=3) == 2 * left_over - 3
         return bounds.limit(1)
 
@@ -226,7 +226,8 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
         complete -= 16
         waits.append(now - ready_at)
         left_over.append(complete)
-        bounds.begin_step(actors, unlost, len(generating) + queued, waits[-1] / (waits[-1] + trainer_s))
+        num_open, wait_share = len(generating) + queued, waits[-1] / (waits[-1] + trainer_s)
+        bounds.begin_step(actors, unlost, num_open, wait_share, issued=unlost, oldest_open=unlost - num_open)
         ends_at = now + trainer_s
         fill_slots()
         while generating and generating[0] <= ends_at:

@@ -132,7 +132,16 @@ class Feeder:
 
     def begin_step(self, wait_share: float) -> None:
         """A step has its batch, for which it waited this share of the time since the step before."""
-        self.bounds.begin_step(self._updater.num_present, self._unlost, len(self._tracker.open_groups), wait_share)
+        open_groups = self._tracker.open_groups
+        oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
+        self.bounds.begin_step(
+            self._updater.num_present,
+            self._unlost,
+            len(open_groups),
+            wait_share,
+            issued=self.next_group,
+            oldest_open=oldest,
+        )
         self.look_again()
 
     def look_again(self) -> None:
