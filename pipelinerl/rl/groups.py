@@ -24,7 +24,7 @@ With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch w
 next group. This ceiling is also the start. The floor is B. In between, the limit follows what is measured when a step begins.
 If the trainer had to wait, the limit rises. A change has had its effect when every group that was issued before it is complete,
 the longest included. If from then on complete groups are left over at each of `limit / B + 1` steps, this standing queue only
-makes sequences older, and the limit falls by half of it.
+makes sequences older, and the limit falls by a quarter of it, if it is more than one group.
 Actors that are too fast idle for a part of the time, instead of stockpiling.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
@@ -41,6 +41,7 @@ Not here: which problem comes next, and what happens to a stale sequence (`ledge
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -86,7 +87,7 @@ class IssueBounds:
         self._held_back = 0
         """Samples by which the freshness limit is below its ceiling: so it follows the number of actors."""
         self._left_over: deque[int] = deque()
-        """Samples of complete groups that the last steps left, since a change of the limit has had its effect."""
+        """Complete groups that the last steps left, since a change of the limit has had its effect."""
         self._changed_at = 0
         """Number of the first group that was issued under the limit."""
         self._waited = False
@@ -131,14 +132,14 @@ class IssueBounds:
             return
         self._waited = wait_share > WAIT_SHARE
         if oldest_open >= self._changed_at:
-            self._left_over.append((self._unused(unlost) - num_open) * self._group_size)
+            self._left_over.append(self._unused(unlost) - num_open)
         if self._waited:
             self._set(limit + max(self._group_size, limit // 8), num_actors, issued)
         elif len(self._left_over) > limit / self._batch_size:
-            standing = min(self._left_over) // (2 * self._group_size) * self._group_size
+            standing = min(self._left_over)
             self._left_over.popleft()
-            if standing > 0:
-                self._set(limit - standing, num_actors, issued)
+            if standing > 1:
+                self._set(limit - math.ceil(standing / 4) * self._group_size, num_actors, issued)
 
     def _unused(self, unlost: int) -> int:
         return unlost - self.steps_begun * groups_per_step(self._recipe)

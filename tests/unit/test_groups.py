@@ -186,8 +186,8 @@ def test_the_freshness_limit_by_hand() -> None:
         return bounds.limit(1)
 
     assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 44]  # actors * (16 + 2) + 8
-    assert [begin(left_over) for left_over in (6, 5, 8)] == [26, 26, 26], "26 / 8 + 1 = 4 steps have to begin first"
-    assert begin(7) == 22  # by half of 10 samples, as whole groups
+    assert [begin(left_over) for left_over in (8, 7, 9)] == [26, 26, 26], "26 / 8 + 1 = 4 steps have to begin first"
+    assert begin(8) == 22  # by a quarter of 7 groups, rounded up
     assert (bounds.limit(2), bounds.holds_actors_back) == (40, True)  # an actor more adds its 18
     assert [begin(left_over) for left_over in (3, 0, 3, 3)] == [22] * 4, (
         "one step had nothing left over: no queue stands"
