@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from pipelinerl.messages.sequences import PolicyVersion
@@ -36,35 +37,33 @@ _DIGEST_BYTES = 7
 
 
 def checksum(chunk: Tensor) -> int:
-    """56 bits of a contiguous uint8 tensor in host or device memory: the same number on both; waits for the device.
+    """56 bits of a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
+
+    The two are different numbers, so both ends of a group compute it where that group's chunks live. On one core here XXH3
+    runs at over 50 GB/s while a chunk is in a cache, almost three times as fast as sums by NumPy. It would need a device to
+    send every byte.
+    """
+    if chunk.device.type != "cpu":
+        return device_checksum(chunk)
+    return int.from_bytes(xxhash.xxh3_64_digest(chunk.numpy().data)[:_DIGEST_BYTES], "little")
+
+
+def device_checksum(chunk: Tensor) -> int:
+    """By sums that torch computes where the chunk is: 8 KiB and 8 bytes per row come to the host. Waits for the device.
 
     The bytes are laid out as rows of 1024 words of 64 bits, the last row filled with zeros. All row sums and all column
-    sums, modulo 2^64, are hashed with the number of bytes. Addition modulo 2^64 does not depend on its order, so host and
-    device agree exactly; a device sends 8 KiB and 8 bytes per row to the host. Any change of one, two or three words is
-    found, whatever they are, as is any exchange of rows, columns or two words: what escapes leaves every row's and every
-    column's sum as it was.
-
-    Sums run at the speed of memory (over 15 GiB/s on one core here, where zlib's CRC-32 makes 3.6) and release the GIL. They
-    guard against corruption and mix-ups, not against an attacker.
+    sums, modulo 2^64, are hashed with the number of bytes. Any change of one, two or three words is found, whatever they are,
+    as is any exchange of rows, columns or two words: what escapes leaves every row's and every column's sum as it was.
+    It guards against corruption and mix-ups, not against an attacker.
     """
-    # Not torch on the host: its team of threads would meet that of whatever the process computes meanwhile.
-    sums = host_sums(chunk.numpy()) if chunk.device.type == "cpu" else tensor_sums(chunk).cpu().numpy()
+    sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
-    digest = hashlib.blake2b(sums.astype("<i8", copy=False).data, digest_size=_DIGEST_BYTES, salt=num_bytes)
+    digest = hashlib.blake2b(sums.data, digest_size=_DIGEST_BYTES, salt=num_bytes)
     return int.from_bytes(digest.digest(), "little")
 
 
-def host_sums(chunk: np.ndarray) -> np.ndarray:
-    """int64[rows + COLUMNS], the sums along rows, then along columns."""
-    whole = len(chunk) // ROW_BYTES * ROW_BYTES
-    last = np.zeros(ROW_BYTES, np.uint8)
-    last[: len(chunk) - whole] = chunk[whole:]
-    rows, row = chunk[:whole].view(np.uint64).reshape(-1, COLUMNS), last.view(np.uint64)
-    return np.concatenate((rows.sum(1), row.sum(keepdims=True), rows.sum(0) + row)).view(np.int64)
-
-
 def tensor_sums(chunk: Tensor) -> Tensor:
-    """`host_sums` by torch, where the chunk is."""
+    """int64[rows + COLUMNS], the sums along rows, then along columns."""
     whole = chunk.numel() // ROW_BYTES * ROW_BYTES
     last = chunk.new_zeros(ROW_BYTES)
     last[: chunk.numel() - whole] = chunk[whole:]

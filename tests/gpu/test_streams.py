@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.chunks import checksum, describe
+from pipelinerl.transfer.chunks import checksum, describe, device_checksum
 from pipelinerl.transfer.group import HOST, on_device
 from services.trainer.weight_sync.sender import WeightSender
 
@@ -15,10 +15,10 @@ LONG = 2_000_000_000
 """Cycles: about a second."""
 
 
-def test_checksum_on_the_device_is_that_of_the_host() -> None:
+def test_checksum_on_the_device_is_what_torch_computes_on_the_host() -> None:
     for num_bytes in (64, 8192, 2**20 + 64, 2**26):
         chunk = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-        assert checksum(chunk.cuda()) == checksum(chunk)
+        assert checksum(chunk.cuda()) == device_checksum(chunk)
 
 
 def test_snapshot_is_of_the_weights_before_the_next_step_and_the_host_does_not_wait() -> None:

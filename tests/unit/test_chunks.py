@@ -23,7 +23,7 @@ from pipelinerl.transfer.chunks import (
     checksum,
     chunk_of,
     describe,
-    host_sums,
+    device_checksum,
     pack,
     tensor_sums,
     version_checksum,
@@ -139,18 +139,18 @@ def random_bytes(num_bytes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 64, ROW_BYTES - 8, ROW_BYTES, 5 * ROW_BYTES, 5 * ROW_BYTES + 72])
-def test_sums_of_a_chunk_are_those_of_its_words_on_the_host_and_by_torch(num_bytes) -> None:
+def test_sums_of_a_chunk_are_those_of_its_words(num_bytes) -> None:
     chunk = random_bytes(num_bytes)
     padded = bytes(chunk.numpy()) + bytes(-num_bytes % ROW_BYTES or ROW_BYTES)
     words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
     rows = [sum(words[at : at + 1024]) % 2**64 for at in range(0, len(words), 1024)]
     columns = [sum(words[at::1024]) % 2**64 for at in range(1024)]
 
-    assert host_sums(chunk.numpy()).view("u8").tolist() == rows + columns
     assert tensor_sums(chunk).numpy().view("u8").tolist() == rows + columns
 
 
-def test_checksum_notices_what_sums_could_miss() -> None:
+@pytest.mark.parametrize("checksum", [checksum, device_checksum])
+def test_checksum_notices_every_changed_byte_and_what_sums_could_miss(checksum) -> None:
     chunk = random_bytes(3 * ROW_BYTES)
     words = chunk.view(torch.int64)
     changed = []
@@ -165,6 +165,11 @@ def test_checksum_notices_what_sums_could_miss() -> None:
         copy = words.clone()
         change(copy)
         changed.append(checksum(copy.view(torch.uint8)))
+
+    for index in [*range(200), *range(ROW_BYTES - 4, ROW_BYTES + 4), 3 * ROW_BYTES - 1]:
+        copy = chunk.clone()
+        copy[index] ^= 1 << (index + 1) % 8
+        changed.append(checksum(copy))
 
     assert len({checksum(chunk), *changed}) == 1 + len(changed)
     assert checksum(torch.zeros(64, dtype=torch.uint8)) != checksum(torch.zeros(128, dtype=torch.uint8))
@@ -189,9 +194,16 @@ def test_packing_other_parameters_than_described_is_refused(change, field) -> No
         pack(manifest, weights)
 
 
-def test_flipped_bit_is_noticed_before_the_tensors_are_handed_out() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: sent[3].__setitem__(17, sent[3][17] ^ 1),  # header, chunk 0, header, chunk 1
+        lambda sent: sent.__setitem__(slice(3, 6, 2), sent[5:2:-2]),  # chunk 1 and 2, of one size, under their headers
+    ],
+)
+def test_changed_bit_and_exchanged_chunks_are_noticed_before_the_tensors_are_handed_out(change) -> None:
     wire, sender = transmitted()
-    wire.sent[3][17] ^= 1  # header, chunk 0, header, chunk 1
+    change(wire.sent)
     received = []
 
     with pytest.raises(WrongChunk, match=r"version 1:8, chunk 1: checksum \w+, expected \w+"):

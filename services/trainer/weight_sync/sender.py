@@ -39,7 +39,7 @@ from pipelinerl.transfer.chunks import (
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
-from pipelinerl.transfer.manifest import GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
+from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 from services.trainer.weight_sync.updater import TransferResult
 
@@ -79,22 +79,17 @@ class Snapshot:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
-    def chunk_checksum(self, index: int) -> int:
-        """Of chunk `index`; computed once, so that the first broadcast overlaps it with sending.
+    def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
+        """The chunk's bytes where a group of `placement` sends them from, and their checksum, as computed there.
 
-        On a device it is queued behind the copy into `stream` and waited for: a chunk with a checksum is there.
+        The checksum is computed once, so that the first broadcast overlaps it with sending. On a device it is queued behind the
+        copy into `stream` and waited for: a chunk with a checksum is there.
         """
-        if index not in self._checksums:
-            with self._placement.scope():
-                value = checksum(chunk_of(self.stream, self.manifest.chunks[index]))
-            self._checksums[index] = value
-        return self._checksums[index]
-
-    @property
-    def checksum(self) -> int:
-        """64 bits over the whole version."""
-        values = [self.chunk_checksum(chunk.index) for chunk in self.manifest.chunks]
-        return version_checksum(self.manifest.manifest_id, values)
+        with placement.scope(), self._placement.scope():
+            raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
+            if chunk.index not in self._checksums:
+                self._checksums[chunk.index] = checksum(raw)
+        return raw, self._checksums[chunk.index]
 
 
 class WeightSender:
@@ -164,24 +159,27 @@ class WeightSender:
         """
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
-        checksums: Generator[int, None, None] = (snapshot.chunk_checksum(chunk.index) for chunk in chunks)
+        ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
         if len(chunks) > 1:
-            checksums = prefetch(checksums, 2, f"checksum-{snapshot.version}")
+            ready = prefetch(ready, 2, f"checksum-{snapshot.version}")
 
         def send() -> TransferResult:
+            checksums = []
             try:
-                with placement.scope(), closing(checksums):
-                    for chunk, value in zip(chunks, checksums, strict=True):
-                        header = chunk_header(snapshot.version, chunk, value)
-                        for tensor in (header, chunk_of(snapshot.stream, chunk)):
+                with placement.scope(), closing(ready):
+                    for chunk, (raw, value) in zip(chunks, ready, strict=True):
+                        checksums.append(value)
+                        header = chunk_header(snapshot.version, chunk, value).to(placement.device)
+                        for tensor in (header, raw):
                             if stop.is_set():
                                 raise TransferAborted(f"sending of version {snapshot.version} was given up")
                             left_s = min(started + timeout_s - time.monotonic(), self._stall_timeout_s)
-                            group.broadcast(tensor.to(placement.device, non_blocking=True), left_s)
+                            group.broadcast(tensor, left_s)
             except BaseException:
                 group.close()
                 raise
-            return TransferResult(snapshot.checksum, snapshot.manifest.total_bytes, time.monotonic() - started)
+            whole = version_checksum(snapshot.manifest.manifest_id, checksums)
+            return TransferResult(whole, snapshot.manifest.total_bytes, time.monotonic() - started)
 
         return on_thread(f"broadcast-{snapshot.version}", send)
 
