@@ -38,6 +38,8 @@ class RunTotals:
     sequences_multi_version: float = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
+    largest_lag: int | None = None
+    """By the formula, as of the last step."""
     ended_by_length: dict[str, list[int]] = field(default_factory=dict)
     """Sequences [trained, dropped as stale] by the upper end of a bucket of lengths."""
     ess: list[float] = field(default_factory=list)
@@ -83,6 +85,7 @@ class RunTotals:
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
         self._add_work(record)
         add_ended(self.ended_by_length, record)
+        self.largest_lag = record.get("largest_lag", self.largest_lag)
         if record.get("skipped"):
             self.steps_skipped += 1
             return
@@ -152,6 +155,7 @@ class RunTotals:
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
             "sequence_reasons": None,
             "lag": lag_summary(self.lag_histogram),
+            "largest_lag": self.largest_lag,
             "stale_share_by_length": stale_shares(self.ended_by_length),
             "ess": {"mean": _mean(self.ess), "min": min(self.ess, default=None)},
             "sequences_multi_version_fraction": _ratio(self.sequences_multi_version, self.sequences_trained),

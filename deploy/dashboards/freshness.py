@@ -27,7 +27,7 @@ _LAG = Section(
             "Lag against its bound",
             "Mean, 95th percentile and maximum of the token lag, and algorithm.max_lag where there is one.",
             "The mean well below the bound.",
-            "The mean at the bound: actors wait, and all data is as old as may be. The maximum over it: a defect.",
+            "The mean near the bound: completions take many steps, and long ones are dropped. The maximum over it: a defect.",
             (
                 Query(mean("trainer_token_lag_steps"), "mean"),
                 Query(quantile(0.95, "trainer_token_lag_steps"), "95%"),

@@ -53,7 +53,7 @@ _WHO_WAITS = Section(
         Panel(
             "Actors' places in use",
             "Sequences in progress over actor.sequences_in_progress, by actor.",
-            "Near 1; less where actors outrun the trainer.",
+            "Near 1; less where actors outrun the trainer: they idle rather than stockpile.",
             "Low for all, little in flight: nothing is issued (see allowance). Low for one: it is starved, leaving or stuck.",
             (
                 Query(

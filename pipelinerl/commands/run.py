@@ -53,6 +53,7 @@ def execute(args: argparse.Namespace) -> int:
     from pipelinerl.local.ending import finish
     from pipelinerl.local.progress import open_display
     from pipelinerl.local.runner import LocalRun
+    from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
     from pipelinerl.service.logs import LogContext, configure_logging
 
     page_port, metrics_port = chosen_ports(args)
@@ -60,6 +61,8 @@ def execute(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, notes = make(args, overrides, stack)
+        if problem := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count)):
+            notes.append(f"warning: {problem}")
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
             display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))

@@ -28,6 +28,7 @@ def execute(args: argparse.Namespace) -> int:
     """Exit code 0; raises `UserError` with everything that is wrong otherwise."""
     from pipelinerl.recipe.loading import RecipeError, load_recipe
     from pipelinerl.recipe.preflight import Lacking, examine
+    from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 
     recipe = load_recipe(args.recipe, args.overrides)
     found = examine(recipe)
@@ -35,7 +36,9 @@ def execute(args: argparse.Namespace) -> int:
         raise RecipeError(recipe.name, mistakes)
     print(f"{recipe.name}: valid")
     for name, value in outline(recipe):
-        print(f"  {name:<10}  {value}")
+        print(f"  {name:<11}  {value}")
+    if warning := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.count)):
+        print(f"warning:\n  - {warning}")
     if found:
         print("not runnable on this machine:")
     for problem in found:
@@ -55,7 +58,8 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.sampling.max_tokens} tokens"),
         ("actors", f"{recipe.actor.count} x {recipe.actor.sequences_in_progress} sequences in progress"),
         ("algorithm", _algorithm(recipe)),
-        ("max lag", "-" if lag is None else str(lag)),
+        ("max lag", "-" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
+        ("largest lag", _largest_lag(recipe)),
         (
             "trainer",
             f"{recipe.trainer.steps} steps of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
@@ -65,6 +69,18 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("ranks", _ranks(recipe)),
         ("evaluation", f"{recipe.task.heldout_problems} problems every {recipe.evaluation.every_steps} steps"),
     ]
+
+
+def _largest_lag(recipe: Recipe) -> str:
+    """By the formula; how long completions are in the mean is not known before a run."""
+    from pipelinerl.rl.throughput import recipe_lag
+
+    longest, actors = recipe.sampling.max_tokens, recipe.actor.count
+    if recipe.mode == "conventional":
+        return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
+    means = sorted({longest, max(1, longest // 4)}, reverse=True)
+    lags = [f"{recipe_lag(recipe, actors, longest, mean)} for a mean length of {mean}" for mean in means]
+    return f"{', '.join(lags)} tokens (⌈H I L / (L̄ B)⌉, L = {longest})"
 
 
 def _algorithm(recipe: Recipe) -> str:

@@ -134,7 +134,9 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  held-out accuracy  {percent(first)} -> {percent(last)}"
     if lag.get("mean") is not None:
         span = "" if multi is None else f"; {percent(multi)} of the sequences span several policy versions"
-        yield f"  token lag          mean {number(lag['mean'], 2)}, p95 {number(lag['p95'])}, max {number(lag['max'])}{span}"
+        formula = "" if summary.get("largest_lag") is None else f", by the formula {summary['largest_lag']}"
+        figures = f"mean {number(lag['mean'], 2)}, p95 {number(lag['p95'])}, max {number(lag['max'])}{formula}"
+        yield f"  token lag          {figures}{span}"
     if ess.get("mean") is not None:
         yield f"  ESS                mean {number(ess['mean'], 3)}, min {number(ess['min'], 3)}"
     if (rate := (summary.get("tokens_per_s") or {}).get("computed")) is not None:

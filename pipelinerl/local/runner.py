@@ -37,6 +37,7 @@ from pipelinerl.local.progress import Display, RunState
 from pipelinerl.local.services import COMMANDS, ServiceLaunches, available_cores, initial_model, plan_threads
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
+from pipelinerl.rl.throughput import too_small_max_lag
 from pipelinerl.run_dir import MOST_ACTORS, RunDir, newest_checkpoint, read_json, write_json, write_whole
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.address import ServiceAddress
@@ -100,6 +101,7 @@ class LocalRun:
         self._given_up: set[int] = set()
         self._kept: dict[int, asyncio.Task[None]] = {}
         """What restarts each actor."""
+        self._told_of_lag = False
         self._interrupts = 0
         self._stop_by_s: float | None = None
         self._trainer_address: ServiceAddress | None = None
@@ -371,7 +373,17 @@ class LocalRun:
     async def _refresh(self) -> None:
         while True:
             self._show()
+            self._tell_of_lag()
             await asyncio.sleep(self.refresh_s)
+
+    def _tell_of_lag(self) -> None:
+        """Once, as the trainer's log does, when the lengths of completions are known."""
+        lag = self._state.last.get("largest_lag")
+        if lag is None or self._told_of_lag or self._state.step <= lag:
+            return
+        if problem := too_small_max_lag(self.recipe, lag):
+            self._told_of_lag = True
+            self._note(f"warning: {problem}")
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the run goes on

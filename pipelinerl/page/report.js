@@ -28,7 +28,7 @@ const PrlReport = (() => {
       ["Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],
       ["Trainer", `${number(rate.computed)} tokens/s`, `while it computes${s.mfu_mean === null || s.mfu_mean === undefined ? "" : `, MFU ${percent(s.mfu_mean)}`}; memory ${number(s.memory_peak_gib)} GiB at most`],
-      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps`],
+      ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; largest by the formula ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
       ["In flight", percent(s.sequences_multi_version_fraction), "of sequences span two or more versions"],
       ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],

@@ -161,6 +161,8 @@ class SequenceTracker:
         self.tokens = {outcome.value: 0 for outcome in Outcome}
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Sequences by `length_bucket`, since they were taken."""
+        self.longest_tokens, self._num_ended = 1, 0
+        """Of the sequences that were trained or dropped as stale, since this process began."""
         self.open_groups: dict[str, OpenGroup] = {}
         """In order of issue."""
         self.issued_groups = 0
@@ -234,6 +236,11 @@ class SequenceTracker:
             if group.queue_position is not None and group.queue_position < first_position
         ]
 
+    @property
+    def mean_tokens(self) -> float:
+        """Completion tokens of a sequence that was trained or dropped as stale, since this process began; at least 1."""
+        return max(1.0, sum(self.tokens[outcome.value] for outcome in self._lengths) / max(1, self._num_ended))
+
     def take_ended_by_length(self) -> dict[str, list[int]]:
         """Sequences [trained, dropped as stale] since the last call, by `length_bucket`."""
         trained, stale = self._lengths[Outcome.TRAINED], self._lengths[Outcome.DROPPED_STALE]
@@ -252,7 +259,10 @@ class SequenceTracker:
         self._close([sequence.sequence_id for sequence in ended], outcome, reason, **more)
         self.tokens[outcome.value] += sum(sequence.num_completion_tokens for sequence in ended)
         if outcome in self._lengths:
-            self._lengths[outcome].update(length_bucket(sequence.num_completion_tokens) for sequence in ended)
+            lengths = [sequence.num_completion_tokens for sequence in ended]
+            self._lengths[outcome].update(map(length_bucket, lengths))
+            self.longest_tokens = max(self.longest_tokens, *lengths, 0)
+            self._num_ended += len(lengths)
 
     def _close(self, ids: list[str], outcome: Outcome, reason: str = "", **more: int) -> None:
         self.ledger.close(ids, outcome, reason)

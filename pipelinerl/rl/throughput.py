@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import Recipe
 
 Floats = NDArray[np.float64]
 
@@ -104,6 +105,41 @@ def largest_lag(in_progress: int, batch_size: int, longest: float, mean: float) 
     """g_max = ⌈H I L / (L̄ B)⌉ optimizer steps: the lag of the oldest token of a pipeline whose generators have `in_progress`
     (H · I) sequences in all, when no finished sequence waits. Lengths in tokens."""
     return math.ceil(in_progress * longest / (mean * batch_size))
+
+
+def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
+    """The largest lag of a run with so many actors, whose slots are full, and completions of such lengths in tokens; without
+    them the least that it can be: all are equally long. In conventional mode it is G - 1, whatever the lengths."""
+    if recipe.mode == "conventional":
+        return recipe.algorithm.conventional_g - 1
+    in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
+    return largest_lag(in_progress, recipe.trainer.batch_size, longest, mean)
+
+
+def allowed_lag(recipe: Recipe) -> int | None:
+    """Largest lag of a token in a sequence that `algorithm.max_lag` lets pass, as long as its actors are in time: of a mean, it
+    is twice that, since lag falls evenly from the oldest token to the newest. None: unbounded."""
+    algorithm = recipe.algorithm
+    return (
+        algorithm.max_lag
+        if algorithm.max_lag is None or algorithm.max_lag_of == "oldest_token"
+        else 2 * algorithm.max_lag
+    )
+
+
+def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
+    """What is wrong with a lag limit below `lag`, the largest of this recipe: the feeder holds back what would fill the slots,
+    and long sequences are too old when they end. None where nothing is."""
+    allowed = allowed_lag(recipe)
+    if allowed is None or lag <= allowed:
+        return None
+    needed = lag if recipe.algorithm.max_lag_of == "oldest_token" else math.ceil(lag / 2)
+    others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
+    fix = (
+        f"is below the largest lag with full slots, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and long sequences are "
+        f"dropped; use at least {needed}{others}"
+    )
+    return FieldError("algorithm.max_lag", recipe.algorithm.max_lag, fix)
 
 
 def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:

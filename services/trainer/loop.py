@@ -23,6 +23,7 @@ from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.rl.throughput import recipe_lag
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, evaluates_first
 from services.trainer.data.evaluation import Evaluator
@@ -299,6 +300,9 @@ class OptimizerLoop:
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         record["sequences"] = self._tracker.ledger.counts.as_dict()
         record["ended_by_length"] = self._tracker.take_ended_by_length()
+        record["largest_lag"] = recipe_lag(
+            self._recipe, self._updater.num_present, self._tracker.longest_tokens, self._tracker.mean_tokens
+        )
         self._resume.journal.flush()  # who hears of the step may audit it
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 

@@ -38,7 +38,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import yaml
-from playwright.async_api import Browser
+from playwright.async_api import Browser, Route
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
@@ -382,6 +382,14 @@ async def settled(shown: OpenPage, client: httpx.AsyncClient) -> str:
         )
 
 
+async def with_actors_held_back(route: Route) -> None:
+    """The trainer's answer, as if it were the slower side."""
+    answer = await route.fetch()
+    news = await answer.json()
+    news.get("state", {})["actors_held_back"] = True
+    await route.fulfill(response=answer, json=news)
+
+
 async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> None:
     """While the verifier is held, so that the trainer has used up what there was."""
     verifier = tour.run.pids()["verifier"]
@@ -403,6 +411,12 @@ async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> 
             )
             assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
             assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
+            lag = tour.run.metrics()[-1]["largest_lag"]
+            assert f"largest by the formula {lag}; " in await shown.page.inner_text("[data-tile=lag] .note")
+            await shown.page.route("**/page/news*", with_actors_held_back)
+            await shown.until(
+                "() => document.querySelector('[data-tile=busy] .note').textContent.includes('idle rather than stockpile')"
+            )
         finally:
             os.killpg(verifier, signal.SIGCONT)
 
@@ -661,6 +675,7 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
     assert summary["sequences_multi_version_fraction"] > 0
     assert summary["lag"]["max"] <= 4
+    assert summary["largest_lag"] == records[-1]["largest_lag"] >= 1
     assert all(record["value_loss"] >= 0 for record in records)
     assert records[-1]["weight_update"]["members"] == 2
     assert set(run.pids()) == {"nats", "verifier", "trainer", "actor-0", "actor-1"}

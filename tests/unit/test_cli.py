@@ -142,6 +142,14 @@ def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
     assert sorted(workplace.rglob("*")) == before
 
 
+def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:
+    code, printed, _ = pipelinerl("validate", "smollm2", "--set", "algorithm.max_lag=0")
+    assert code == 0
+    assert "largest lag  1 for a mean length of 16, 4 for a mean length of 4 tokens" in printed  # H = B = 32
+    assert "algorithm.max_lag = 0: is below the largest lag" in printed
+    assert "below" not in pipelinerl("validate", "smollm2")[1]
+
+
 def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
     code, printed, _ = pipelinerl("validate", "smollm2", "--set", "reward.scorer=no_such_package_here:score")
     assert code == 0

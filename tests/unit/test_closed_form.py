@@ -15,8 +15,11 @@ from pipelinerl.rl.throughput import (
     conventional_rate,
     generation_rate,
     largest_lag,
+    recipe_lag,
     split,
+    too_small_max_lag,
 )
+from tests.unit.builders import make_recipe
 
 
 def test_the_papers_worked_case() -> None:
@@ -63,6 +66,28 @@ def test_a_curve_between_and_beyond_its_points() -> None:
 def test_the_largest_lag_by_hand() -> None:
     assert largest_lag(in_progress=128, batch_size=128, longest=64, mean=22) == 3  # 2.91
     assert largest_lag(in_progress=64, batch_size=128, longest=10, mean=10) == 1
+
+
+def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None:
+    recipe = make_recipe(
+        actor={"sequences_in_progress": 96},
+        trainer={"batch_size": 64},
+        algorithm={"max_lag": 8},
+    )
+    assert recipe_lag(recipe, 2) == 3  # 2 · 96 / 64, of completions of one length
+    assert recipe_lag(recipe, 2, longest=60, mean=20) == 9
+    assert too_small_max_lag(recipe, 8) is None
+    assert str(too_small_max_lag(recipe, 9)).startswith(
+        "algorithm.max_lag = 8: is below the largest lag with full slots"
+    )
+    assert "= 9: generation is throttled, and long sequences are dropped; use at least 9" in str(
+        too_small_max_lag(recipe, 9)
+    )
+    of_mean = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"max_lag_of": "mean"})})
+    assert too_small_max_lag(of_mean, 16) is None  # from 16 to 0, evenly: 8
+    assert "use at least 9," in str(too_small_max_lag(of_mean, 17))
+    conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 4})
+    assert (recipe_lag(conventional, 2), too_small_max_lag(conventional, 3)) == (3, None)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ async def test_stale_sequences_are_dropped_and_their_group_is_issued_again() -> 
         assert (counts.dropped_stale, counts.failed) == (2, 0)
         assert one.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"lag above max_lag": 2}
         assert (one.tracker.take_ended_by_length(), one.tracker.take_ended_by_length()) == ({"16": [0, 2]}, {})
+        assert (one.tracker.longest_tokens, one.tracker.mean_tokens) == (2, 2.0)
         assert one.tracker.lost_groups == 1
         # (2 + 1 + 1) * 2 = 8 groups and one replacement, of which 4 were issued before.
         assert len(await one.take_issued()) == 5

@@ -34,7 +34,7 @@ class Desk:
         self.run_dir, self.registry, self.taken = run_dir, CollectorRegistry(), 0
         self.recorder = Recorder(make_recipe(**sections), files, TrainerMetrics(self.registry))
 
-    def step(self, skipped: str = "") -> dict[str, Any]:
+    def step(self, skipped: str = "", **more: Any) -> dict[str, Any]:
         """Trains on a group of two sequences, one of them of two versions."""
         group = make_group(self.taken)
         members = (make_sequence(group, 0), make_sequence(group, 1, spans=TWO_VERSIONS))
@@ -46,6 +46,7 @@ class Desk:
             "step_s": {"compute": 0.1, "wait": 7.0, "total": 9.0},
             "idle_s": 0.02,
             "sequences": LedgerCounts(trained=4 * self.taken, dropped_stale=6 * self.taken).as_dict(),
+            **more,
         }
         self.recorder.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
@@ -75,6 +76,16 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     assert desk.recorder.totals.sequences_trained == 4, "of the one step that changed weights"
     assert desk.recorder.totals.ess == [0.9]
     assert (desk.of("token_lag_steps_count"), desk.of("steps_skipped_total")) == (8, 1)
+
+
+def test_a_lag_limit_that_throttles_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFiles(tmp_path) as files:
+        desk = Desk(tmp_path, files, algorithm={"max_lag": 1})
+        for lag in (1, 2, 2, 2):  # 2: first at a step in which the longest of the first sequences may be on their way
+            desk.step(largest_lag=lag)
+            assert len(caplog.records) == (desk.taken > 2)
+    assert "algorithm.max_lag = 1" in caplog.text
+    assert desk.summary()["largest_lag"] == 2
 
 
 def test_a_run_of_skipped_steps_only_has_no_shares(desk: Desk) -> None:

@@ -35,10 +35,10 @@ def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
 def records() -> list[dict[str, Any]]:
     return [
         step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
-             ended_by_length={"64": [3, 1]},
+             ended_by_length={"64": [3, 1]}, largest_lag=9,
              weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
-             ended_by_length={"16": [2, 0], "64": [5, 3]},
+             ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, tokens_generated=390, ess=None, multi_version_fraction=0.6,
              weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
@@ -57,6 +57,7 @@ def test_everything_that_the_steps_tell() -> None:
     }  # fmt: skip
     # 250 tokens: 90 of lag 0, 105 of 1, 50 of 2, 5 of 10; mean (105 + 100 + 50) / 250; 245 >= 0.95 * 250 = 237.5 at lag 2
     assert summary["lag"] == {"mean": 1.02, "p95": 2.0, "max": 10.0}
+    assert summary["largest_lag"] == 7
     assert summary["stale_share_by_length"] == {"16": 0.0, "64": 4 / 12}
     assert summary["ess"] == {"mean": 0.8, "min": 0.7}
     assert summary["weight_updates"] == {
@@ -130,7 +131,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert "done after 1m 15s: 3 optimizer steps" in text
     assert "held-out accuracy  25.0% -> 75.0%" in text
-    assert "mean 1.02, p95 2, max 10; 60.0% of the sequences span several policy versions" in text
+    assert "mean 1.02, p95 2, max 10, by the formula 7; 60.0% of the sequences span several policy versions" in text
     assert "trainer            160 tokens/s while it computes, MFU 25.0%" in text
     assert f"report             {tmp_path}/report.html" in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text

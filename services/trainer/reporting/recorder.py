@@ -19,6 +19,7 @@ from pipelinerl.kube.client import Pod
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import all_equal
 from pipelinerl.rl.ledger import Outcome
+from pipelinerl.rl.throughput import too_small_max_lag
 from pipelinerl.run_summary import RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
@@ -75,6 +76,7 @@ class Recorder:
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
+        self._warned_of_lag = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
@@ -128,6 +130,7 @@ class Recorder:
         self._files.append(METRICS, record)
         self.metrics.steps.observe(record)
         self._advise(record)
+        self._warn_of_lag(record)
         weights = figures.get(SAMPLED_WEIGHTS, {})
         for sequence in sampled_sequences(batch):
             known = weights.get(sequence.sequence_id)
@@ -314,6 +317,13 @@ class Recorder:
         self._replicas.step(
             0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0)
         )
+
+    def _warn_of_lag(self, record: StepRecord) -> None:
+        """Once, when the first sequences have ended, the longest included: until then lengths are those of the short ones."""
+        problem = too_small_max_lag(self._recipe, record["largest_lag"])
+        if problem is not None and not self._warned_of_lag and record["step"] > record["largest_lag"]:
+            self._warned_of_lag = True
+            log.warning("%s", problem)
 
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
