@@ -1,4 +1,4 @@
-"""Held-out accuracy of several runs, over time and over training samples: how fast, and how much is learnt of a sample."""
+"""Pictures of comparisons of whole runs: held-out accuracy over time and over training samples, and throughput over lag."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 PANELS = (("time_s", "seconds since the first version was served"), ("samples", "sequences trained on"))
+LAG_PANELS = (("lag_mean", "mean lag of a token, optimizer steps"), ("lag_max", "largest lag, optimizer steps"))
+OUR_SHADES = ("#d1495b", "#e07a5f", "#edae49", "#8d0801")
+OTHER_SHADES = ("#9ecae1", "#6baed6", "#3182bd", "#08519c")
 
 
 def plot(runs: Sequence[Mapping[str, Any]], threshold: float, path: Path) -> None:
@@ -40,15 +43,48 @@ def plot(runs: Sequence[Mapping[str, Any]], threshold: float, path: Path) -> Non
     pyplot.close(figure)
 
 
+def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Sequences per second over mean and over largest lag, a line for each mode.
+
+    `rows` have `side`, `samples_per_s`, `lag_mean` and `lag_max`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sides = [row["side"] for row in rows]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, (key, label) in zip(axes, LAG_PANELS, strict=True):
+        for mode in dict.fromkeys(side.partition("-")[0] for side in sides):
+            points = sorted(
+                (row[key], row["samples_per_s"], row["side"]) for row in rows if row["side"].partition("-")[0] == mode
+            )
+            style = _style(mode, sides)
+            axis.plot([lag for lag, *_ in points], [rate for _, rate, _ in points], marker="o", label=mode, **style)
+            for lag, rate, side in points:
+                axis.annotate(_label(side), (lag, rate), (4, 4), textcoords="offset points", fontsize=7)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("sequences trained on per second")
+    axes[0].set_ylim(bottom=0)
+    axes[-1].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
 def _label(mode: str) -> str:
-    kind, _, g = mode.partition("-")
-    return f"{kind}, G = {g}" if g.isdigit() else mode
+    kind, _, number = mode.partition("-")
+    if not number.isdigit():
+        return mode
+    return f"{kind}, lag \N{LESS-THAN OR EQUAL TO} {number}" if kind == "pipeline" else f"{kind}, G = {number}"
 
 
 def _style(mode: str, modes: Sequence[str]) -> dict[str, Any]:
-    """The pipeline stands out; conventional runs go from light to dark with their place in the list."""
-    if mode == "pipeline":
-        return {"color": "#d1495b", "linewidth": 2.2, "zorder": 3}
-    others = [other for other in modes if other != "pipeline"]
-    shades = ("#9ecae1", "#6baed6", "#3182bd", "#08519c")
-    return {"color": shades[others.index(mode) % len(shades)], "linewidth": 1.4}
+    """The pipeline stands out in red; other sides go from light to dark with their place in the list."""
+    ours = mode.startswith("pipeline")
+    alike = [other for other in modes if other.startswith("pipeline") == ours]
+    place = alike.index(mode) if mode in alike else 0
+    if ours:
+        return {"color": OUR_SHADES[place % len(OUR_SHADES)], "linewidth": 2.2 if place == 0 else 1.4, "zorder": 3}
+    return {"color": OTHER_SHADES[place % len(OTHER_SHADES)], "linewidth": 1.4}

@@ -1,219 +1,169 @@
-"""Time to held-out accuracy 0.9: pipeline mode against conventional mode with G = 1, 2, 4, 8 optimizer steps per phase.
+"""Pipeline mode against conventional mode on the same cores: throughput by lag, and time to a held-out accuracy.
 
-    python -m benchmarks.pipeline_vs_conventional [--recipe arithmetic] [--modes pipeline conventional-4 ...]
-                                                  [--seeds 0 1 ...] [--steps N] [--set a.b=c ...]
+    python -m benchmarks.pipeline_vs_conventional [--recipe arithmetic] [--sides pipeline pipeline-1 conventional-4 ...]
+                                                  [--seeds 0 1 2 3 4] [--steps N] [--accuracy 0.9] [--problems 1024]
+                                                  [--every 2] [--set a.b=c ...] [--minutes M] [--quick]
 
-Each run is an ordinary `pipelinerl run` of the same recipe and seed, one after another, and ends early once the threshold
-was reached twice. Time counts from the first policy version served. Evaluations are the same in all modes: every
-`--every` steps, a multiple of every G, because a conventional run sends a version only every G steps. Results: a JSON
-file, a table (Markdown) and a plot (PNG, SVG) of held-out accuracy over time and over training samples.
+Sides: `pipeline`, with the recipe's `max_lag`; `pipeline-L`, with `max_lag` L; `conventional-G`, with G optimizer steps for
+each generation phase, and so a largest lag of G - 1. Conventional mode generates on all cores, then trains on all cores.
+Everything else is the recipe's, for all sides alike; nothing is tuned for one.
 
-It tunes nothing: all modes have the recipe's learning rate. On a machine where actor and trainer share the cores, the
-time that pipelining saves is what either would have waited, not what separate accelerators would save.
+Each run is an ordinary one of all services that saves its policy every `--every` steps instead of evaluating it; clocks stand
+still meanwhile (`saved_runs.py`). Afterwards all policies answer the same problems, and times to the accuracy are interpolated
+(`crossing.py`). The best of each mode are compared among all sides, and among those whose largest lag is at most that of
+conventional mode with G steps. What is finished is kept, and the same command goes on from there (`side_comparison.py`): begin
+with one seed of all sides, then give the others to the best ones.
+`--quick` tries it out in some minutes and writes no result. Results of other recipes stay in the result files.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
-import signal
-import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from benchmarks.accuracy_plot import plot
-from benchmarks.learning_curve import figures, times_reached
-from benchmarks.result_files import write_result
-from benchmarks.table import table
-from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.local.processes import log_tail
+from benchmarks.accuracy_plot import plot, plot_frontier
+from benchmarks.result_files import kept_rows, write_result
+from benchmarks.saved_runs import Run, run_recipe
+from benchmarks.side_comparison import (
+    PIPELINE,
+    SideRun,
+    add_arguments,
+    compared,
+    comparison_rows,
+    measure,
+    median,
+    parsed,
+)
+from benchmarks.table import COLUMNS, table
+from pipelinerl.errors import FieldError
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.run_summary import read_jsonl
 
-RESULTS = Path(__file__).parent / "results"
-NAME = "pipeline_vs_conventional"
-GENERATION_PHASES = (1, 2, 4, 8)
-THRESHOLD, TIMES = 0.9, 2
-LOOK_S, STOP_S = 0.5, 30.0
-COLUMNS = (
-    "mode", "seeds", "reached", "time_to_threshold_s", "speed_of_pipeline", "samples_to_threshold", "tokens_to_threshold",
-    "steps", "step_s", "samples_per_s", "lag_mean", "ess_mean", "actor_busy", "trainer_busy", "heldout_last",
+NAME, AT_EQUAL_LAG = "pipeline_vs_conventional", "pipeline_at_equal_lag"
+CONVENTIONAL = "conventional"
+SIDES = (
+    PIPELINE, *(f"{PIPELINE}-{lag}" for lag in (1, 3, 7)), *(f"{CONVENTIONAL}-{steps}" for steps in (1, 2, 4, 8)),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Mode:
-    """`g` = 0: pipeline; else conventional with that G."""
+class Side:
+    """What a side's name says."""
 
-    g: int = 0
+    mode: str
+    number: int | None = None
+    """The largest lag of pipeline mode, None for the recipe's; G of conventional mode."""
 
     @classmethod
-    def parse(cls, text: str) -> Mode:
-        """`pipeline` or `conventional-G`. Raises `FieldError`."""
-        kind, _, g = text.partition("-")
-        if text == "pipeline":
-            return cls()
-        if kind == "conventional" and g.isdigit() and int(g) > 0:
-            return cls(int(g))
-        raise FieldError("--modes", text, "use pipeline or conventional-G, such as conventional-4")
+    def parse(cls, text: str) -> Side:
+        """Raises `FieldError`."""
+        mode, _, number = text.partition("-")
+        if text == PIPELINE:
+            return cls(PIPELINE)
+        if mode in (PIPELINE, CONVENTIONAL) and number.isdigit() and int(number) > 0:
+            return cls(mode, int(number))
+        fix = "use pipeline, pipeline-L for a largest lag of L, or conventional-G for G steps in each phase"
+        raise FieldError("--sides", text, fix)
 
-    def __str__(self) -> str:
-        return f"conventional-{self.g}" if self.g else "pipeline"
+    def largest_lag(self, recipe: Recipe) -> float:
+        """That the mode permits, in optimizer steps; infinite without a limit."""
+        if self.mode == CONVENTIONAL:
+            assert self.number is not None
+            return self.number - 1
+        lag = recipe.algorithm.max_lag if self.number is None else self.number
+        return math.inf if lag is None else lag
 
-    def overrides(self, recipe: Recipe) -> list[str]:
-        """Conventional mode reaches lag G - 1 by definition: a smaller bound would drop what it generates."""
-        if not self.g:
-            return ["mode=pipeline"]
-        max_lag = recipe.algorithm.max_lag
-        enough = [] if max_lag is None else [f"algorithm.max_lag={max(max_lag, self.g - 1)}"]
-        return ["mode=conventional", f"algorithm.conventional_g={self.g}", *enough]
-
-
-def overrides_of(mode: Mode, seed: int, recipe: Recipe, steps: int, every: int, extra: Sequence[str]) -> list[str]:
-    return [
-        *extra,
-        *mode.overrides(recipe),
-        f"seed={seed}",
-        f"trainer.steps={steps}",
-        f"evaluation.every_steps={every}",
-    ]
-
-
-def steps_of(recipe: Recipe, asked: int, modes: Sequence[Mode], every: int) -> int:
-    """Steps of every run: whole phases of every G, at least what was asked for. Raises `FieldError` for `--every`."""
-    wrong = [mode.g for mode in modes if mode.g and every % mode.g]
-    if wrong:
-        raise FieldError("--every", every, f"a version is sent every {wrong[0]} steps: give a multiple of it")
-    steps = asked or recipe.trainer.steps
-    longest = max((mode.g for mode in modes), default=0) or 1
-    return -(-steps // longest) * longest
+    def changed(self, recipe: Recipe) -> Recipe:
+        """The recipe as this side runs it. Conventional mode reaches its largest lag by definition: a smaller limit would
+        drop what it generates."""
+        algorithm, lag = dict[str, Any](), self.largest_lag(recipe)
+        if self.mode == CONVENTIONAL:
+            max_lag = recipe.algorithm.max_lag
+            algorithm = {"conventional_g": self.number, "max_lag": None if max_lag is None else max(max_lag, int(lag))}
+        elif self.number is not None:
+            algorithm = {"max_lag": self.number}
+        changes = {"mode": self.mode, "algorithm": recipe.algorithm.model_copy(update=algorithm)}
+        return recipe.model_copy(update=changes)
 
 
-def run(name: str, recipe: str, overrides: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """The records of one run, ended early when the threshold was reached often enough. Raises `ServiceError`."""
-    settings = [argument for override in overrides for argument in ("--set", override)]
-    command = [
-        sys.executable,
-        "-m",
-        "pipelinerl.cli",
-        "run",
-        recipe,
-        "--run-dir",
-        str(folder),
-        "--name",
-        name,
-        *settings,
-    ]
-    log = folder.with_suffix(".log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    try:
-        early = follow(process, folder / "metrics.jsonl")
-    finally:
-        stop(process)
-    if not early and process.returncode != 0:
-        raise ServiceError(f"run {name} exited with code {process.returncode}: {log_tail(log)}")
-    return read_jsonl(folder / "metrics.jsonl")
+def whole_phases(steps: int, sides: Sequence[Side]) -> int:
+    """At least `steps`: so many that every conventional side ends with a whole phase. Pure."""
+    phase = math.lcm(*(side.number or 1 for side in sides if side.mode == CONVENTIONAL))
+    return -(-steps // phase) * phase
 
 
-def follow(process: subprocess.Popen[bytes], metrics: Path) -> bool:
-    """Returns when the process ended (False) or the threshold was reached often enough (True)."""
-    while True:
-        try:
-            process.wait(LOOK_S)
-            return False
-        except subprocess.TimeoutExpired:
-            if times_reached(read_jsonl(metrics), THRESHOLD) >= TIMES:
-                return True
+def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accuracy: float) -> list[dict[str, Any]]:
+    """The best of both modes among sides whose largest lag is at most that of each conventional side, and among all. Pure.
 
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C to a run that is under way, which ends every process of it in order."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # the second kills what is left
-            process.wait(STOP_S)
-
-
-def rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each mode: medians over its seeds. A median over seeds that did not all arrive is None. Pure."""
-    modes = dict.fromkeys(run["mode"] for run in runs)
-    found = [_row(mode, [run for run in runs if run["mode"] == mode]) for mode in modes]
-    pipeline = next((row["time_to_threshold_s"] for row in found if row["mode"] == "pipeline"), None)
-    for row in found:
-        own = row["time_to_threshold_s"]
-        row["speed_of_pipeline"] = round(own / pipeline, 2) if own and pipeline else None
-    return found
-
-
-def _row(mode: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    reached = sum(run["time_to_threshold_s"] is not None for run in runs)
-    numbers = [key for key in COLUMNS if all(key in run for run in runs) and key != "mode"]
-    return {
-        "mode": mode,
-        "seeds": len(runs),
-        "reached": f"{reached}/{len(runs)}",
-        **{key: _median([run[key] for run in runs]) for key in numbers},
-    }
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return round(statistics.median(present), 3) if len(present) == len(values) else None
-
-
-def write(results: dict[str, Any], folder: Path) -> None:
-    write_result(folder / f"{NAME}.json", results)
-    (folder / f"{NAME}.md").write_text(table(results["rows"], COLUMNS) + "\n", encoding="utf-8")
-    for kind in ("svg", "png"):
-        plot(results["runs"], THRESHOLD, folder / f"{NAME}.{kind}")
+    `_fastest`: the side of most samples per second; `throughput_ratio`: the pipeline's to the conventional one's.
+    `_soonest`: the side with the shortest median time to the accuracy; `time_ratio`: the conventional one's to the pipeline's,
+    over seeds that both have. Above 1 the pipeline is better.
+    """
+    lag_of = {name: Side.parse(name).largest_lag(recipe) for name in found}
+    bounds = sorted({lag for name, lag in lag_of.items() if name.startswith(CONVENTIONAL) and lag > 0})
+    throughput = {name: median([run.figures["samples_per_s"] for run in runs]) or 0.0 for name, runs in found.items()}
+    time_s = {name: compared(runs, (), accuracy)[0].value for name, runs in found.items()}
+    rows = []
+    for bound in [*bounds, math.inf]:
+        of_mode = {
+            mode: [name for name, lag in lag_of.items() if name.startswith(mode) and lag <= bound]
+            for mode in (PIPELINE, CONVENTIONAL)
+        }
+        if not all(of_mode.values()):
+            continue
+        fastest = {mode: max(names, key=throughput.__getitem__) for mode, names in of_mode.items()}
+        soonest = {mode: min(names, key=time_s.__getitem__) for mode, names in of_mode.items()}
+        ratio, seeds = compared(found[soonest[CONVENTIONAL]], found[soonest[PIPELINE]], accuracy)[1:]
+        rows.append(
+            {
+                "recipe": recipe.name,
+                "largest_lag": "any" if math.isinf(bound) else int(bound),
+                "pipeline_fastest": fastest[PIPELINE],
+                "conventional_fastest": fastest[CONVENTIONAL],
+                "throughput_ratio": round(throughput[fastest[PIPELINE]] / throughput[fastest[CONVENTIONAL]], 3),
+                "pipeline_soonest": soonest[PIPELINE],
+                "conventional_soonest": soonest[CONVENTIONAL],
+                "time_ratio": ratio.shown if ratio else None,
+                "time_ratio_interval": ratio.interval if ratio else None,
+                "seeds": len(seeds),
+            }
+        )
+    return rows
 
 
 def main() -> None:
-    everything = ["pipeline", *(f"conventional-{g}" for g in GENERATION_PHASES)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="arithmetic", help="recipe file or name")
-    parser.add_argument("--modes", nargs="+", default=everything, help=f"of {', '.join(everything)}")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=0, help="optimizer steps of a run at most; 0 = the recipe's")
-    parser.add_argument("--every", type=int, default=8, help="optimizer steps between two evaluations")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="as for a run")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    modes = [Mode.parse(text) for text in arguments.modes]
-    steps = steps_of(recipe, arguments.steps, modes, arguments.every)
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in arguments.seeds:
-            for mode in modes:
-                settings = overrides_of(mode, seed, recipe, steps, arguments.every, arguments.overrides)
-                name = f"{mode}-s{seed}"
-                records = run(name, arguments.recipe, settings, Path(folder) / name)
-                runs.append({"mode": str(mode), "seed": seed, **figures(records, THRESHOLD)})
-                print({key: value for key, value in runs[-1].items() if key != "curve"}, file=sys.stderr, flush=True)
-    machine = {
-        "cores": available_cores(),
-        "system": platform.machine(),
-        "load_average_after": round(os.getloadavg()[0], 2),
-    }
-    results = {
-        "benchmark": NAME, "recipe": recipe.name, "threshold": THRESHOLD, "steps_at_most": steps,
-        "evaluation_every_steps": arguments.every, "machine": machine, "rows": rows(runs), "runs": runs,
-    }  # fmt: skip
-    write(results, arguments.output)
-    print(table(results["rows"], COLUMNS))
+    add_arguments(parser, SIDES, seeds=(0, 1, 2, 3, 4))
+    arguments = parsed(parser)
+    sides = {name: Side.parse(name) for name in arguments.sides}
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, "mode=pipeline"])
+    steps = whole_phases(arguments.steps or recipe.trainer.steps, list(sides.values()))
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
+    load_before = round(os.getloadavg()[0], 2)
+
+    def make_run(side: str, of_seed: Recipe, initial: str) -> Run:
+        return partial(run_recipe, sides[side].changed(of_seed), arguments.every)
+
+    found = measure(recipe, arguments, make_run)
+    rows, best = comparison_rows(recipe, found, arguments, load_before), best_at_lags(found, recipe, arguments.accuracy)
+    print(table(rows, COLUMNS[NAME]), table(best, COLUMNS[AT_EQUAL_LAG]), sep="\n\n")
+    if arguments.quick:
+        return
+    machine = {"cores": available_cores(), "system": platform.machine()}
+    for name, measured in ((NAME, rows), (AT_EQUAL_LAG, best)):
+        path = arguments.output / f"{name}.json"
+        kept = kept_rows(path, "recipe", [recipe.name])
+        write_result(path, {"benchmark": name, "machine": machine, "rows": [*kept, *measured]})
+    runs = [run for row in rows for run in row["runs"]]
+    plot(runs, arguments.accuracy, arguments.output / f"{NAME}_{recipe.name}.svg")
+    plot_frontier(rows, arguments.output / f"frontier_{recipe.name}.svg")
 
 
 if __name__ == "__main__":

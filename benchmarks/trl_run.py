@@ -130,18 +130,19 @@ class PolicySaver(TrainerCallback):
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder, self._every = folder, every
-        self._began_at = self._saving_s = 0.0
+        self._began_at = 0.0
         self.ended_s: dict[int, float] = {}
+        self.saving_s: dict[int, float] = {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._began_at = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: PreTrainedModel, **_: Any) -> None:
         step, now = state.global_step, time.perf_counter()
-        self.ended_s[step] = now - self._began_at - self._saving_s
+        self.ended_s[step] = now - self._began_at - sum(self.saving_s.values())
         if step % self._every == 0 or step == state.max_steps:
             model.save_pretrained(self._folder / f"step-{step}")
-        self._saving_s += time.perf_counter() - now
+        self.saving_s[step] = time.perf_counter() - now
 
 
 def main() -> None:
@@ -175,7 +176,8 @@ def main() -> None:
         if "reward" in entry:  # a step that generated, also for those after it
             generated = {"reward_mean": entry["reward"], "completion_tokens_mean": entry["completions/mean_length"]}
         grad_norm = entry["grad_norm"] * job["loss_scale"]
-        steps.append({"step": step, "time_s": round(ended_s, 4), "grad_norm": grad_norm, **generated})
+        times = {"time_s": round(ended_s, 4), "saving_s": saver.saving_s[step]}
+        steps.append({"step": step, **times, "grad_norm": grad_norm, **generated})
     lines = "".join(json.dumps(step) + "\n" for step in steps)
     (folder / "steps.jsonl").write_text(lines, encoding="utf-8")
 

@@ -1,14 +1,15 @@
 """Time to a held-out accuracy: our pipeline against TRL's GRPOTrainer on the same machine, from the same initial weights.
 
     python -m benchmarks.versus_trl [--recipe arithmetic] [--sides pipeline trl trl-g4 ...] [--seeds 0 1 2] [--steps N]
-                                    [--accuracy 0.9] [--problems 1024] [--every 2] [--set a.b=c ...] [--quick]
+                                    [--accuracy 0.9] [--problems 1024] [--every 2] [--set a.b=c ...] [--minutes M] [--quick]
 
 Both sides get the same problems in the same order, reward functions, batch, group size, optimizer, schedule, temperature, and
 all cores. Ours is an ordinary `pipelinerl run`; TRL runs in an environment of its own (`trl_environment.py`), with the loss
-that `trl_run.py` describes. Neither evaluates: both save their policy every `--every` steps, and afterwards all of them are
-judged alike on the same problems (`saved_policies.py`). Time counts from the first version served, and from TRL's first step;
-TRL's clock stands still while it saves, ours goes on. Times to the accuracy are interpolated between saved policies, with
-bootstrap intervals over problems and seeds (`crossing.py`).
+that `trl_run.py` describes. Neither evaluates: both save their policy every `--every` steps, and afterwards they are judged
+alike on the same problems (`saved_policies.py`). Time counts from the first version served, and from TRL's first step; both
+clocks stand still while a policy is saved. Times to the accuracy are interpolated between saved policies, with bootstrap
+intervals over problems and seeds (`crossing.py`). What is finished is kept, and the same command goes on from there
+(`side_comparison.py`).
 
 Sides: `pipeline`; `trl`, with settings of TRL appended: `g4`: one generation for four optimizer steps; `m2`: two micro-batches
 a step; `eager`: attention in plain operations instead of PyTorch's fused one; `continuous`: transformers' continuous batching
@@ -22,37 +23,27 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import sys
-import tempfile
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy_plot import plot
-from benchmarks.crossing import CrossingEstimate, JudgedRun, crossing_estimates
 from benchmarks.result_files import kept_rows, write_result
-from benchmarks.saved_runs import (
-    SavedRun,
-    initial_policy,
-    judged,
-    run_figures,
-    run_process,
-    run_recipe,
-    saved_steps,
-    saving,
-)
+from benchmarks.saved_runs import Run, run_figures, run_recipe
+from benchmarks.side_comparison import PIPELINE, add_arguments, comparison_rows, measure, parsed
 from benchmarks.table import COLUMNS, table
-from benchmarks.trl_environment import pinned, trl_environment, trl_python
-from pipelinerl.errors import FieldError
+from benchmarks.trl_environment import ROOT, pinned, trl_environment, trl_python
+from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.local.processes import log_tail
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_summary import read_jsonl
 
-NAME, PIPELINE = "versus_trl", "pipeline"
-RESULTS = Path(__file__).parent / "results"
+NAME = "versus_trl"
 SIDES = (PIPELINE, "trl", "trl-eager", "trl-eager-g4", "trl-continuous")
 EQUIVALENT = {
     "algorithm.loss": "reinforce",
@@ -106,16 +97,26 @@ def check_equivalent(recipe: Recipe, settings: Sequence[TrlSettings]) -> None:
             raise FieldError("trainer.batch_size", recipe.trainer.batch_size, fix)
 
 
-def run_trl(recipe: Recipe, initial: str, settings: TrlSettings, every: int, folder: Path) -> SavedRun:
+def run_trl(
+    recipe: Recipe, initial: str, settings: TrlSettings, every: int, folder: Path
+) -> tuple[dict[int, float], dict[str, Any]]:
     """Raises `ServiceError` when the run fails, `UserError` when TRL cannot be installed."""
-    python, job, out = trl_python(), folder / "job.json", folder / "policies"
-    out.mkdir()
-    job.write_text(json.dumps(trl_job(recipe, initial, settings, every, out)), encoding="utf-8")
-    run_process([str(python), "-m", "benchmarks.trl_run", str(job)], folder / "run.log", trl_environment())
-    records = read_jsonl(out / "steps.jsonl")
+    python, job = trl_python(), folder / "job.json"
+    job.write_text(json.dumps(trl_job(recipe, initial, settings, every, folder.resolve())), encoding="utf-8")
+    run_process([str(python), "-m", "benchmarks.trl_run", str(job.resolve())], folder / "run.log", trl_environment())
+    records = read_jsonl(folder / "steps.jsonl")
     times_s = {record["step"]: record["time_s"] for record in records}
-    lag = (settings.steps_per_generation - 1) / 2  # 0 to G - 1 optimizer steps, equally often
-    return SavedRun(saved_steps(out), times_s, run_figures(records, times_s, lag, dropped_stale=0.0))
+    trained, most = recipe.trainer.steps * recipe.trainer.batch_size, settings.steps_per_generation - 1
+    lags = {"lag_mean": most / 2, "lag_max": most}  # 0 to G - 1 optimizer steps, equally often
+    return times_s, {**run_figures(records, times_s, trained, folder), **lags, "dropped_stale": 0.0}
+
+
+def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    """To its end. Raises `ServiceError` with what it said last."""
+    with log.open("wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise ServiceError(f"{' '.join(command)} exited with code {done.returncode}: {log_tail(log)}")
 
 
 def loss_scale(recipe: Recipe) -> float:
@@ -153,115 +154,30 @@ def trl_job(recipe: Recipe, initial: str, settings: TrlSettings, every: int, out
     }
 
 
-def side_row(
-    runs: Sequence[JudgedRun], figures: Sequence[Mapping[str, Any]], accuracy: float, estimate: CrossingEstimate
-) -> dict[str, Any]:
-    """Medians over the runs of one side, one for each seed. Pure."""
-    reached = sum(bool((run.accuracies >= accuracy).any()) for run in runs)
-    return {
-        "accuracy": accuracy,
-        "reached": f"{reached}/{len(runs)}",
-        "time_to_accuracy_s": estimate.time_s.shown,
-        "time_interval_s": estimate.time_s.interval,
-        "speed_of_pipeline": estimate.ratio.shown if estimate.ratio else None,
-        "speed_interval": estimate.ratio.interval if estimate.ratio else None,
-        **{key: _median([run[key] for run in figures]) for key in figures[0]},
-        "accuracy_first": _median([float(run.accuracies[0]) for run in runs]),
-        "accuracy_last": _median([float(run.accuracies[-1]) for run in runs]),
-    }
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return round(statistics.median(present), 4) if present else None
-
-
-def curve(run: JudgedRun, batch_size: int) -> list[dict[str, Any]]:
-    """Each saved policy, as the plot and the result file have it."""
-    points = zip(run.versions.tolist(), run.times_s.tolist(), run.accuracies.tolist(), strict=True)
-    return [
-        {
-            "version": version,
-            "time_s": round(time_s, 3),
-            "samples": version * batch_size,
-            "accuracy": round(accuracy, 4),
-        }
-        for version, time_s, accuracy in points
-    ]
-
-
-def compare(recipe: Recipe, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs every side with every seed, one run at a time, and judges what it saved. A row for each side, with its `runs`."""
-    from benchmarks.saved_policies import PolicyJudge, heldout_problems, load_tokenizer, with_spares
-
-    wider = recipe.task.model_copy(update={"heldout_problems": with_spares(arguments.problems)})
-    initial = initial_policy(recipe.model_copy(update={"task": wider}))  # no demonstration of what it is judged on
-    recipe, tokenizer = saving(recipe, initial, arguments.every), load_tokenizer(initial)
-    judge = PolicyJudge(recipe, heldout_problems(recipe, arguments.problems, arguments.seeds, tokenizer), tokenizer)
-    initial_right = judge.right(initial)
-    runs: dict[str, list[JudgedRun]] = {side: [] for side in arguments.sides}
-    figures: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
-    for seed in arguments.seeds:
-        of_seed = recipe.model_copy(update={"seed": seed})
-        for side in arguments.sides:
-            settings = TrlSettings.parse(side)
-            with tempfile.TemporaryDirectory() as name:
-                if settings is None:
-                    saved = run_recipe(of_seed, Path(name), f"versus-trl-s{seed}")
-                else:
-                    saved = run_trl(of_seed, initial, settings, arguments.every, Path(name))
-                run = judged(saved, initial_right, judge.right)
-            runs[side].append(run)
-            figures[side].append(saved.figures)
-            print(
-                f"{side}, seed {seed}: {saved.figures}, accuracy {run.accuracies.round(3)}", file=sys.stderr, flush=True
-            )
-    estimates = crossing_estimates(runs, arguments.accuracy, PIPELINE)
-    return [
-        {
-            "recipe": recipe.name,
-            "side": side,
-            **side_row(runs[side], figures[side], arguments.accuracy, estimates[side]),
-            "runs": [
-                {"mode": side, "seed": seed, **of_run, "curve": curve(run, recipe.trainer.batch_size)}
-                for seed, run, of_run in zip(arguments.seeds, runs[side], figures[side], strict=True)
-            ],
-        }
-        for side in arguments.sides
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="arithmetic", help="recipe file or name")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), help=f"default: {' '.join(SIDES)}")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=0, help="optimizer steps of a run; 0 = the recipe's")
-    parser.add_argument("--accuracy", type=float, default=0.9, help="held-out accuracy to be reached")
-    parser.add_argument("--problems", type=int, default=1024, help="held-out problems that policies are judged on")
-    parser.add_argument("--every", type=int, default=2, help="optimizer steps between two saved policies")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="as for a run")
-    parser.add_argument("--quick", action="store_true", help="12 steps, one seed; writes no result")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.every, arguments.seeds = 12, 4, [0]
+    add_arguments(parser, SIDES, seeds=(0, 1, 2))
+    arguments = parsed(parser)
     steps = [f"trainer.steps={arguments.steps}"] if arguments.steps else []
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *steps, "mode=pipeline"])
     check_equivalent(recipe, [one for one in map(TrlSettings.parse, arguments.sides) if one is not None])
-    path, load = arguments.output / f"{NAME}.json", round(os.getloadavg()[0], 2)
-    rows = compare(recipe, arguments)
+    path, load_before = arguments.output / f"{NAME}.json", round(os.getloadavg()[0], 2)
+
+    def make_run(side: str, of_seed: Recipe, initial: str) -> Run:
+        settings = TrlSettings.parse(side)
+        if settings is None:
+            return partial(run_recipe, of_seed, arguments.every)
+        return partial(run_trl, of_seed, initial, settings, arguments.every)
+
+    rows = comparison_rows(recipe, measure(recipe, arguments, make_run), arguments, load_before)
     print(table(rows, COLUMNS[NAME]))
     if arguments.quick:
         return
-    conditions = {"steps": recipe.trainer.steps, "problems": arguments.problems, "load_before": load}
-    rows = [{**row, **conditions} for row in rows]
     machine = {"cores": available_cores(), "system": platform.machine(), "TRL": pinned("trl"), "torch": pinned("torch")}
     kept = kept_rows(path, "recipe", [recipe.name])
     write_result(path, {"benchmark": NAME, "machine": machine, "rows": [*kept, *rows]})
     runs = [run for row in rows for run in row["runs"]]
-    for kind in ("svg", "png"):
-        plot(runs, arguments.accuracy, arguments.output / f"{NAME}_{recipe.name}.{kind}")
+    plot(runs, arguments.accuracy, arguments.output / f"{NAME}_{recipe.name}.svg")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
+from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
+from benchmarks.saved_runs import judged, lags, saved_run, times_of
+from benchmarks.side_comparison import SideRun, curve
 from benchmarks.trl_environment import pinned
-from benchmarks.versus_trl import TrlSettings, check_equivalent, curve, loss_scale
+from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
 from services.trainer.warmstart.supervised import character_tokenizer
@@ -116,3 +119,80 @@ def test_both_environments_have_the_same_torch_and_rewards() -> None:
     ours = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
     for package in ("torch", "reasoning_gym", "math-verify", "pydantic"):
         assert f"{package}=={pinned(package)}" in ours
+
+
+def test_no_clock_counts_the_saving_of_policies() -> None:
+    """The first step began 2 s before its record; each of the first two records' saving is missing from all times after it."""
+    records = [
+        {"policy_version": 1, "time_s": 5.0, "step_s": {"total": 2.0}, "saving_s": 0.5, "lag_histogram": {"0": 30}},
+        {"policy_version": 2, "time_s": 7.0, "step_s": {"total": 2.0}, "saving_s": 0.25, "lag_histogram": {"0": 10, "2": 40}},
+        {"policy_version": 3, "time_s": 8.0, "step_s": {"total": 1.0}, "saving_s": 0.0, "lag_histogram": {"1": 20}},
+    ]  # fmt: skip
+    assert times_of(records) == {1: 1.5, 2: 3.25, 3: 4.25}
+    assert lags(records) == {"lag_mean": 1.0, "lag_max": 2.0}
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    """Ten policies, of which the third answers all problems. Goal 0.5 of 4 problems: certain from 1.25 on, so never."""
+    made, seen = [], []
+
+    def make(folder: Path) -> tuple[dict[int, float], dict[str, float]]:
+        made.append(folder)
+        for version in range(1, 11):
+            (folder / f"step-{version}").mkdir()
+            (folder / f"step-{version}" / "model.safetensors").touch()
+        return {version: 2.0 * version for version in range(1, 12)}, {"step_s": 2.0}
+
+    def judge(policy: Path) -> np.ndarray:
+        if len(seen) == 4:
+            raise InterruptedError
+        seen.append(policy.name)
+        return np.full(400, policy.name == "step-3")
+
+    (tmp_path / "half-done").touch()
+    run = saved_run(tmp_path, make)
+    with pytest.raises(InterruptedError):
+        judged(run, np.zeros(400, bool), judge, 0.5)
+    seen.pop(0)
+    curve_of = judged(saved_run(tmp_path, make), np.zeros(400, bool), judge, 0.5)
+    assert made == [tmp_path]
+    assert not (tmp_path / "half-done").exists()
+    assert curve_of.versions.tolist() == [0, 1, 2, 3, 7, 10], "after the goal is certain, one in four and the last"
+    assert curve_of.times_s.tolist() == [0, 2, 4, 6, 14, 20]
+    assert curve_of.accuracies.tolist() == [0, 0, 0, 1, 0, 0]
+
+
+def test_sides_of_both_modes_differ_in_the_mode_and_its_lag_alone() -> None:
+    recipe = load_recipe("arithmetic")
+    assert (recipe.algorithm.max_lag, recipe.mode) == (4, "pipeline")
+    changed = Side.parse("conventional-8").changed(recipe)
+    assert (changed.mode, changed.algorithm.conventional_g, changed.algorithm.max_lag) == ("conventional", 8, 7)
+    assert Side.parse("conventional-2").changed(recipe).algorithm.max_lag == 4, "no limit below the recipe's"
+    assert Side.parse("pipeline-1").changed(recipe).algorithm.max_lag == 1
+    assert Side.parse("pipeline").changed(recipe) == recipe
+    for wrong in ("pipeline-0", "conventional", "conventional-x", "trl"):
+        with pytest.raises(FieldError, match="--sides"):
+            Side.parse(wrong)
+    assert whole_phases(10, [Side.parse(text) for text in ("pipeline-7", "conventional-2", "conventional-3")]) == 12
+
+
+def test_the_best_of_each_mode_are_compared_at_equal_largest_lag() -> None:
+    """Half of the problems are answered after `time_s`. With lag at most 1: pipeline-1 (10 and 20 s for two seeds) against
+    conventional-2 (24 and 36 s), not conventional-1. With any lag conventional-4 is faster, and soonest, with one seed."""
+
+    def side(rate: float, *times_s: float) -> list[SideRun]:
+        return [SideRun(seed, run, {"samples_per_s": rate}) for seed, run in enumerate(learned_at(*times_s))]
+
+    found = {
+        "pipeline": side(180, 12, 24),  # the recipe's limit is 4
+        "pipeline-1": side(150, 10, 20),
+        "conventional-1": side(80, 30, 50),
+        "conventional-2": side(100, 24, 36),
+        "conventional-4": side(120, 20),
+    }
+    lag_1, lag_3, any_lag = best_at_lags(found, load_recipe("arithmetic"), 0.5)
+    assert (lag_1["largest_lag"], lag_1["throughput_ratio"], lag_1["time_ratio"], lag_1["seeds"]) == (1, 1.5, 2.0, 2)
+    assert (lag_1["pipeline_fastest"], lag_1["conventional_soonest"]) == ("pipeline-1", "conventional-2")
+    assert (lag_3["largest_lag"], lag_3["throughput_ratio"], lag_3["time_ratio"], lag_3["seeds"]) == (3, 1.25, 2.0, 1)
+    assert (any_lag["largest_lag"], any_lag["throughput_ratio"]) == ("any", 1.5)
+    assert (any_lag["pipeline_fastest"], any_lag["pipeline_soonest"]) == ("pipeline", "pipeline-1")
