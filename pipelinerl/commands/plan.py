@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,25 +57,30 @@ def execute(args: argparse.Namespace) -> int:
     """Exit code 0. Raises `UserError` for what cannot be planned."""
     from pipelinerl.errors import FieldError
     from pipelinerl.recipe.loading import load_recipe
-    from pipelinerl.rl.planner import Model, make_plan, usual_kv_bytes
+    from pipelinerl.rl.planner import Model, counted, make_plan, usual_kv_bytes
 
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
         raise FieldError("mode", recipe.mode, "shares no accelerators between actors and trainer; --set mode=pipeline")
     for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
         value = getattr(args, option)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise FieldError(f"--{option.replace('_', '-')}", value, "give a number above 0")
     parameters = size_of(args.parameters)
     kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else usual_kv_bytes(parameters)
     model = Model(parameters, kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
     lengths, source = lengths_of(args.lengths, recipe)
     machine = machine_of(args.accelerator, model, recipe, lengths)
-    plan = make_plan(recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress)
+    plan = make_plan(
+        recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress,
+        tell=lambda what: print(f"{what} ...", file=sys.stderr, flush=True),
+    )  # fmt: skip
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
         return 0
-    print(f"{recipe.name}: a plan for {args.accelerators} accelerators ({machine.name}); all times are modelled")
+    print(
+        f"{recipe.name}: a plan for {counted(args.accelerators, 'accelerator')} ({machine.name}); all times are modelled"
+    )
     for name, value in outline(plan, source):
         print(f"  {name:<12}  {value}")
     print("why:")
@@ -106,13 +113,16 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
                 raise FieldError(
                     "--lengths", bar[0], "a bar needs 1 token or more, FROM below TO, and a weight above 0"
                 )
+            if last > recipe.sampling.max_tokens:
+                fix = f"is longer than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
+                raise FieldError("--lengths", bar[0], fix)
             weights += [(tokens, weight / (last - first + 1)) for tokens in range(first, last + 1)]
         source = "as given"
     else:
         weights, source = trained_lengths(Path(text), recipe.sampling.max_tokens)
     lengths = Lengths.of(weights)
     if lengths.longest > recipe.sampling.max_tokens:
-        fix = f"{lengths.longest} tokens are more than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
+        fix = f"has {lengths.longest} tokens, more than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
         raise FieldError("--lengths", text, fix)
     return lengths, source
 
@@ -190,15 +200,16 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
     """What a person wants to see of a plan, as (name, value) rows. Pure."""
+    from pipelinerl.rl.planner import counted
     from pipelinerl.run_summary import lag_summary
 
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
-    conventional = plan.conventional / plan.rate
+    conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
     return [
         ("lengths", f"mean {lengths.mean:,.0f}, longest {lengths.longest:,} tokens ({source})"),
-        ("actors", f"{split.num_generators} of {_accelerators(machine.per_actor)} each, H = {split.sequences_in_progress}"),
-        ("trainer", f"{_accelerators(split.num_trainers)}, a rank on each"),
+        ("actors", f"{split.num_generators:,} of {per_actor} each, H = {split.sequences_in_progress}"),
+        ("trainer", f"{counted(split.num_trainers, 'accelerator')}, a rank on each"),
         ("throughput", f"{plan.rate / lengths.mean:,.1f} sequences/s, {plan.rate:,.0f} tokens/s; {batch_s:.3g} s a step"),
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
         (
@@ -210,10 +221,6 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
         ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {plan.conventional_g})"),
     ]  # fmt: skip
-
-
-def _accelerators(count: int) -> str:
-    return f"{count:,} accelerator{'s' if count > 1 else ''}"
 
 
 def _stale(plan: Plan) -> str:

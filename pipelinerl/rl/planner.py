@@ -11,7 +11,7 @@ Not here: what a model needs of activations, of several accelerators in one acto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipelinerl.errors import FieldError
@@ -39,6 +39,12 @@ MOST_STALE = 0.01
 AS_FAST = 0.99
 """Of the highest rate: a difference that no model tells."""
 IN_PROGRESS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FASTEST_STEP_S = 2e-3
+"""A decode step below that is one of which a data sheet says little: engines need milliseconds around it."""
+MOST_PER_ACTOR = 64
+"""Accelerators, as `actor.engine.tensor_parallel_size` allows."""
+_MOST_SPLITS = 4096
+"""Numbers of actors that are looked at."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Simulated at most: larger systems are simulated as a part of themselves."""
 
@@ -119,8 +125,11 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
     if kv_gib * GIB < held_bytes:
-        needed = math.ceil((model.weights_bytes + held_bytes) * per_actor / (memory_gib * GIB))
-        fix = f"weights of {model.weights_bytes / GIB:.0f} GiB do not fit {accelerator.name}; use at least {needed}"
+        needed = 2 ** math.ceil(math.log2((model.weights_bytes + held_bytes) * per_actor / (memory_gib * GIB)))
+        large = f"weights of {model.weights_bytes / GIB:,.0f} GiB and {held_bytes / GIB:,.1f} GiB of KV cache for one sequence"
+        fix = f"{large} do not fit {accelerator.name}; use {needed}"
+        if needed > MOST_PER_ACTOR:
+            fix = f"{large} do not fit {MOST_PER_ACTOR} {accelerator.name}, the most that an actor may have"
         raise FieldError("actor.engine.tensor_parallel_size", per_actor, fix)
 
     def step_s(in_progress: int) -> float:
@@ -183,8 +192,10 @@ def make_plan(
     lengths: Lengths,
     num_accelerators: int,
     sequences_in_progress: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The fastest split of the accelerators within the recipe's lag limit; `sequences_in_progress`: H, None = the best one.
+    `tell` hears of each simulation, which takes some seconds for a large system.
 
     Raises `FieldError` for what cannot be planned.
     """
@@ -199,6 +210,7 @@ def make_plan(
         fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
         raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
     candidates = [h for h in IN_PROGRESS if h <= most_in_progress] or [most_in_progress]
+    most_actors = (num_accelerators - fewest_ranks) // machine.per_actor
     splits = [
         split(
             machine.decode,
@@ -210,15 +222,17 @@ def make_plan(
             num_accelerators - num_actors * machine.per_actor,
         )
         for h in ([sequences_in_progress] if sequences_in_progress else candidates)
-        for num_actors in range(1, (num_accelerators - fewest_ranks) // machine.per_actor + 1)
+        for num_actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
     ]
 
     def update_s(one: Split) -> float:
         return model.weights_bytes / NETWORK + CONTROL_S * one.num_generators
 
+    batch_tokens = recipe.trainer.batch_size * lengths.mean
+
     def rate(one: Split) -> float:
         """A version is sent when the one before is served: no step is shorter than that."""
-        return min(one.rate, recipe.trainer.batch_size * lengths.mean / update_s(one))
+        return min(one.rate, batch_tokens / update_s(one))
 
     def best(of: list[Split]) -> Split:
         """That with the freshest data of those about as fast as the fastest."""
@@ -228,10 +242,17 @@ def make_plan(
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
-        fix = f"the longest sequences are {smallest} steps old in any split; raise it, or trainer.batch_size"
+        fix = (
+            f"the longest sequences are at least {counted(smallest, 'step')} old in any split; use at least {smallest}"
+        )
+        fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
     chosen = best(allowed)
     while True:
+        actors = counted(chosen.num_generators, "actor")
+        tell(
+            f"simulating {actors} with H = {chosen.sequences_in_progress} and {counted(chosen.num_trainers, 'trainer rank')}"
+        )
         played, share = play(recipe, machine, lengths, chosen, update_s(chosen))
         fresher = [one for one in allowed if one.largest_lag <= 0.9 * chosen.largest_lag]
         if played.stale_share <= MOST_STALE or not fresher:
@@ -247,13 +268,13 @@ def make_plan(
     reasons = (
         _why_this_split(chosen, fastest, rate(fastest) / rate(chosen), max_lag),
         _why_this_h(chosen.sequences_in_progress, sequences_in_progress, most_in_progress),
-        f"{chosen.sequences_in_progress} sequences hold {held:,.0f} tokens each on average, prompt and the part of the "
-        f"completion that exists: {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
+        f"{counted(chosen.sequences_in_progress, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
+        f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
         f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
         f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest_ranks} or more would do",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
         f"{update_s(chosen):.2g} s of each weight update comes on top",
-        *_warnings(recipe, chosen, update_s(chosen), lengths),
+        *_warnings(recipe, machine, chosen, fewest_ranks, update_s(chosen), batch_tokens),
     )
     conventional = phase * lengths.mean / phase_s
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, chosen.largest_lag + 1, reasons)
@@ -261,8 +282,8 @@ def make_plan(
 
 def _why_this_split(chosen: Split, fastest: Split, times_as_fast: float, max_lag: int | None) -> str:
     sides = (
-        f"{chosen.num_generators} actors make {chosen.generation:,.0f} tokens/s at most, and {chosen.num_trainers} "
-        f"trainer ranks train on {chosen.training:,.0f}"
+        f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
+        f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
     )
     if times_as_fast * AS_FAST <= 1:
         return f"{sides}: no other split is noticeably faster"
@@ -270,7 +291,7 @@ def _why_this_split(chosen: Split, fastest: Split, times_as_fast: float, max_lag
         why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag = {max_lag}"
     else:
         why = f"it would drop more than {MOST_STALE:.0%} of the sequences as stale"
-    faster = f"{fastest.num_generators} actors with H = {fastest.sequences_in_progress}"
+    faster = f"{counted(fastest.num_generators, 'actor')} with H = {fastest.sequences_in_progress}"
     return f"{sides}; {faster} would be {times_as_fast:.2f} times as fast, but {why}"
 
 
@@ -282,21 +303,40 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
     return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
 
 
-def _warnings(recipe: Recipe, chosen: Split, update_s: float, lengths: Lengths) -> Iterator[str]:
-    """What keeps the plan from using all that there is."""
-    step_s = recipe.trainer.batch_size * lengths.mean / chosen.rate
-    if update_s > AS_FAST * step_s:
+def _warnings(
+    recipe: Recipe, machine: Machine, chosen: Split, fewest_ranks: int, update_s: float, batch_tokens: float
+) -> Iterator[str]:
+    """What keeps the plan from using all that there is, and what makes it doubtful."""
+    batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
+    if update_s > AS_FAST * batch_tokens / chosen.rate:
         yield (
             f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
-            f"raise trainer.batch_size = {recipe.trainer.batch_size}"
+            f"raise trainer.batch_size = {batch_size}"
         )
-    spare = max(chosen.generation, chosen.training) / chosen.rate
-    if spare > 1.25:
-        side = "trainer" if chosen.training > chosen.generation else "actors"
+    used = min(chosen.rate, batch_tokens / update_s)
+    actors = math.ceil(chosen.num_generators * used / chosen.generation)
+    ranks = max(fewest_ranks, math.ceil(chosen.num_trainers * used / chosen.training))
+    enough, there_are = (count * machine.per_actor for count in (actors, chosen.num_generators))
+    enough, there_are = enough + ranks, there_are + chosen.num_trainers
+    if enough < 0.8 * there_are:
+        limits = f"trainer.batch_size = {batch_size}" + (
+            "" if max_lag is None else f" or algorithm.max_lag = {max_lag}"
+        )
         yield (
-            f"the {side} could do {spare:.1f} times as much: fewer accelerators would be as fast, unless "
-            f"trainer.batch_size = {recipe.trainer.batch_size} or algorithm.max_lag = {recipe.algorithm.max_lag} is raised"
+            f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
+            f"to use all of them, raise {limits}"
         )
+    step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
+    if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
+        yield (
+            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without what an engine does around it: "
+            f"expect less, or measure (--accelerator FILE)"
+        )
+
+
+def counted(count: int, what: str) -> str:
+    """`1 actor`, `2,048 actors`."""
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def play(
