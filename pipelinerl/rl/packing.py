@@ -11,6 +11,9 @@ matter.
 What one sequence costs has a linear term in its tokens and a causal term in pairs of them. Costs are FLOPs of a forward pass
 where the model is known, and tokens where it is not; planning needs their proportions only.
 
+Sequences of one prompt that share a micro-batch can share the prompt's tokens too: only the completions of the others cost
+something. They are planned as pieces, which are not taken apart.
+
 Deterministic: equal inputs give equal plans. Not here: tensors, padding to multiples (sequence parallelism does that when it
 splits a row), memory traffic, kernels.
 """
@@ -20,7 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,25 +157,86 @@ class StepPlan:
         return max(0.0, 1 - sum(map(sum, self.costs)) / (num_ranks * self.cost))
 
 
+Prompt = tuple[Hashable, int]
+"""What tells a prompt from others, and its tokens."""
+PIECES = (1, 4, 16, 0)
+"""Sequences of one prompt fill at most the budget over this, for several ranks to choose from; 0 = each is by itself.
+
+Small pieces can be spread evenly, large ones compute a prompt less often."""
+COPIES_OF_A_TOKEN = 8
+"""So many copies of a shared token take the memory of one token more: they exist inside attention alone."""
+
+
 def plan_step(
     lengths: Sequence[int],
     budget: int,
     num_ranks: int,
     cost_model: CostModel = UNIT_COST,
     outputs: Counts | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> StepPlan:
     """Micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
 
     Each slot has one for each of `num_ranks`, in ⌈(best-fit-decreasing bins) / ranks⌉ slots; one rank gets what
-    `plan_microbatches` gives. No slot is empty on all ranks. Raises `FieldError` when one sequence alone exceeds the
-    budget.
+    `plan_microbatches` gives. No slot is empty on all ranks. With `prompts`, one for each sequence and contained in its
+    length, a micro-batch computes a prompt once for all sequences that have it, except in attention; several ranks get the
+    shortest plan over `PIECES`. Raises `FieldError` when one sequence alone exceeds the budget.
     """
-    cost = [float(each) for each in cost_model.of(lengths, outputs)]
+    tokens = [int(length) for length in lengths]
+    costs = cost_model.of(lengths, outputs)
+    if prompts is None:
+        return _planned(tokens, costs.tolist(), budget, num_ranks)
+    plans = []
+    for share in PIECES if num_ranks > 1 else PIECES[:1]:
+        pieces = _pieces(tokens, prompts, budget // share if share else 0)
+        members = [piece.members for piece in pieces]
+        of_pieces = [float(costs[piece.members].sum()) - cost_model.per_token * piece.copied_tokens for piece in pieces]
+        plan = _planned([piece.room for piece in pieces], of_pieces, budget, num_ranks)
+        slots = [[[index for piece in bin_ for index in members[piece]] for bin_ in bins] for bins in plan.slots]
+        plans.append(StepPlan(slots, plan.costs))
+    return min(plans, key=lambda plan: plan.cost)
+
+
+@dataclass
+class _Piece:
+    """Sequences that stay together, because they share a prompt."""
+
+    members: list[int]
+    tokens: int
+    """That are computed."""
+    copied_tokens: int = 0
+    """That would be computed in addition if each had its own prompt."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of the budget."""
+        return self.tokens + math.ceil(self.copied_tokens / COPIES_OF_A_TOKEN)
+
+
+def _pieces(lengths: list[int], prompts: Sequence[Prompt], most: int) -> list[_Piece]:
+    """Each of one sequence, or of several with room for at most `most` tokens. The longest sequences come first."""
+    pieces: list[_Piece] = []
+    open_pieces: dict[Hashable, _Piece] = {}
+    for index in _falling(lengths, range(len(lengths))):
+        key, shared = prompts[index]
+        piece = open_pieces.get(key)
+        if piece is not None:
+            members = [*piece.members, index]
+            larger = _Piece(members, piece.tokens + lengths[index] - shared, piece.copied_tokens + shared)
+            if larger.room <= most:
+                piece.members, piece.tokens, piece.copied_tokens = members, larger.tokens, larger.copied_tokens
+                continue
+        open_pieces[key] = _Piece([index], lengths[index])
+        pieces.append(open_pieces[key])
+    return pieces
+
+
+def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int) -> StepPlan:
     if num_ranks == 1:
         return _plan([[members] for members in plan_microbatches(lengths, budget)], cost)
     packed = pack(lengths, budget)
     num_slots = math.ceil(len(packed) / num_ranks)
-    planner = _Planner([int(length) for length in lengths], cost, budget, num_ranks)
+    planner = _Planner(lengths, cost, budget, num_ranks)
     plans = [_plan(planner.evened(packed, num_slots), cost)]
     if num_slots <= MOST_LEVELLED_SLOTS and (levelled := planner.levelled(num_slots)) is not None:
         plans.append(_plan(levelled, cost))

@@ -34,7 +34,7 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     half, layout = [x.bfloat16() for x in (query, key, value)], packed_layout(lengths, "cuda")
     flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
-    assert "blocks" not in vars(layout)
+    assert "padded" not in vars(layout)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])

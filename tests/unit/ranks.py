@@ -49,6 +49,8 @@ class Job:
     model: dict[str, Any] = field(default_factory=dict)
     broken: bool = False
     """The first step has a sequence whose advantage is not a number."""
+    groups: int = 1
+    """Of a prompt each, where there are several; every second one has advantages of 0."""
 
     def recipe(self) -> Recipe:
         # AdamW divides by the size of the gradient: with its usual epsilon it makes steps of rounding errors of tiny ones.

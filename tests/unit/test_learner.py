@@ -26,7 +26,7 @@ from transformers import (
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import Sequence, VersionSpan
-from pipelinerl.recipe.fields import AlgorithmConfig, ModelConfig, TrainerConfig
+from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.rl.groups import group_advantages
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.export import VALUE_HEAD_FILE, save_value_head
@@ -34,9 +34,11 @@ from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn.attention import VARLEN, on_device, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, host_microbatch, token_row
+from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
-from services.trainer.learn.step import Learner
+from services.trainer.learn.policy import add_value_head
+from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.loading import load_learner
 from tests.support.learner import (
     FAMILIES,
@@ -46,6 +48,7 @@ from tests.support.learner import (
     VOCABULARY,
     assert_same,
     build,
+    gradients_of,
     group_of,
     model_of,
     near_policy,
@@ -107,7 +110,7 @@ def test_padding_never_changes_gradients(attention: str, multiple: int) -> None:
     padded = packed_gradients(policy, group_of(sequences), AlgorithmConfig(), budget=40, pad_multiple=multiple)
     assert_same(bare, padded)
     row = host_microbatch(sequences, np.ones(6), np.ones(6), 0, multiple)
-    assert (row.num_tokens, len(row.token_ids)) == (61, -(-61 // multiple) * multiple)
+    assert (row.num_tokens, len(row.token_ids)) == (55, -(-55 // multiple) * multiple)  # without 6 last tokens
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
@@ -150,9 +153,9 @@ def test_attention_refuses_terms_it_would_drop() -> None:
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
     layout = packed_layout(np.array([40, 21, 19, 3]))
-    assert (layout.longest, layout.cu_seqlens.tolist(), "blocks" in vars(layout)) == (40, [0, 40, 61, 80, 83], False)
-    assert [(block.num_rows, block.row_tokens) for block in layout.blocks] == [(2, 40), (1, 19), (1, 3)]
-    assert layout.blocks is layout.blocks
+    assert (layout.longest, layout.cu_seqlens.tolist(), "padded" in vars(layout)) == (40, [0, 40, 61, 80, 83], False)
+    assert layout.blocks == ((2, 40), (1, 19), (1, 3))
+    assert layout.padded is layout.padded
 
 
 def test_an_array_keeps_its_values_and_dtype_on_a_device() -> None:
@@ -198,6 +201,92 @@ def test_how_many_logits_exist_at_a_time_changes_no_gradient(family: str) -> Non
     whole, blocks = wrap_model(model_of(family)), wrap_model(model_of(family))
     blocks.max_logits = 60
     assert_same(packed_gradients(whole, group, config), packed_gradients(blocks, group, config))
+
+
+# Shared prompts, and sequences that have no gradient
+
+
+def of_one_prompt(sequences: list[Sequence]) -> list[Sequence]:
+    return [replace(sequence, prompt_token_ids=sequences[0].prompt_token_ids) for sequence in sequences]
+
+
+BRANCHES = [(5, 9), (5, 3), (5, 1), (5, 17), (5, 2), (5, 8)]
+"""(prompt, completion) tokens: 5 + 8 + 2 + 0 + 16 + 1 + 7 = 39 in a row that has the prompt once, 64 else."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("attention", "row_tokens"), [("auto", 39), ("sdpa", 64)])
+def test_gradients_of_a_shared_prompt_are_unpacked_gradients(family: str, attention: str, row_tokens: int) -> None:
+    model = model_of(family)
+    group, others = near_policy(model, BRANCHES), sequences_of(LENGTHS, seed=1)
+    group = replace(group, sequences=tuple(of_one_prompt(list(group.sequences))))
+    both = group_of([*group.sequences, *others])
+    policy = wrap_model(model, attention)
+    batch = host_microbatch(list(group.sequences), np.ones(6), np.ones(6), 0, share_prompts=policy.shares_prompts)
+    assert (batch.num_tokens, batch.lengths.sum()) == (row_tokens, 64)
+    config = AlgorithmConfig(loss="gspo")
+    for budget in (128, 48):
+        expected = plain_gradients(model, both, config, temperature=0.7)
+        model.set_attn_implementation(policy.attention)
+        assert_same(expected, packed_gradients(policy, both, config, budget, temperature=0.7))
+
+
+def test_logprobs_entropies_and_values_after_a_shared_prompt_are_those_of_each_alone() -> None:
+    """Within a sliding window, too; with adapters, the gradients of these alone."""
+    model = build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 7})
+    torch.manual_seed(3)
+    add_adapters(model, LoraConfig(rank=2))
+    policy = wrap_model(model)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    add_value_head(policy)
+    torch.nn.init.normal_(policy.value_head.weight, std=0.1)
+    sequences = of_one_prompt(sequences_of(BRANCHES))
+
+    def results(share: bool) -> dict[str, torch.Tensor]:
+        batch = host_microbatch(sequences, np.ones(6), np.ones(6), 0, share_prompts=share).on("cpu")
+        scores = policy.scores(batch.row, batch.predictors, batch.targets, 0.7, entropy_grad=True)
+        (scores.logprobs + scores.entropy + scores.values.square()).mean().backward()
+        return {**{k: v.detach() for k, v in vars(scores).items()}, **gradients_of(policy)}
+
+    assert policy.shares_prompts
+    apart, together = results(share=False), results(share=True)
+    assert any("lora_A" in name for name in apart)
+    assert_same(apart, together)
+
+
+def test_sequences_of_advantage_zero_have_a_forward_pass_only_and_change_no_figure() -> None:
+    policy = wrap_model(model_of("llama-tied"))
+    silent, telling = near_policy(policy.model, LENGTHS), group_of(sequences_of(BRANCHES, seed=2))
+    silent = replace(silent, advantages=np.zeros(6))
+    policy.model.set_attn_implementation(policy.attention)
+
+    def stepped(**algorithm: Any) -> tuple[Learner, PreparedStep, dict[str, Any]]:
+        learner = Learner(policy, AlgorithmConfig(**algorithm), TrainerConfig(learning_rate=1e-9))
+        prepared = learner.prepare([silent, telling], 0)
+        return learner, prepared, learner.step(prepared)
+
+    learner, prepared, apart = stepped()
+    assert [(batch.has_gradient, batch.num_sequences) for batch in prepared.batches] == [(False, 6), (True, 6)]
+    learner._only_advantages = False
+    everything = learner.prepare([silent, telling], 0)
+    together = learner.step(everything)
+    assert [batch.has_gradient for batch in everything.batches] == [True]
+    assert apart["skipped"] == together["skipped"] == ""
+    for name, figure in told_anywhere(apart).items():
+        if figure and name not in ("microbatches", "packing_fill"):
+            assert figure == pytest.approx(together[name], rel=1e-4, abs=1e-6), name
+    assert apart["grad_norm"] > 0.1
+    # A third of what the silent ones would cost.
+    cost = learner.cost_model.of([sum(pair) - 1 for pair in LENGTHS], [completion for _, completion in LENGTHS]).sum()
+    assert everything.flops - prepared.flops == pytest.approx(2 * cost)
+    # Other terms of the loss reach them, and a step of nothing else stays a step.
+    for other in ({"entropy_coefficient": 0.1}, {"kl_coefficient": 0.1}, {"advantage": "value"}):
+        _, prepared, _ = stepped(**other)
+        assert [batch.has_gradient for batch in prepared.batches] == [True], other
+    alone = Learner(policy, AlgorithmConfig(), TrainerConfig()).prepare([silent], 0)
+    assert [batch.has_gradient for batch in alone.batches] == [True]
 
 
 # Scores and metrics
@@ -248,7 +337,7 @@ def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
     assert metrics["log_weight_abs_max"] == pytest.approx(math.log(9), abs=1e-3)
     assert metrics["lag"] == {"mean": pytest.approx(1.2), "p95": 3.0, "max": 3}
     assert metrics["lag_histogram"] == {0: 6, 3: 4}
-    assert (metrics["sequences_trained"], metrics["tokens_trained"], metrics["tokens_computed"]) == (2, 10, 15)
+    assert (metrics["sequences_trained"], metrics["tokens_trained"], metrics["tokens_computed"]) == (2, 10, 13)
 
 
 def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
@@ -269,13 +358,13 @@ def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
     assert metrics("sequence") == pytest.approx((0.0, 0.2))  # the geometric mean of (1, 9, 1, 9) is 3
 
 
-@pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 30 / 48), (20, 2, 30 / 40), (80, 1, 30 / 80)])
+@pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 27 / 48), (20, 2, 27 / 40), (80, 1, 27 / 80)])
 def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fill: float) -> None:
     learner = Learner(
         wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget)
     )
     metrics = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3)
-    assert (metrics["tokens_computed"], metrics["microbatches"]) == (30, microbatches)
+    assert (metrics["tokens_computed"], metrics["microbatches"]) == (27, microbatches)
     assert metrics["packing_fill"] == pytest.approx(fill)
 
 

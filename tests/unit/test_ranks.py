@@ -30,6 +30,7 @@ from services.trainer.distributed.world import (
     leave_ranks,
 )
 from services.trainer.learn import sharding
+from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.context_parallel import key_repeats
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
@@ -76,10 +77,12 @@ def train(learner: Learner, job: Job) -> Result | None:
         return None
     outcomes, microbatches = [], []
     for version in range(2):
-        group = group_of(sequences_of(list(job.lengths), seed=version), seed=version)
+        groups = [group_of(sequences_of(list(job.lengths), seed=version), seed=version)]
         if job.broken and version == 0:
-            group.advantages[3] = np.nan
-        prepared = learner.prepare([group], version)
+            groups[0].advantages[3] = np.nan
+        if job.groups > 1:
+            groups = split(groups[0], job.groups)
+        prepared = learner.prepare(groups, version)
         microbatches.append(len(prepared.shares[0]))
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)
@@ -89,6 +92,16 @@ def train(learner: Learner, job: Job) -> Result | None:
     weights |= {f"value_head.{name}": tensor.cpu().numpy().copy() for name, tensor in learner.gather(VALUE_HEAD)}
     learner.order(END)
     return Result(outcomes, gradients, weights, adapter, scores, microbatches, state_bytes(learner))
+
+
+def split(group: TrainingGroup, num_groups: int) -> list[TrainingGroup]:
+    """Groups of one prompt each; every second one tells nothing."""
+    groups = []
+    for index in range(num_groups):
+        prompt = group.sequences[index].prompt_token_ids
+        sequences = tuple(replace(each, prompt_token_ids=prompt) for each in group.sequences[index::num_groups])
+        groups.append(TrainingGroup(sequences, group.advantages[index::num_groups] * (index % 2 == 0)))
+    return groups
 
 
 def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
@@ -184,6 +197,8 @@ CASES: Cases = {
         },
     ),
     "a step that is skipped": ("llama-tied", {"broken": True}),
+    "prompts shared, half of them without a gradient": ("llama-tied", {"groups": 2}),
+    "prompts shared, weights kept": ("qwen2-untied", {"groups": 2, "trainer": {"reshard_after_forward": False}}),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),
     "rows shared, no key heads in the configuration": ("gpt2", {"trainer": {"context_parallel": 2}}),
     "rows shared, recomputed, short": (

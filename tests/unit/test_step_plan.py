@@ -90,6 +90,35 @@ def test_what_every_plan_keeps(lengths: list[int], budget: int, num_ranks: int, 
     assert plan_step(list(lengths), budget, num_ranks, model) == plan
 
 
+def test_a_prompt_is_planned_once_for_the_sequences_that_share_it() -> None:
+    """Prompts of 8 tokens: together 8 + 4 + 3 + 2 are computed, and 16 copies in attention take the room of 2 more."""
+    lengths, prompts = [12, 11, 10, 9], [("a", 8), ("a", 8), ("a", 8), ("b", 8)]
+    one = plan_step(lengths, 20, 1, CostModel(1, 10, 0), [4, 3, 2, 1], prompts)
+    assert one.slots == [[[0, 1, 2]], [[3]]]
+    assert one.costs == [[17 + 10 * 9], [9 + 10]]
+    assert plan_step(lengths, 18, 1, UNIT_COST, None, prompts).slots == [[[0, 1]], [[2]], [[3]]]
+    # Two ranks have done after 17 with the pieces whole, and after 21 with one prompt for each: 12 + 9 and 11 + 10.
+    assert plan_step(lengths, 32, 2, UNIT_COST, None, prompts).costs == [[17, 9]]
+    assert plan_step(lengths, 64, 2, UNIT_COST, None, [("a", 1)] * 4).costs == [[21, 21]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=40), st.integers(60, 200), st.integers(1, 4))
+def test_plans_of_shared_prompts_cost_what_they_compute(
+    sequences: list[tuple[int, int]], budget: int, num_ranks: int
+) -> None:
+    """Sequences of prompt p have 5 (p + 1) tokens of it."""
+    prompts = [(prompt, 5 * (prompt + 1)) for prompt, _ in sequences]
+    lengths = [size + more for (_, size), (_, more) in zip(prompts, sequences, strict=True)]
+    plan = plan_step(lengths, budget, num_ranks, prompts=prompts)
+    members = [index for bins in plan.slots for bin_ in bins for index in bin_]
+    assert sorted(members) == list(range(len(sequences)))
+    assert plan.cost <= plan_step(lengths, budget, num_ranks).cost
+    for bins, costs in zip(plan.slots, plan.costs, strict=True):
+        for bin_, cost in zip(bins, costs, strict=True):
+            computed = sum(sequences[index][1] for index in bin_) + sum(size for _, size in {prompts[i] for i in bin_})
+            assert computed <= cost <= budget
+
+
 @given(LENGTHS, st.integers(60, 200))
 def test_one_rank_gets_what_packing_gives(lengths: list[int], budget: int) -> None:
     plan = plan_step(lengths, budget, 1, QWEN_1_5B)

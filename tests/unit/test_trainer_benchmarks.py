@@ -83,7 +83,7 @@ def test_rows_of_a_gpu_case_are_as_many_and_as_full_as_it_says(name: str) -> Non
     prepared = prepared_step(case)
     tokens = sum(batch.num_tokens for batch in prepared.batches)
     assert len(prepared.batches) == case.rows
-    assert tokens > 0.83 * case.rows * case.row_tokens
+    assert tokens > 0.8 * case.rows * case.row_tokens  # without the last token of each sequence
     assert case.longest <= case.config().max_position_embeddings
 
 

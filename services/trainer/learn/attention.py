@@ -6,6 +6,9 @@ sequence. Only inside attention are the packed tokens laid out as rows of a padd
 works on real tokens alone. Causality makes padding harmless: it comes after the tokens of its row, and its own
 outputs are dropped. On a GPU with 16-bit weights it is torch's variable-length flash kernel, without any padding.
 
+Sequences of one prompt may share its tokens in the packed row. Attention alone sees each sequence as a whole: it gathers the
+prompt's tokens for each of them, and what they get as keys and values adds up in the backward pass.
+
 Not here: flex and flash_attention_2, which transformers provides and `model.py` selects; attention dropout.
 """
 
@@ -47,22 +50,16 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class RowBlock:
-    """Consecutive sequences of similar length, as a padded batch of `num_rows` × `row_tokens`."""
+class Slots:
+    """Where attention sees each of the T tokens of a packed row: in one slot, or in several where sequences share it."""
 
-    first_token: int
-    end_token: int
-    num_rows: int
-    row_tokens: int
-    slots: Tensor
-    """int64[tokens]: where each token of the block stands among num_rows * row_tokens slots."""
     sources: Tensor
-    """int64[num_rows * row_tokens]: the block's token for each slot; any token where the slot is padding."""
-
-    @property
-    def tokens(self) -> slice:
-        """The block's part of the packed row."""
-        return slice(self.first_token, self.end_token)
+    """int64[slots]: the token in each slot; any token where the slot is padding."""
+    first: Tensor
+    """int64[T]: one of the slots of each token."""
+    shared: tuple[Tensor, Tensor] | None
+    """(int64[slots without padding], ordered by their tokens; int64[T], where those of each token begin among them). None
+    where each token has one slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,24 +67,57 @@ class PackedLayout:
     """Where sequences begin and end in a packed row of T tokens."""
 
     lengths: NDArray[np.int64]
-    """[sequences], in order of the row."""
+    """[sequences], each with its prompt; best in falling order."""
     cu_seqlens: Tensor
-    """int32[sequences + 1]: cumulative lengths, from 0 to T."""
+    """int32[sequences + 1]: cumulative lengths, from 0 to T; beyond T where sequences share tokens."""
     longest: int
+    places: NDArray[np.int64] | None = None
+    """[sum of lengths]: place in the row of each token of each sequence; None where they stand one behind the other."""
     part: RowPart | None = None
     """Where ranks share the row: each brings its part of the tokens, and attends all of them with a part of the heads."""
 
     @cached_property
-    def blocks(self) -> tuple[RowBlock, ...]:
-        """Made when first asked for: the flash kernel never needs them."""
-        ends, device = np.cumsum(self.lengths), self.cu_seqlens.device
-        return tuple(_row_block(self.lengths, ends, first, end, device) for first, end in _similar_runs(self.lengths))
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """(sequences, tokens of the longest) of each run of consecutive sequences of similar length, a padded batch each."""
+        return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
+
+    @cached_property
+    def padded(self) -> Slots:
+        """Those of the blocks, one behind the other. Made when first asked for: the flash kernel never needs them."""
+        row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
+        return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
+
+    @cached_property
+    def unpadded(self) -> Slots:
+        """Sequences one behind the other, each with a prompt of its own."""
+        return self._slots(np.cumsum(self.lengths) - self.lengths, int(self.lengths.sum()))
+
+    def _slots(self, starts: NDArray[np.int64], num_slots: int) -> Slots:
+        """Of sequences that begin at the slots `starts`."""
+        slots = ranges(starts, self.lengths)
+        places = np.arange(len(slots)) if self.places is None else self.places
+        sources = np.zeros(num_slots, dtype=np.int64)
+        sources[slots] = places
+        first, shared, device = slots, None, self.cu_seqlens.device
+        if self.places is not None:
+            order = np.argsort(places, kind="stable")
+            begins = np.flatnonzero(np.diff(places[order], prepend=-1))
+            first = slots[order[begins]]
+            shared = (on_device(slots[order], device), on_device(begins, device))
+        return Slots(on_device(sources, device), on_device(first, device), shared)
 
 
-def packed_layout(lengths: NDArray[np.int64], device: torch.device | str = "cpu") -> PackedLayout:
-    """Layout of sequences of `lengths` tokens that stand one behind the other; best in order of falling length."""
+def packed_layout(
+    lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
+) -> PackedLayout:
+    """Layout of sequences of `lengths` tokens; `places` as in `PackedLayout`."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()))
+    return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
+
+
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, … of each of `lengths` numbers, one behind the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -102,61 +132,37 @@ def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
     return [*runs, (first, len(lengths))]
 
 
-def _row_block(
-    lengths: NDArray[np.int64], ends: NDArray[np.int64], first: int, end: int, device: torch.device
-) -> RowBlock:
-    rows = lengths[first:end]
-    row_tokens, first_token = int(rows.max()), int(ends[first] - lengths[first])
-    starts = np.cumsum(rows) - rows
-    num_tokens = int(rows.sum())
-    slots = np.arange(num_tokens) + np.repeat(np.arange(len(rows)) * row_tokens - starts, rows)
-    sources = np.zeros(len(rows) * row_tokens, dtype=np.int64)
-    sources[slots] = np.arange(num_tokens)
-    return RowBlock(
-        first_token,
-        first_token + num_tokens,
-        len(rows),
-        row_tokens,
-        on_device(slots, device),
-        on_device(sources, device),
-    )
-
-
-class _ToRows(torch.autograd.Function):
-    """x [T, heads, dim] → one [slots, heads, dim] per block. Padding has no gradient, so backward is a gather too."""
+class _ToSlots(torch.autograd.Function):
+    """x [T, heads, dim] → [slots, heads, dim]. The gradient of a token is the sum over its slots; padding has none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        return tuple(x[block.tokens].index_select(0, block.sources) for block in layout.blocks)
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return x.index_select(0, slots.sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = [grad.index_select(0, block.slots) for grad, block in zip(grads, ctx.layout.blocks, strict=True)]
-        return _joined(parts), None
+        slots: Slots = ctx.slots
+        if slots.shared is None:
+            return grads[0].index_select(0, slots.first), None
+        order, begins = slots.shared
+        # Sums of rows, in the same order every time, which adding them to their places on a GPU is not.
+        sums = F.embedding_bag(order, grads[0].flatten(1), begins, mode="sum")
+        return sums.unflatten(1, grads[0].shape[1:]), None
 
 
-class _FromRows(torch.autograd.Function):
-    """One y [slots, heads, dim] per block → [T, heads, dim], dropping the padding."""
+class _FromSlots(torch.autograd.Function):
+    """y [slots, heads, dim] → [T, heads, dim], dropping padding, and all slots of a shared token but one."""
 
     @staticmethod
-    def forward(ctx: Any, layout: PackedLayout, *ys: Tensor) -> Tensor:
-        ctx.layout = layout
-        return _joined([y.index_select(0, block.slots) for y, block in zip(ys, layout.blocks, strict=True)])
+    def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
+        ctx.slots, ctx.num_slots = slots, len(y)
+        return y.index_select(0, slots.first)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(_spread(grads[0][block.tokens], block) for block in ctx.layout.blocks))
-
-
-def _spread(grad: Tensor, block: RowBlock) -> Tensor:
-    """grad [tokens of the block, heads, dim] at the block's slots, 0 at padding."""
-    rows = grad.new_zeros((block.num_rows * block.row_tokens, *grad.shape[1:]))
-    return rows.index_copy_(0, block.slots, grad)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
+        return rows.index_copy_(0, ctx.slots.first, grads[0]), None
 
 
 def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
@@ -171,18 +177,18 @@ def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """Attention as padded batches: query, key, value [T, heads, dim] → [T, query heads, dim]."""
-    queries, keys, values = (_ToRows.apply(x, layout) for x in (query, key, value))
+    sizes = [rows * tokens for rows, tokens in layout.blocks]
+    split = [_ToSlots.apply(x, layout.padded).split(sizes) for x in (query, key, value)]
     outputs = []
-    for q, k, v, block in zip(queries, keys, values, layout.blocks, strict=True):
-        rows = (block.num_rows, block.row_tokens)
-        mask = _window_mask(block.row_tokens, sliding_window, query.device)
-        batched = [x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v)]
-        gqa = q.shape[1] != k.shape[1]
+    for *of_block, block in zip(*split, layout.blocks, strict=True):
+        mask = _window_mask(block[1], sliding_window, query.device)
+        q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in of_block)
+        gqa = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
-            batched[0], batched[1], batched[2], attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _FromRows.apply(layout, *outputs)
+    return _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout.padded)
 
 
 def _attend_flash(
@@ -191,6 +197,8 @@ def _attend_flash(
     """torch's variable-length flash attention: query, key, value [T, heads, dim], 16 bit, CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if layout.places is not None:
+        query, key, value = (_ToSlots.apply(x, layout.unpadded) for x in (query, key, value))
     out = varlen_attn(
         query,
         key,
@@ -204,7 +212,7 @@ def _attend_flash(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
-    return out
+    return out if layout.places is None else _FromSlots.apply(out, layout.unpadded)
 
 
 def varlen_attention(

@@ -1,5 +1,8 @@
 """One packed micro-batch: sequences behind each other in one row, and for each completion token what the loss needs.
 
+The last token of a sequence predicts nothing and is left out of the row. Sequences of one prompt may share it: the row has its
+tokens once, and `places` says which tokens of the row each sequence consists of.
+
 Built with NumPy without a loop over tokens, as arrays that can travel to another rank, and put on a device there. Padding,
 where asked for, is a sequence of its own at the end of the row that no completion token belongs to, so it cannot change a
 loss; a micro-batch without sequences is padding alone. Not here: which sequences go together
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Sequence
-from services.trainer.learn.attention import PackedLayout, on_device, packed_layout
+from services.trainer.learn.attention import PackedLayout, on_device, packed_layout, ranges
 
 Normalization = Literal["token", "sequence", "batch"]
 
@@ -49,7 +52,7 @@ class TokenRow:
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T], from 0 in each sequence."""
+    """int64[1, T], from 0 in each sequence; a completion goes on after its prompt."""
     layout: PackedLayout
 
 
@@ -60,9 +63,11 @@ class HostMicroBatch:
     token_ids: NDArray[np.int64]
     """[T], padding included."""
     lengths: NDArray[np.int64]
-    """[S] in order of the row; [S + 1] with padding."""
+    """[S] in order of the row, prompts included; [S + 1] with padding."""
+    places: NDArray[np.int64]
+    """[sum of lengths]: place in the row of each token of each sequence; 0 .. T - 1 where none is shared."""
     predictors: NDArray[np.int64]
-    """[C], ascending: position in the row whose output predicts the token."""
+    """[C]: position in the row whose output predicts the token; ascending where no prompt is shared."""
     targets: NDArray[np.int64]
     """[C]: the token."""
     behaviour_logprobs: NDArray[np.float32]
@@ -77,14 +82,16 @@ class HostMicroBatch:
     """[C]: its token lag."""
     num_sequences: int
     num_tokens: int
-    """Prompt and completion tokens, without padding."""
+    """Of the row, without padding."""
+    has_gradient: bool = True
+    """Whether the loss of any of its tokens may have a gradient; on all ranks alike."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
         """The same as tensors on `device`. Does not wait for the device."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "sequence_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = _row(self.token_ids, self.lengths, device)
-        return MicroBatch(row=row, num_sequences=self.num_sequences, **tensors)
+        row = _row(self.token_ids, self.lengths, self.places, device)
+        return MicroBatch(row=row, num_sequences=self.num_sequences, has_gradient=self.has_gradient, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,30 +109,45 @@ class MicroBatch:
     weights: Tensor
     sequence_index: Tensor
     num_sequences: int
+    has_gradient: bool = True
 
 
 def token_row(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], pad_multiple: int = 1, device: torch.device | str = "cpu"
+    token_ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    pad_multiple: int = 1,
+    device: torch.device | str = "cpu",
+    places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
-    """Row of packed sequences: token_ids int64[sum of lengths], padded to a multiple of `pad_multiple` tokens."""
-    return _row(*_padded(token_ids, lengths, pad_multiple), device)
+    """Row of packed sequences: token_ids int64[T], padded to a multiple of `pad_multiple` tokens.
+
+    `places` int64[sum of lengths]: as in `PackedLayout`, where they share tokens.
+    """
+    places = np.arange(len(token_ids)) if places is None else places
+    return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
 
 
 def _padded(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], multiple: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    padding = -len(token_ids) % multiple if len(token_ids) else multiple
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    num_tokens = len(token_ids)
+    padding = -num_tokens % multiple if num_tokens else multiple
     if padding == 0:
-        return token_ids, lengths
-    return np.concatenate((token_ids, np.zeros(padding, dtype=np.int64))), np.append(lengths, padding)
+        return token_ids, lengths, places
+    padded_places = np.concatenate((places, np.arange(num_tokens, num_tokens + padding)))
+    return np.concatenate((token_ids, np.zeros(padding, dtype=np.int64))), np.append(lengths, padding), padded_places
 
 
-def _row(token_ids: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device | str) -> TokenRow:
-    positions = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+def _row(
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], device: torch.device | str
+) -> TokenRow:
+    positions = np.empty(len(token_ids), dtype=np.int64)
+    positions[places] = ranges(np.zeros_like(lengths), lengths)
+    shared = len(places) > len(token_ids)
     return TokenRow(
         on_device(token_ids[None], device),
         on_device(positions[None], device),
-        packed_layout(lengths, device),
+        packed_layout(lengths, device, places if shared else None),
     )
 
 
@@ -140,27 +162,34 @@ def host_microbatch(
     weights: NDArray[np.float64],
     version: int,
     pad_multiple: int = 1,
+    *,
+    share_prompts: bool = False,
+    has_gradient: bool = True,
 ) -> HostMicroBatch:
     """Packs `sequences` with their `advantages` and `weights` [S] for the gradient at policy version `version`, in `row_order`.
 
-    Without sequences, as for a rank that has none left while others have, it is a row of padding.
+    `share_prompts`: a prompt that several of them have is in the row once. Without sequences, as for a rank that has none left
+    while others have, it is a row of padding.
     """
     order = row_order(sequences)
     members = [sequences[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members], dtype=np.int64)
     completions = np.array([len(member.completion_token_ids) for member in members], dtype=np.int64)
-    parts = [part for member in members for part in (member.prompt_token_ids, member.completion_token_ids)]
-    token_ids = _joined(parts, np.int64)
-    lengths = prompts + completions
-    positions = _completion_positions(lengths, prompts, completions)
+    lengths = prompts + completions - 1
+    token_ids, prompt_starts, completion_starts = _row_tokens(members, share_prompts)
+    # Each sequence is two pieces of the row, its prompt and its completion.
+    starts, sizes = np.stack((prompt_starts, completion_starts), 1), np.stack((prompts, completions - 1), 1)
+    places = ranges(starts.ravel(), sizes.ravel())
+    last_of_prompts = np.cumsum(lengths) - lengths + prompts - 1
     lags = version - _joined([member.token_versions() for member in members], np.int64)
     assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
-    padded_ids, padded_lengths = _padded(token_ids, lengths, pad_multiple)
+    padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(
         token_ids=padded_ids,
         lengths=padded_lengths,
-        predictors=positions - 1,
-        targets=token_ids[positions],
+        places=padded_places,
+        predictors=places[ranges(last_of_prompts, completions)],
+        targets=_joined([member.completion_token_ids for member in members], np.int64),
         behaviour_logprobs=_joined([member.behaviour_logprobs for member in members], np.float32),
         advantages=np.repeat(advantages[order], completions).astype(np.float32),
         weights=np.repeat(weights[order], completions).astype(np.float32),
@@ -168,17 +197,29 @@ def host_microbatch(
         lags=lags,
         num_sequences=len(members),
         num_tokens=len(token_ids),
+        has_gradient=has_gradient,
     )
+
+
+def _row_tokens(
+    members: list[Sequence], share_prompts: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """int64[T], and where the prompt and the completion of each begin in it, int64[S] each."""
+    parts: list[NDArray[Any]] = []
+    prompt_starts, completion_starts, begin = [], [], 0
+    known: dict[bytes, int] = {}
+    for member in members:
+        key = member.prompt_token_ids.tobytes()
+        if not share_prompts or key not in known:
+            known[key] = begin
+            parts.append(member.prompt_token_ids)
+            begin += len(member.prompt_token_ids)
+        prompt_starts.append(known[key])
+        completion_starts.append(begin)
+        parts.append(member.completion_token_ids[:-1])
+        begin += len(member.completion_token_ids) - 1
+    return _joined(parts, np.int64), np.array(prompt_starts, np.int64), np.array(completion_starts, np.int64)
 
 
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype=dtype), *parts]).astype(dtype)
-
-
-def _completion_positions(
-    lengths: NDArray[np.int64], prompts: NDArray[np.int64], completions: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """int64[C]: place in the row of each completion token, sequence after sequence."""
-    first_in_row = np.cumsum(lengths) - lengths + prompts
-    first_in_flat = np.cumsum(completions) - completions
-    return np.arange(completions.sum()) + np.repeat(first_in_row - first_in_flat, completions)

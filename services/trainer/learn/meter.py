@@ -5,8 +5,9 @@ counting 2: projections, feed-forward layers (of a mixture of experts, those tha
 a causal query sees, and the head where a token is predicted. A training step counts three forward passes, one for the forward
 and two for the backward pass, also where activations are computed again: model FLOPs utilization as in PaLM, arXiv 2204.02311,
 appendix B. Its formula counts attention without the causal half; here the pairs that no kernel needs are left out, so the
-figure is the lower one. If only adapters are trained, it counts two of the three in frozen products. Norms, activations,
-optimizer, and forward passes beside training's (a KL reference) take time and count nothing.
+figure is the lower one. A prompt that sequences share counts once, and a micro-batch without a backward pass counts one of the
+three. If only adapters are trained, it counts two of the three in frozen products. Norms, activations, optimizer, and forward
+passes beside training's (a KL reference) take time and count nothing.
 
 Of the data: ESS, lag, clipping, entropy, mismatch, and the weights of sampled sequences. Micro-batches leave their per-token
 results on the device; one transfer at the end of the step brings them over, those of all ranks come together on rank 0, and

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from pipelinerl.errors import FieldError
-from services.trainer.learn.attention import forward_arguments
+from services.trainer.learn.attention import VARLEN, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.context_parallel import Collected, RowPart
 
@@ -48,6 +48,8 @@ ALIGNED_WORDS = 128
 """Blocks end at multiples of this, which the matrix kernels of GPUs like."""
 PROBE_LENGTHS = (7, 5)
 """Tokens of the two sequences on which a model is checked."""
+PROBE_PROMPT = 3
+"""Tokens that both have in common when the check is of shared prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,8 @@ class Policy(nn.Module):
         self.device: torch.device = model.device
         self.part: RowPart | None = None
         """This rank's of each row; None when it has whole rows."""
+        self.may_share_prompts = False
+        """Whether sequences in a row may share the tokens of their prompt, as far as the model is concerned."""
 
     @property
     def vocab_size(self) -> int:
@@ -87,6 +91,11 @@ class Policy(nn.Module):
     def row_multiple(self) -> int:
         """Rows must be padded to a multiple of so many tokens."""
         return 1 if self.part is None else self.part.ranks
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows have the prompt of several sequences once. Ranks that share rows must know whose token is where."""
+        return self.may_share_prompts and self.part is None
 
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
@@ -170,19 +179,27 @@ def checked_policy(model: PreTrainedModel, attention: str) -> Policy:
                 f"{type(model).__name__} scores packed sequences {error:.2g} nats off what it gives each alone; "
                 "try sdpa or eager, or another architecture",
             )
+    policy.may_share_prompts = attention == VARLEN and _packing_error(policy, PROBE_PROMPT) <= tolerance
     return policy
 
 
 @torch.no_grad()
-def _packing_error(policy: Policy) -> float:
-    """Largest difference, nats, between two packed sequences and the model's own plain forward pass of each."""
+def _packing_error(policy: Policy, shared: int = 0) -> float:
+    """Largest difference, nats, between two packed sequences and the model's own plain forward pass of each.
+
+    They begin with the same `shared` tokens, which the packed row has once.
+    """
     generator = np.random.default_rng(0)
-    probes = [generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS]
-    row = token_row(np.concatenate(probes), np.array(PROBE_LENGTHS), device=policy.device)
-    first, second = PROBE_LENGTHS
-    predictors = torch.cat((torch.arange(first - 1), torch.arange(first, first + second - 1))).to(policy.device)
-    packed = policy.scores(row, predictors, row.input_ids[0, predictors + 1]).logprobs
-    return float((packed - torch.cat([_plain_logprobs(policy, probe) for probe in probes])).abs().max())
+    first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
+    second[:shared] = first[:shared]
+    own = np.arange(len(first), len(first) + len(second) - shared)
+    places = np.concatenate((np.arange(len(first)), np.arange(shared), own))
+    tokens = np.concatenate((first, second[shared:]))
+    row = token_row(tokens, np.array(PROBE_LENGTHS), places=places, device=policy.device)
+    predictors = on_device(np.delete(places, [len(first) - 1, len(places) - 1]), policy.device)
+    targets = on_device(np.concatenate((first[1:], second[1:])), policy.device)
+    packed = policy.scores(row, predictors, targets).logprobs
+    return float((packed - torch.cat([_plain_logprobs(policy, probe) for probe in (first, second)])).abs().max())
 
 
 def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:

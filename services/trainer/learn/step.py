@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipelinerl.messages.sequences import Logprobs, Sequence, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
-from pipelinerl.rl.packing import UNIT_COST, CostModel, plan_step
+from pipelinerl.rl.packing import UNIT_COST, CostModel, StepPlan, plan_step
 from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 from services.trainer.learn.batch import (
     HostMicroBatch,
@@ -88,7 +88,7 @@ class PreparedStep:
     """Of the step: `advantage_abs_mean` over sequences, 0 where no group told anything, and `imbalance`, the share of the
     ranks' compute time in which they wait for each other (`StepPlan.imbalance`)."""
     flops: float
-    """Model FLOPs of the whole step."""
+    """Model FLOPs of the whole step: of a shared prompt once, and of sequences without a backward pass one of three."""
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, beside the step before."""
     sampled: Mapping[str, slice] = field(default_factory=dict)
@@ -109,33 +109,56 @@ def prepare_step(
     data_ranks: int = 1,
     pad_multiple: int = 1,
     cost_model: CostModel = UNIT_COST,
+    share_prompts: bool = False,
+    skip_zero_advantages: bool = False,
 ) -> PreparedStep:
     """Plans and packs one optimizer step on `groups` at policy version `version`, for `data_ranks` rows at a time.
 
-    `budget`: tokens of a micro-batch, `pad_multiple`: what its row is rounded up to. Raises `FieldError` when a sequence
-    exceeds the budget.
+    `budget`: tokens of a micro-batch, `pad_multiple`: what its row is rounded up to. `share_prompts`: sequences of a
+    micro-batch compute a prompt that they have in common once. `skip_zero_advantages`: sequences whose advantage is 0 get
+    micro-batches of their own without a backward pass, for a loss whose gradient is then 0. Raises `FieldError` when a
+    sequence exceeds the budget.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     advantages = np.concatenate([group.advantages for group in groups])
-    lengths = [sequence.num_tokens for sequence in sequences]
-    outputs = [sequence.num_completion_tokens for sequence in sequences]
-    weights = sequence_weights(np.array(outputs), normalization)
+    lengths = np.array([sequence.num_tokens - 1 for sequence in sequences])  # nothing follows the last
+    outputs = np.array([sequence.num_completion_tokens for sequence in sequences])
+    weights = sequence_weights(outputs, normalization)
 
-    def packed(members: list[int]) -> HostMicroBatch:
+    def planned(members: NDArray[np.int64]) -> StepPlan:
+        chosen = [sequences[index].prompt_token_ids for index in members]
+        prompts = [(prompt.tobytes(), len(prompt)) for prompt in chosen] if share_prompts else None
+        plan = plan_step(lengths[members].tolist(), budget, data_ranks, cost_model, outputs[members], prompts)
+        slots = [[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots]
+        return StepPlan(slots, plan.costs)
+
+    def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
         chosen: list[Sequence] = [sequences[index] for index in members]
-        return host_microbatch(chosen, advantages[members], weights[members], version, pad_multiple)
+        of_chosen = (chosen, advantages[members], weights[members], version, pad_multiple)
+        return host_microbatch(*of_chosen, share_prompts=share_prompts, has_gradient=has_gradient)
 
     timer = PhaseTimer()
     with timer.measure("plan"):
-        plan = plan_step(lengths, budget, data_ranks, cost_model, outputs)
+        plan, num_forward = planned(np.arange(len(sequences))), 0
+        silent = advantages == 0
+        if skip_zero_advantages and silent.any() and not silent.all():
+            forward, both = planned(np.flatnonzero(silent)), planned(np.flatnonzero(~silent))
+            # With one slot more, several ranks would gather all weights once more.
+            if data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
+                forward_costs = [[cost / TRAINING_PASSES for cost in costs] for costs in forward.costs]
+                plan = StepPlan(forward.slots + both.slots, forward_costs + both.costs)
+                num_forward = len(forward.slots)
     with timer.measure("build"):
-        shares = tuple(tuple(packed(members) for members in plan.of_rank(rank)) for rank in range(data_ranks))
+        shares = tuple(
+            tuple(packed(members, slot >= num_forward) for slot, members in enumerate(plan.of_rank(rank)))
+            for rank in range(data_ranks)
+        )
     return PreparedStep(
         version=version,
         shares=shares,
         sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
         figures={"advantage_abs_mean": float(np.abs(advantages).mean()), "imbalance": plan.imbalance},
-        flops=TRAINING_PASSES * float(cost_model.of(lengths, outputs).sum()),
+        flops=TRAINING_PASSES * sum(map(sum, plan.costs)),
         phases_s=timer.take(),
         sampled=sampled_places(groups, (members for rank in range(data_ranks) for members in plan.of_rank(rank))),
     )
@@ -181,6 +204,9 @@ class Learner:
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
         """Of the device, FLOP/s; None where it is not known, as of a CPU."""
         self._phases = PhaseTimer(mark_for(policy.device))
+        other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
+        self._only_advantages = algorithm.advantage != "value" and not other_terms
+        """Whether a sequence of advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
         """Plans one optimizer step for all ranks. Any thread may do so while another step is computed.
@@ -195,6 +221,8 @@ class Learner:
             data_ranks=self.world.layout.data_ranks,
             pad_multiple=self.pad_multiple,
             cost_model=self.cost_model,
+            share_prompts=self.policy.shares_prompts,
+            skip_zero_advantages=self._only_advantages,
         )
 
     def order(self, kind: str, **arrays: Any) -> None:
@@ -262,11 +290,13 @@ class Learner:
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Adds one micro-batch's gradient; its part of `compute`'s values and totals, on the device."""
-        scores = self.policy.scores(
-            batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
-        )
-        output = compute_loss(batch, scores, self.algorithm, self._reference_logprobs(batch))
-        output.loss.backward()
+        with torch.set_grad_enabled(batch.has_gradient):
+            scores = self.policy.scores(
+                batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
+            )
+            output = compute_loss(batch, scores, self.algorithm, self._reference_logprobs(batch))
+        if batch.has_gradient:
+            output.loss.backward()
         values = [output.log_weights, output.clipped.float(), output.masked.float(), scores.entropy.detach()]
         if scores.values is not None:
             values.append(scores.values.detach())
