@@ -54,15 +54,19 @@ async def timed(generate: Callable[[], Awaitable[int]]) -> Round:
 
 
 async def bare_round(engine: VllmEngine, groups: Sequence[PromptGroup], in_progress: int, *, logprobs: bool) -> Round:
-    """`AsyncLLM.generate` under a semaphore; final outputs only, and nothing is done with them."""
+    """`AsyncLLM.generate` under a semaphore; final outputs only, and nothing is done with them.
+
+    Prompts are rendered, as the actor's are: others pass through a thread.
+    """
+    from vllm.inputs import tokens_input
+
     slots = asyncio.Semaphore(in_progress)
 
     async def sample(group: PromptGroup, sampling: VllmSamplingParams, request_id: str) -> int:
         final = None
         async with slots:
-            async for output in engine.llm.generate(
-                {"prompt_token_ids": group.prompt_token_ids.tolist()}, sampling, request_id
-            ):
+            prompt = tokens_input(group.prompt_token_ids.tolist())
+            async for output in engine.llm.generate(prompt, sampling, request_id):
                 final = output
         assert final is not None
         return len(final.outputs[0].token_ids)

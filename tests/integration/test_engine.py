@@ -72,6 +72,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(
 
 
 async def check_generation(run: Running, steps: list[tuple[float | None, float]]) -> None:
+    assert not steps  # of its warm-up
     assert run.engine.vocab_size == 256
     assert run.llm.output_handler is not None
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))

@@ -9,7 +9,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -66,10 +66,26 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
 
 async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "build_llm", MagicMock())
+    monkeypatch.setattr(vllm_engine.VllmEngine, "warm_up", AsyncMock())
     async with vllm_engine.start_engine(make_recipe(), "nowhere") as engine:
         engine.weights._link = link = await WorkerLink.listen(num_workers=1)
         assert Path(link.path).is_socket()
     assert not Path(link.path).parent.exists()
+
+
+async def test_a_stop_is_heard_while_an_engine_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = asyncio.Event()
+
+    async def without_end(*_: object) -> None:
+        stop.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(vllm_engine, "build_llm", MagicMock())
+    monkeypatch.setattr(vllm_engine.VllmEngine, "warm_up", without_end)
+    async with asyncio.timeout(5):
+        with pytest.raises(StartStopped):
+            async with vllm_engine.start_engine(make_recipe(), "nowhere", stop):
+                raise AssertionError("it was never warm")
 
 
 def test_a_new_cache_begins_with_the_images_model_infos_and_another_stays_as_it_is(tmp_path: Path) -> None:
