@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
 from pipelinerl.rl.throughput import (
@@ -66,6 +68,21 @@ def test_a_curve_between_and_beyond_its_points() -> None:
 def test_the_largest_lag_by_hand() -> None:
     assert largest_lag(in_progress=128, batch_size=128, longest=64, mean=22) == 3  # 2.91
     assert largest_lag(in_progress=64, batch_size=128, longest=10, mean=10) == 1
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 256), st.floats(0.01, 100), st.integers(1, 9000))
+def test_with_constant_lengths_both_modes_are_equally_fast(
+    num_generators: int, num_trainers: int, in_progress: int, rate: float, longest: int
+) -> None:
+    """The gain of the pipeline is that no batch drains: there is none where all sequences end together. Its sides are balanced
+    here, and conventional mode generates as many sequences on each accelerator, whatever the number of steps G they are for."""
+    curve, lengths = DecodeCurve(((in_progress, rate),)), Lengths.of([(longest, 1.0)])
+    training_time = num_trainers / (num_generators * rate)
+    num_accelerators = num_generators + num_trainers
+    phase = in_progress * num_accelerators
+    pipeline = split(curve, training_time, lengths, phase, in_progress, num_generators, num_trainers)
+    assert pipeline.generation == pytest.approx(pipeline.training)
+    assert conventional_rate(curve, training_time, lengths, phase, num_accelerators) == pytest.approx(pipeline.rate)
 
 
 def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
@@ -144,3 +146,33 @@ def test_conventional_mode_agrees_with_the_closed_form() -> None:
     closed = conventional_rate(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 16 * 128, 128)
     assert counted.rate == pytest.approx(closed, rel=0.01)
     assert max(counted.lag_histogram) == 15
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), pipeline=st.booleans(), group_size=st.integers(1, 4), slots=st.integers(1, 12))
+def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
+    data: st.DataObject, pipeline: bool, group_size: int, slots: int
+) -> None:
+    """Whole runs, from their first step to their last."""
+    draw, steps = data.draw, 12
+    max_lag = draw(st.sampled_from([None, 0, 1, 2, 3]), "max_lag") if pipeline else None
+    algorithm = {"advantage": "group_mean", "max_lag": max_lag, "conventional_g": draw(st.sampled_from([1, 3, 4]), "G")}
+    batch_size, num_actors = group_size * draw(st.integers(1, 4), "groups"), draw(st.integers(1, 3), "actors")
+    mode = "pipeline" if pipeline else "conventional"
+    recipe = one_at_a_time(batch_size, slots, group_size, mode=mode, algorithm=algorithm)
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
+    lengths = Lengths.of([(draw(st.integers(1, 4), "short"), 3.0), (draw(st.integers(1, 200), "long"), 1.0)])
+    training, pause = draw(st.sampled_from([0.01, 0.1, 2.0]), "training"), st.sampled_from([0.0, 0.5, 20.0])
+    timing = Timing(EVEN, training, *(draw(pause, what) for what in ("step", "snapshot", "transfer", "stall")))
+    whole = simulated(recipe, timing, lengths, num_actors=num_actors, warmup_steps=0, steps=steps)
+    finished, stale = whole.finished_by_length.total(), whole.stale_by_length.total()
+    assert finished == whole.sequences + stale
+    assert (finished - steps * batch_size) % group_size == 0, "the steps' groups, and one for each that was lost"
+    assert finished == steps * batch_size if stale < group_size else finished >= steps * batch_size
+    assert sum(whole.lag_histogram.values()) == whole.tokens
+    assert max(whole.lag_histogram) <= (steps if max_lag is None else max_lag)
+    if not pipeline:
+        assert (stale, max(whole.lag_histogram)) == (0, algorithm["conventional_g"] - 1)
+    assert whole.rate <= min(slots * num_actors, 1 / timing.training) * (1 + 1e-9)
+    for share in (whole.actor_idle, whole.empty_slots, whole.trainer_idle):
+        assert 0 <= share <= 1
