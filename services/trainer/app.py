@@ -7,12 +7,14 @@ from its newest checkpoint.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.verification import VerifierClient
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.address import announce
 from pipelinerl.service.grpc import serve_grpc
@@ -23,8 +25,8 @@ from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.telemetry.metrics import RunRegistry
-from services.trainer.checkpoint.run_state import find_start, write_lineage
-from services.trainer.policy_trainer import load_policy_trainer
+from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
+from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
 from services.trainer.records import RunFiles
 from services.trainer.reporting.events import run_events
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -34,9 +36,16 @@ from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
 
 SERVICE = "pipelinerl.v1.TrainerService"
+LoadPolicy = Callable[[Recipe, TrainerSettings, RankSettings, Start], PolicyTrainer]
 
 
-async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Event, context: LogContext) -> None:
+async def serve(
+    settings: TrainerSettings,
+    ranks: RankSettings,
+    stop: asyncio.Event,
+    context: LogContext,
+    load: LoadPolicy = load_policy_trainer,
+) -> None:
     """Rank 0: runs a whole training run, or until `stop` is set. Raises what ended it otherwise."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
@@ -54,7 +63,7 @@ async def serve(settings: TrainerSettings, ranks: RankSettings, stop: asyncio.Ev
         )
         events = await stack.enter_async_context(run_events(settings))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
-        policy = await asyncio.to_thread(load_policy_trainer, recipe, settings, ranks, start)
+        policy = await asyncio.to_thread(load, recipe, settings, ranks, start)
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop, stream_limits(settings)))
         made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")

@@ -31,7 +31,7 @@ from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_re
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.light_actor")}
+LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "benchmarks.light_actor")}
 TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 

@@ -1,6 +1,6 @@
 """The real actor around a light engine: a small transformers model that samples with real log-probabilities.
 
-Run as `python -m tests.support.light_actor`, configured as `services.actor` is. Everything but vLLM is the product's: streams,
+Run as `python -m benchmarks.light_actor`, configured as `services.actor` is. Everything but vLLM is the product's: streams,
 verifier, gRPC, HTTP, membership and weight transfer. The model computes every position anew at each step, so no cached key or
 value ever belongs to another version. It knows temperature and stop tokens, not top_p and top_k.
 """
@@ -128,11 +128,14 @@ class LightEngine:
         random = torch.Generator().manual_seed(request.seed % (1 << 63)) if request.seed else self._random
         one = Running(request, asyncio.get_running_loop().create_future(), random)
         self._running[request.request_id] = one
-        self._wake.set()
+        self._admit(one)
         try:
             return one.generation(await one.done)
         finally:
             self._running.pop(request.request_id, None)
+
+    def _admit(self, one: Running) -> None:
+        self._wake.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
