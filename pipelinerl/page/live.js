@@ -65,7 +65,7 @@ const PrlLive = (() => {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, largest by the formula ${number(formula)}`;
     if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
-    if (last.step > formula && formula > allowed) return [`${seen}; bound ${bound} is below that: with full slots, generation is throttled and long sequences are dropped`, "warn"];
+    if (last.step > formula && formula > allowed) return [`${seen}; bound ${bound} is below that: generation is throttled when all places are in use, and long sequences are dropped`, "warn"];
     return bound > 0 && lag.mean >= NEAR_BOUND * bound ? [`${seen}; near its bound ${bound}: long sequences are dropped`, "warn"] : [`${seen}; bound ${bound}`, ""];
   }
 

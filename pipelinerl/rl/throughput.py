@@ -108,8 +108,8 @@ def largest_lag(in_progress: int, batch_size: int, longest: float, mean: float) 
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """The largest lag of a run with so many actors, whose slots are full, and completions of such lengths in tokens; without
-    them the least that it can be: all are equally long. In conventional mode it is G - 1, whatever the lengths."""
+    """The largest lag of a run with so many actors, all of whose places are in use, and completions of such lengths in tokens;
+    without them the least that it can be: all are equally long. In conventional mode it is G - 1, whatever the lengths."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.actor.sequences_in_progress * max(1, num_actors)
@@ -119,16 +119,12 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 def allowed_lag(recipe: Recipe) -> int | None:
     """Largest lag of a token in a sequence that `algorithm.max_lag` lets pass, as long as its actors are in time: of a mean, it
     is twice that, since lag falls evenly from the oldest token to the newest. None: unbounded."""
-    algorithm = recipe.algorithm
-    return (
-        algorithm.max_lag
-        if algorithm.max_lag is None or algorithm.max_lag_of == "oldest_token"
-        else 2 * algorithm.max_lag
-    )
+    max_lag = recipe.algorithm.max_lag
+    return max_lag if max_lag is None or recipe.algorithm.max_lag_of == "oldest_token" else 2 * max_lag
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """What is wrong with a lag limit below `lag`, the largest of this recipe: the feeder holds back what would fill the slots,
+    """What is wrong with a lag limit below `lag`, the largest of this recipe: the feeder holds back what would fill the places,
     and long sequences are too old when they end. None where nothing is."""
     allowed = allowed_lag(recipe)
     if allowed is None or lag <= allowed:
@@ -136,8 +132,8 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
     needed = lag if recipe.algorithm.max_lag_of == "oldest_token" else math.ceil(lag / 2)
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
     fix = (
-        f"is below the largest lag with full slots, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and long sequences are "
-        f"dropped; use at least {needed}{others}"
+        f"is below the largest lag when all places are in use, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
+        f"long sequences are dropped; use at least {needed}{others}"
     )
     return FieldError("algorithm.max_lag", recipe.algorithm.max_lag, fix)
 

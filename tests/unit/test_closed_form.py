@@ -95,7 +95,7 @@ def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None
     assert recipe_lag(recipe, 2, longest=60, mean=20) == 9
     assert too_small_max_lag(recipe, 8) is None
     assert str(too_small_max_lag(recipe, 9)).startswith(
-        "algorithm.max_lag = 8: is below the largest lag with full slots"
+        "algorithm.max_lag = 8: is below the largest lag when all places are in use"
     )
     assert "= 9: generation is throttled, and long sequences are dropped; use at least 9" in str(
         too_small_max_lag(recipe, 9)
