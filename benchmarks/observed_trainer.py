@@ -138,6 +138,7 @@ def of_the_loop(step: int) -> dict[str, Any]:
         "policy_version": step,
         "served_version": step,
         "step_s": phases,
+        "largest_lag": 1,
         "idle_s": 0.01,
         "sequences": LedgerCounts().as_dict(),
     }

@@ -33,6 +33,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_best",
         "ratio_cpu_time",
         "goal",
+        "by_shared_prompts",
+        "by_zero_advantages",
         "by_one_rank",
         "packing_fill",
         "stream_fill",

@@ -10,6 +10,9 @@ the fastest step of several ranks with that of one rank with as many threads. `p
 micro-batches' token budgets, low where a batch is smaller than a budget; `stream_fill` is what packing reaches on a long
 stream of such lengths.
 
+`by_shared_prompts`: the learner's throughput when the sequences of a group have one prompt, as they have in a run, relative to
+the bare loop, which computes as much as before. `by_zero_advantages`: the same, with an advantage of 0 in every fourth group.
+
 Not measured here: streams, the verifier, sending weights, GPUs (`trainer_gpu.py`).
 
     python -m benchmarks.trainer_overhead [--pairs 7] [--threads 0] [--only CASE] [--output FILE]
@@ -22,6 +25,7 @@ import copy
 import gc
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +36,11 @@ from benchmarks.loops_in_turn import compared, in_turn, timed
 from benchmarks.result_files import kept_cases, write_result
 from benchmarks.trainer_cases import CASES, Case
 from benchmarks.trainer_ranks import run_ranks
-from benchmarks.training_data import VERSION, uniform_lengths
+from benchmarks.training_data import VERSION, of_one_prompt, uniform_lengths
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.rl.packing import pack
 from services.trainer.learn.attention import VARLEN
+from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
@@ -80,8 +85,19 @@ def run_alone(case: Case, pairs: int) -> dict[str, Any]:
     masked = BareLoop(copy.deepcopy(model), "sdpa", batches, trainer) if case.with_mask else None
     bare = BareLoop(model, VARLEN, batches, trainer)
     bare.step()
-    timings = in_turn(lambda: learner.train_step(groups, VERSION), bare.step, pairs)
-    result = {**compared(timings, metrics["tokens_trained"]), "metrics": metrics}
+
+    def against_bare(ours: list[TrainingGroup]) -> dict[str, float]:
+        timings = in_turn(lambda: learner.train_step(ours, VERSION), bare.step, pairs)
+        return compared(timings, metrics["tokens_trained"])
+
+    alike = of_one_prompt(groups)
+    telling = [replace(group, advantages=group.advantages * (index % 4 > 0)) for index, group in enumerate(alike)]
+    result = {
+        **against_bare(groups),
+        "by_shared_prompts": against_bare(alike)["ratio"],
+        "by_zero_advantages": against_bare(telling)["ratio"],
+        "metrics": metrics,
+    }
     return {**result, "bare_with_hf_mask_cpu_s_per_step": timed(masked.step).cpu_s} if masked else result
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipelinerl.messages.sequences import Sequence, VersionSpan
@@ -37,7 +39,10 @@ def long_tailed_lengths(shortest: int, longest: int, total: int, seed: int = 0) 
 def make_groups(
     lengths: list[int], vocabulary: int, prompt_tokens: int = PROMPT_TOKENS, seed: int = 0
 ) -> list[TrainingGroup]:
-    """Sequences of `lengths` tokens, prompts included, of two policy versions each, in groups of up to `GROUP_SIZE`."""
+    """Sequences of `lengths` tokens, prompts included, of two policy versions each, in groups of up to `GROUP_SIZE`.
+
+    Each has a prompt of its own, so that a learner computes as many tokens as a bare loop does.
+    """
     generator = np.random.default_rng(seed)
     sequences = [
         _sequence(generator, index, length - prompt_tokens, prompt_tokens, vocabulary)
@@ -45,6 +50,19 @@ def make_groups(
     ]
     groups = [sequences[first : first + GROUP_SIZE] for first in range(0, len(sequences), GROUP_SIZE)]
     return [TrainingGroup(tuple(group), generator.normal(size=len(group))) for group in groups]
+
+
+def of_one_prompt(groups: list[TrainingGroup]) -> list[TrainingGroup]:
+    """The same, where all sequences of a group have its first one's prompt."""
+    return [
+        replace(
+            group,
+            sequences=tuple(
+                replace(each, prompt_token_ids=group.sequences[0].prompt_token_ids) for each in group.sequences
+            ),
+        )
+        for group in groups
+    ]
 
 
 def _sequence(generator: np.random.Generator, index: int, tokens: int, prompt_tokens: int, vocabulary: int) -> Sequence:
