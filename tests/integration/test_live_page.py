@@ -14,7 +14,10 @@ from tests.unit.test_page import record, sample, served
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
-ABOUT = {"run": "r", "total_steps": 10, "max_lag": 1, "recipe": "name: r", "run_dir": "runs/r", "description": "a run"}
+ABOUT = {
+    "run": "r", "total_steps": 10, "max_lag": 1, "allowed_lag": 1, "recipe": "name: r", "run_dir": "runs/r",
+    "description": "a run",
+}  # fmt: skip
 STATE = {"phase": "training", "ended": "", "message": "", "version": 1, "members": [], "sequences": {}, "reasons": {}}
 HIDE = """(hidden) => {
     Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
@@ -58,6 +61,25 @@ async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> N
         await page.evaluate(HIDE, False)
         await until_step(page, 3)
         assert asked.count("history") == 1, "what it missed is told, and nothing else"
+
+
+async def test_the_tiles_say_when_actors_idle_and_when_the_lag_bound_throttles() -> None:
+    board = PageBoard()
+    async with shown(board) as (page, _):
+        await until_step(page, 1)
+        lag, busy = (page.locator(f"[data-tile={name}] .note") for name in ("lag", "busy"))
+        board.state({**STATE, "actors_held_back": True})
+        board.step(record(2, largest_lag=1))
+        await page.clock.run_for(2000)
+        await until_step(page, 2)
+        assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
+        assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
+        board.state(STATE)
+        board.step(record(3, largest_lag=2))
+        await page.clock.run_for(2000)
+        await until_step(page, 3)
+        assert "stockpile" not in await busy.inner_text()
+        assert "largest by the formula 2; bound 1 is below that: generation is throttled" in await lag.inner_text()
 
 
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

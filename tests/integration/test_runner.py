@@ -26,6 +26,7 @@ from pipelinerl.local.ending import finish
 from pipelinerl.local.metrics import targets_of
 from pipelinerl.local.processes import Launch, Restarts, Service, ServiceDied, living, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
+from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import write_json
 from pipelinerl.service.address import ServiceAddress, read_address
@@ -50,7 +51,8 @@ class Recorder(Display):
 
 
 async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=60), {"FAKE_PAUSES": "20,59", "FAKE_STEP_S": "0.02"})
+    bounded = recipe(steps=60).model_copy(update={"algorithm": AlgorithmConfig(max_lag=1)})
+    run = Run(tmp_path / "run", bounded, {"FAKE_PAUSES": "20,59", "FAKE_STEP_S": "0.02"})
     run.local.display = recorder = Recorder(run.printed)
     async with running(run) as task:
         seen = ("20", "training", "actor-0 serving v3, 64 in progress")
@@ -73,6 +75,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert recorder.shown[-1]["step"].startswith("60 of 60 (100.0%)")
     assert "left" not in recorder.shown[-1]["step"]
     assert "step 60/60 | version 60 | reward 1.000" in run.printed.getvalue()
+    assert run.printed.getvalue().count("warning: algorithm.max_lag = 1: is below the largest lag") == 1
 
     assert finish(run.recipe, run.dir, ending) == 0
     summary = json.loads(run.dir.summary.read_text())
