@@ -99,6 +99,16 @@ def test_a_conventional_phase_by_hand() -> None:
     assert (counted.actor_idle, counted.trainer_idle) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
 
 
+@pytest.mark.parametrize("phase_steps", [1, 4])
+def test_sequences_of_one_length_take_exactly_what_the_closed_form_says(phase_steps: int) -> None:
+    """4 accelerators of 16 sequences for each step of a phase, and a curve that is not flat."""
+    algorithm = {"advantage": "group_mean", "conventional_g": phase_steps, "max_lag": None}
+    recipe = one_at_a_time(64, slots=16 * phase_steps, group_size=4, mode="conventional", algorithm=algorithm)
+    curve, steps = DecodeCurve(((1, 10.0), (16, 120.0), (64, 300.0))), 4 * phase_steps
+    counted = simulated(recipe, Timing(curve, 0.5), FOUR, num_actors=4, num_ranks=4, warmup_steps=steps, steps=steps)
+    assert counted.rate == pytest.approx(conventional_rate(curve, 0.5, FOUR, 64 * phase_steps, 4), rel=1e-9)
+
+
 def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     """Two slots, and one sequence in eight is 16 times as long as the others."""
     recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "group_mean", "max_lag": 2})
