@@ -377,13 +377,10 @@ class LocalRun:
             await asyncio.sleep(self.refresh_s)
 
     def _tell_of_lag(self) -> None:
-        """Once, as the trainer's log does, when the lengths of completions are known."""
-        lag = self._state.last.get("largest_lag")
-        if lag is None or self._told_of_lag or self._state.step <= lag:
-            return
-        if problem := too_small_max_lag(self.recipe, lag):
+        """Once, as the trainer's log does."""
+        if self._state.last.get("max_lag_too_small") and not self._told_of_lag:
             self._told_of_lag = True
-            self._note(f"warning: {problem}")
+            self._note(f"warning: {too_small_max_lag(self.recipe, self._state.last['largest_lag'])}")
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the run goes on

@@ -1,6 +1,6 @@
 /* The live page: fetches the run so far, asks for what is new about once a second, and shows both with the views of views.js.
  *
- * data is that of views.js, and: total_steps, max_lag, allowed_lag, run_dir; position: of the newest step heard of; state: {phase, message,
+ * data is that of views.js, and: total_steps, max_lag, run_dir; position: of the newest step heard of; state: {phase, message,
  * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). The answer
  * to a page that missed too much is `reset`: it fetches everything again. */
 "use strict";
@@ -61,11 +61,11 @@ const PrlLive = (() => {
   const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
 
   /* [note, mark] of the lag's tile: from here on an alert of the runbook would fire, if it stayed so. */
-  function lagNote(last, { max_lag: bound, allowed_lag: allowed }) {
+  function lagNote(last, bound) {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, largest by the formula ${number(formula)}`;
     if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
-    if (last.step > formula && formula > allowed) return [`${seen}; bound ${bound} is below that: generation is throttled when all places are in use, and long sequences are dropped`, "warn"];
+    if (last.max_lag_too_small) return [`${seen}; bound ${bound} is too small for that: generation is throttled, or long sequences are dropped`, "warn"];
     return bound > 0 && lag.mean >= NEAR_BOUND * bound ? [`${seen}; near its bound ${bound}: long sequences are dropped`, "warn"] : [`${seen}; bound ${bound}`, ""];
   }
 
@@ -80,7 +80,7 @@ const PrlLive = (() => {
       ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; every actor serves ${state.served_version ?? "none yet"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}` : "no evaluation yet"],
-      ["lag", "Token lag", number(lag.mean), ...lagNote(last, data)],
+      ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5 is worth a look", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
       ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they outrun the trainer and idle rather than stockpile" : ""}`],

@@ -98,6 +98,12 @@ class IssueBounds:
         """Groups, by the staleness bound alone. `version`: that every actor serves."""
         return max(0, issue_limit(self._recipe, version) - unlost)
 
+    def held_by_max_lag(self, version: int, unlost: int) -> bool:
+        """Whether the staleness bound allows no more, for the sake of `max_lag` and not since the run ends."""
+        max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
+        bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
+        return bounded and self.by_version(version, unlost) == 0
+
     def allowance(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> int:
         """Groups, by both. `num_waiting`: samples that have arrived of groups that are not complete."""
         by_version, limit = self.by_version(version, unlost), self.limit(num_actors)

@@ -1,8 +1,9 @@
 """How to share accelerators between actors and trainer, how many sequences to keep in progress, and what to expect of it.
 
 The closed form proposes, of all splits whose largest lag the recipe allows, the fastest; the simulator plays it, and a split
-that drops sequences as stale gives way to one with a smaller largest lag. How long a decode step and a trained token take
-comes from measured points, or from the accelerator's data sheet (`estimated`). All of it is modelled: nothing runs.
+that drops sequences as stale gives way to one with a smaller largest lag or fewer actors. How long a decode step and a
+trained token take comes from measured points, or from the accelerator's data sheet (`estimated`). All of it is modelled:
+nothing runs.
 
 Not here: what a model needs of activations, of several accelerators in one actor beyond their sum, and of the network beyond
 `NETWORK`.
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import groups_per_step
+from pipelinerl.rl.packing import COPIES_OF_A_TOKEN
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
-from pipelinerl.rl.throughput import DecodeCurve, Lengths, Split, conventional_rate, split
+from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 GIB = 2**30
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
@@ -34,8 +36,6 @@ NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
 """Seconds of an update's messages for each actor: benchmarks/README.md, control_channel, 1,000 members."""
-MOST_STALE = 0.01
-"""Share of the sequences that a plan may drop."""
 AS_FAST = 0.99
 """Of the highest rate: a difference that no model tells."""
 IN_PROGRESS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -115,7 +115,7 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """From the data sheet. A decode step reads the weights and the KV cache once and computes 2 FLOPs per weight and sequence;
-    training computes 6 per weight and token, prompts included.
+    training computes 6 per weight and token, prompts included: once for the samples of a group that share a micro-batch.
 
     Raises `FieldError` when the model does not fit.
     """
@@ -136,7 +136,7 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
         moved = (model.weights_bytes + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
         return (moved + 2 * model.parameters * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
 
-    computed = 6 * model.parameters * (lengths.mean + prompt_tokens) / lengths.mean
+    computed = 6 * model.parameters * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
     return Machine(
         accelerator.name,
         per_actor,
@@ -150,6 +150,15 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 def longest_prompt(recipe: Recipe) -> int:
     """Tokens that the recipe leaves for a prompt."""
     return recipe.model.max_context - recipe.sampling.max_tokens
+
+
+def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
+    """Samples of a group that share the prompt in a micro-batch: as many as fit, with copies that take room in attention."""
+    if recipe.trainer.context_parallel > 1:
+        return 1
+    prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
+    fit = (recipe.trainer.tokens_per_microbatch - prompt_tokens + copied) / (lengths.mean + copied)
+    return max(1, min(recipe.sampling.group_size, int(fit)))
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
@@ -254,10 +263,10 @@ def make_plan(
             f"simulating {actors} with H = {chosen.sequences_in_progress} and {counted(chosen.num_trainers, 'trainer rank')}"
         )
         played, share = play(recipe, machine, lengths, chosen, update_s(chosen))
-        fresher = [one for one in allowed if one.largest_lag <= 0.9 * chosen.largest_lag]
-        if played.stale_share <= MOST_STALE or not fresher:
+        others = [one for one in allowed if _may_drop_less(one, chosen)]
+        if played.stale_share <= MOST_STALE or not others:
             break
-        chosen = best(fresher)
+        allowed, chosen = others, best(others)
     phase = recipe.trainer.batch_size * (chosen.largest_lag + 1)
     phase_s = update_s(chosen) + phase * lengths.mean / conventional_rate(
         machine.decode, machine.training / machine.per_actor, lengths, phase, num_accelerators // machine.per_actor
@@ -278,6 +287,12 @@ def make_plan(
     )
     conventional = phase * lengths.mean / phase_s
     return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, chosen.largest_lag + 1, reasons)
+
+
+def _may_drop_less(one: Split, chosen: Split) -> bool:
+    """Its largest lag is smaller, or it has fewer actors and no larger lag."""
+    fewer = one.largest_lag <= chosen.largest_lag and one.num_generators <= 0.8 * chosen.num_generators
+    return fewer or one.largest_lag <= 0.9 * chosen.largest_lag
 
 
 def _why_this_split(chosen: Split, fastest: Split, times_as_fast: float, max_lag: int | None) -> str:

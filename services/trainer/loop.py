@@ -292,6 +292,7 @@ class OptimizerLoop:
             "served_version": self._updater.served_version,
             "in_flight": self._feeder.in_flight,
             "in_flight_limit": self._feeder.in_flight_limit,
+            "held_by_max_lag": self._feeder.held_by_max_lag,
             **figures,
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}

@@ -15,8 +15,7 @@ from tests.unit.test_page import record, sample, served
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
 ABOUT = {
-    "run": "r", "total_steps": 10, "max_lag": 1, "allowed_lag": 1, "recipe": "name: r", "run_dir": "runs/r",
-    "description": "a run",
+    "run": "r", "total_steps": 10, "max_lag": 1, "recipe": "name: r", "run_dir": "runs/r", "description": "a run",
 }  # fmt: skip
 STATE = {"phase": "training", "ended": "", "message": "", "version": 1, "members": [], "sequences": {}, "reasons": {}}
 HIDE = """(hidden) => {
@@ -75,11 +74,13 @@ async def test_the_tiles_say_when_actors_idle_and_when_the_lag_bound_throttles()
         assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("largest by the formula 1; bound 1")
         board.state(STATE)
-        board.step(record(3, largest_lag=2))
+        board.step(record(3, largest_lag=2, max_lag_too_small=True))
         await page.clock.run_for(2000)
         await until_step(page, 3)
         assert "stockpile" not in await busy.inner_text()
-        assert "largest by the formula 2; bound 1 is below that: generation is throttled" in await lag.inner_text()
+        assert (
+            "largest by the formula 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
+        )
 
 
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

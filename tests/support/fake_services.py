@@ -149,7 +149,7 @@ async def trainer() -> int:
                 print("ZeroDivisionError: in the loss", flush=True)
                 return Fake.exit_code
             record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
-            record |= {"from": begun, "largest_lag": 2}
+            record |= {"from": begun, "largest_lag": 2, "max_lag_too_small": step > 9}
             print(json.dumps(record), file=metrics, flush=True)
             records.append(record)
             if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:

@@ -133,6 +133,13 @@ def test_issue_limits_by_hand(recipe: Recipe, limits: list[int]) -> None:
     assert [issue_limit(recipe, version) for version in range(len(limits))] == limits
 
 
+def test_the_lag_limit_holds_the_feeder_where_it_allows_no_more_before_the_end() -> None:
+    bounds = IssueBounds(bounded(16, max_lag=4, steps=10))
+    assert [bounds.held_by_max_lag(3, unlost) for unlost in (127, 128)] == [False, True]  # (3 + 1 + 4) · 16
+    assert not bounds.held_by_max_lag(5, 160), "the run ends"
+    assert not IssueBounds(bounded(4, mode="conventional", conventional_g=3, max_lag=4)).held_by_max_lag(0, 12)
+
+
 def test_phases_by_hand() -> None:
     recipe = bounded(4, mode="conventional", conventional_g=3, max_lag=None)
     assert [starts_phase(recipe, version) for version in range(4)] == [True, False, False, True]

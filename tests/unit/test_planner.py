@@ -38,8 +38,9 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
     assert machine.kv_gib == 13 - 3 - 1
     # 4 sequences: 1 + 4 GiB at 10 GiB/s, and 2 FLOPs for each weight and sequence at 6 TFLOP/s.
     assert machine.decode.step_time(4.0) == pytest.approx(5 / 10 + 4 * GIB / 6e12)
-    # Half as many tokens again are computed, those of prompts: 6 FLOPs for each weight and token at 4 TFLOP/s.
-    assert machine.training == pytest.approx(3 * GIB * (20 + 20) / 20 / 4e12)
+    # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 8 for its copy: half of its 20 tokens are computed for
+    # each, with 6 FLOPs for each weight and token at 4 TFLOP/s.
+    assert machine.training == pytest.approx(3 * GIB * (20 + 10) / 20 / 4e12)
     with pytest.raises(FieldError, match=r"tensor_parallel_size = 1: .* use 2"):
         estimated(ROUND, Model(5.5 * GIB, GIB / 32.5), recipe_with(4), TWO_LENGTHS)
 
@@ -60,9 +61,9 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     fixed = make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=16, tell=told.append)
     assert fixed.split.sequences_in_progress == 16
     assert told[-1].startswith(f"simulating {fixed.split.num_generators} actor")
-    # A lag of 1 allows 8 actors of H = 4, which make 8 · 382 tokens/s: two of the 32 ranks train on them.
+    # A lag of 1 allows 8 actors of H = 4, with too many stale sequences; 6 make 6 · 382 tokens/s, for which 2 ranks would do.
     spare = make_plan(recipe_with(1), model, machine, lengths, 40, sequences_in_progress=4)
-    assert spare.reasons[-1].startswith("10 accelerators would be as fast: 8 actors and 2 trainer ranks; to use all")
+    assert spare.reasons[-1].startswith("8 accelerators would be as fast: 6 actors and 2 trainer ranks; to use all")
     with pytest.raises(
         FieldError, match=r"algorithm.max_lag = 0: the longest sequences are at least 1 step old in any split"
     ):

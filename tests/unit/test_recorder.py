@@ -78,13 +78,21 @@ def test_a_skipped_step_trained_on_nothing(desk: Desk) -> None:
     assert (desk.of("token_lag_steps_count"), desk.of("steps_skipped_total")) == (8, 1)
 
 
-def test_a_lag_limit_that_throttles_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lag_limit_that_costs_something_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Desk's steps wait for most of their time."""
     with RunFiles(tmp_path) as files:
         desk = Desk(tmp_path, files, algorithm={"max_lag": 1})
-        for lag in (1, 2, 2, 2):  # 2: first at a step in which the longest of the first sequences may be on their way
-            desk.step(largest_lag=lag)
-            assert len(caplog.records) == (desk.taken > 2)
-    assert "algorithm.max_lag = 1" in caplog.text
+        told = [
+            desk.step(largest_lag=1),
+            desk.step(largest_lag=2),  # the longest of the first sequences may be on their way
+            desk.step(largest_lag=2, held_by_max_lag=False),  # nothing is lost: actors are faster than the trainer
+        ]
+        assert ([one["max_lag_too_small"] for one in told], caplog.records) == ([False] * 3, [])
+        assert desk.step(largest_lag=2)["max_lag_too_small"]
+        assert "algorithm.max_lag = 1: is below the largest lag" in caplog.text
+        stale = {"held_by_max_lag": False, "ended_by_length": {"16": [90, 0], "64": [9, 2]}}
+        assert desk.step(largest_lag=2, **stale)["max_lag_too_small"]
+        assert len(caplog.records) == 1
     assert desk.summary()["largest_lag"] == 2
 
 

@@ -135,6 +135,7 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
         "compute_s": {"forward_backward": 0.07, "optimizer": 0.03},
         "lag_histogram": {} if skipped else {0: tokens},
         "largest_lag": 1,
+        "held_by_max_lag": True,
     }
 
 

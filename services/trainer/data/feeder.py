@@ -118,6 +118,10 @@ class Feeder:
         return self.bounds.by_version(max(0, self._updater.served_version), self._unlost)
 
     @property
+    def held_by_max_lag(self) -> bool:
+        return self.bounds.held_by_max_lag(max(0, self._updater.served_version), self._unlost)
+
+    @property
     def in_flight(self) -> int:
         """Samples on their way, or complete groups of them whose step has not begun."""
         return self.bounds.in_flight(self._unlost, self._tracker.num_waiting)

@@ -28,7 +28,6 @@ from pipelinerl.page import LIVE_ASSETS, asset
 from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
-from pipelinerl.rl.throughput import allowed_lag
 from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -126,7 +125,6 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "mode": recipe.mode,
         "total_steps": recipe.trainer.steps,
         "max_lag": recipe.algorithm.max_lag,
-        "allowed_lag": allowed_lag(recipe),
         "recipe": recipe_yaml(recipe),
         "run_dir": str(run_dir),
     }

@@ -17,9 +17,9 @@ import numpy as np
 
 from pipelinerl.kube.client import Pod
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import all_equal
+from pipelinerl.rl.groups import WAIT_SHARE, all_equal
 from pipelinerl.rl.ledger import Outcome
-from pipelinerl.rl.throughput import too_small_max_lag
+from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
 from pipelinerl.run_summary import RunTotals, jsonl_ends
 from pipelinerl.service.logs import LogContext
 from pipelinerl.v1 import trainer_pb2
@@ -127,10 +127,10 @@ class Recorder:
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = _nothing_arrived()
         self.totals.add_step(record)
+        record["max_lag_too_small"] = self._max_lag_too_small(record)
         self._files.append(METRICS, record)
         self.metrics.steps.observe(record)
         self._advise(record)
-        self._warn_of_lag(record)
         weights = figures.get(SAMPLED_WEIGHTS, {})
         for sequence in sampled_sequences(batch):
             known = weights.get(sequence.sequence_id)
@@ -318,12 +318,22 @@ class Recorder:
             0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0)
         )
 
-    def _warn_of_lag(self, record: StepRecord) -> None:
-        """Once, when the first sequences have ended, the longest included: until then lengths are those of the short ones."""
-        problem = too_small_max_lag(self._recipe, record["largest_lag"])
-        if problem is not None and not self._warned_of_lag and record["step"] > record["largest_lag"]:
-            self._warned_of_lag = True
+    def _max_lag_too_small(self, record: StepRecord) -> bool:
+        """Whether the lag limit is below the formula's, and costs something: the trainer waits for sequences that the limit
+        keeps from being issued, or more than `MOST_STALE` of the sequences were dropped. Logged once.
+
+        Not before the first sequences have ended, the longest included: until then lengths are those of the short ones."""
+        problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
+        if problem is None or record["step"] <= record["largest_lag"]:
+            return False
+        ended = [sum(counts) for counts in zip(*self.totals.ended_by_length.values(), strict=True)]
+        waits = seconds.get("wait", 0.0) > WAIT_SHARE * seconds["total"]
+        if not (record.get("held_by_max_lag") and waits) and not (ended and ended[1] > MOST_STALE * sum(ended)):
+            return False
+        if not self._warned_of_lag:
             log.warning("%s", problem)
+        self._warned_of_lag = True
+        return True
 
     def _sample(self, sample: Sample) -> None:
         """The page shows the newest with its tokens; the file, which only grows, has those of some steps."""
