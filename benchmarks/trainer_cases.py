@@ -54,9 +54,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {"tiny": tiny_model, "smollm2
 CASES = {
     case.name: case
     for case in (
-        Case("tiny", "tiny", 0.85, 256, (15, 60), 2048, with_mask=True),
-        Case("smollm2", "smollm2", 0.95, 8, (15, 60), 512),
-        Case("tiny-2-ranks", "tiny", 0.85, 256, (15, 60), 2048, ranks=2),
-        Case("smollm2-2-ranks", "smollm2", 0.95, 8, (15, 60), 512, ranks=2),
+        Case("tiny", "tiny", 0.97, 256, (15, 60), 2048, with_mask=True),
+        Case("smollm2", "smollm2", 0.97, 8, (15, 60), 512),
+        Case("tiny-2-ranks", "tiny", 0.97, 256, (15, 60), 2048, ranks=2),
+        Case("smollm2-2-ranks", "smollm2", 0.97, 8, (15, 60), 512, ranks=2),
     )
 }
