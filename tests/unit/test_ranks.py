@@ -39,7 +39,7 @@ from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.policy_trainer import weight_sender
 from services.trainer.worker import carry_out, worker_loop
 from tests.support.learner import group_of, sequences_of
-from tests.unit.ranks import Cases, Job, jobs_of, on_ranks
+from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -84,6 +84,7 @@ def train(learner: Learner, job: Job) -> Result | None:
             groups = split(groups[0], job.groups)
         prepared = learner.prepare(groups, version)
         microbatches.append(len(prepared.shares[0]))
+        assert (job.groups > 1) == any(not batch.has_gradient for batch in prepared.batches)
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)
     scores = learner.score(np.arange(11) % 23)
@@ -197,8 +198,11 @@ CASES: Cases = {
         },
     ),
     "a step that is skipped": ("llama-tied", {"broken": True}),
-    "prompts shared, half of them without a gradient": ("llama-tied", {"groups": 2}),
-    "prompts shared, weights kept": ("qwen2-untied", {"groups": 2, "trainer": {"reshard_after_forward": False}}),
+    "prompts shared, half of them without a gradient": ("llama-tied", {"groups": 2, "lengths": tuple(UNEVEN * 3)}),
+    "prompts shared, weights kept": (
+        "qwen2-untied",
+        {"groups": 2, "lengths": tuple(UNEVEN * 3), "trainer": {"reshard_after_forward": False}},
+    ),
     "rows shared by two": ("llama-tied", {"trainer": {"context_parallel": 2}}),
     "rows shared, no key heads in the configuration": ("gpt2", {"trainer": {"context_parallel": 2}}),
     "rows shared, recomputed, short": (
