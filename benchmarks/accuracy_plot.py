@@ -60,14 +60,17 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             points = sorted(
                 (row[key], row["samples_per_s"], row["side"]) for row in rows if row["side"].partition("-")[0] == mode
             )
-            style = _style(mode, sides)
-            axis.plot([lag for lag, *_ in points], [rate for _, rate, _ in points], marker="o", label=mode, **style)
+            colour = OUR_SHADES[0] if mode == "pipeline" else OTHER_SHADES[-1]
+            axis.plot(
+                [lag for lag, *_ in points], [rate for _, rate, _ in points], marker="o", label=mode, color=colour
+            )
             for lag, rate, side in points:
-                axis.annotate(_label(side), (lag, rate), (4, 4), textcoords="offset points", fontsize=7)
+                text = _label(side).rpartition(", ")[2] if "-" in side else "recipe"
+                axis.annotate(text, (lag, rate), (3, 4), textcoords="offset points", fontsize=7)
         axis.set_xlabel(label)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("sequences trained on per second")
-    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylim(0, 1.1 * max(row["samples_per_s"] for row in rows))
     axes[-1].legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

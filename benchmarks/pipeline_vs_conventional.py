@@ -5,8 +5,9 @@
                                                   [--every 2] [--set a.b=c ...] [--minutes M] [--quick]
 
 Sides: `pipeline`, with the recipe's `max_lag`; `pipeline-L`, with `max_lag` L; `conventional-G`, with G optimizer steps for
-each generation phase, and so a largest lag of G - 1. Conventional mode generates on all cores, then trains on all cores.
-Everything else is the recipe's, for all sides alike; nothing is tuned for one.
+each generation phase, and so a largest lag of G - 1; any of them with `-hN` has N sequences in progress, such as
+`conventional-4-h128`: in conventional mode more of them do not cost lag. Conventional mode generates on all cores, then trains
+on all cores. Everything else is the recipe's, for all sides alike.
 
 Each run is an ordinary one of all services that saves its policy every `--every` steps instead of evaluating it; clocks stand
 still meanwhile (`saved_runs.py`). Afterwards all policies answer the same problems, and times to the accuracy are interpolated
@@ -22,6 +23,7 @@ import argparse
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,17 +62,17 @@ class Side:
     mode: str
     number: int | None = None
     """The largest lag of pipeline mode, None for the recipe's; G of conventional mode."""
+    places: int | None = None
+    """H, None for the recipe's."""
 
     @classmethod
     def parse(cls, text: str) -> Side:
         """Raises `FieldError`."""
-        mode, _, number = text.partition("-")
-        if text == PIPELINE:
-            return cls(PIPELINE)
-        if mode in (PIPELINE, CONVENTIONAL) and number.isdigit() and int(number) > 0:
-            return cls(mode, int(number))
-        fix = "use pipeline, pipeline-L for a largest lag of L, or conventional-G for G steps in each phase"
-        raise FieldError("--sides", text, fix)
+        found = re.fullmatch(r"(pipeline|conventional)(?:-([1-9]\d*))?(?:-h([1-9]\d*))?", text)
+        if found is None or (found[1] == CONVENTIONAL and found[2] is None):
+            fix = "use pipeline, pipeline-L for a largest lag of L, or conventional-G for G steps in each phase; -hN sets H"
+            raise FieldError("--sides", text, fix)
+        return cls(found[1], *(int(number) if number else None for number in found.groups()[1:]))
 
     def largest_lag(self, recipe: Recipe) -> float:
         """That the mode permits, in optimizer steps; infinite without a limit."""
@@ -89,8 +91,12 @@ class Side:
             algorithm = {"conventional_g": self.number, "max_lag": None if max_lag is None else max(max_lag, int(lag))}
         elif self.number is not None:
             algorithm = {"max_lag": self.number}
-        changes = {"mode": self.mode, "algorithm": recipe.algorithm.model_copy(update=algorithm)}
-        return recipe.model_copy(update=changes)
+        actor = {"sequences_in_progress": self.places or recipe.actor.sequences_in_progress}
+        changes = {
+            "algorithm": recipe.algorithm.model_copy(update=algorithm),
+            "actor": recipe.actor.model_copy(update=actor),
+        }
+        return recipe.model_copy(update={"mode": self.mode, **changes})
 
 
 def whole_phases(steps: int, sides: Sequence[Side]) -> int:
