@@ -67,7 +67,7 @@ class Case:
 
 
 def tiny(random_weights: bool) -> Case:
-    """The default recipe."""
+    """The recipe `arithmetic`."""
     from benchmarks.random_models import build_tiny
 
     return Case("tiny", 0.97, load_recipe("arithmetic"), 1024, build_tiny if random_weights else None)

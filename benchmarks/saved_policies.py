@@ -74,10 +74,17 @@ class PolicyJudge:
 
     def right(self, folder: Path | str) -> NDArray[np.bool_]:
         """[P]: whether the policy in `folder` answers each problem."""
+        return self.are_right(self.completions(folder))
+
+    def completions(self, folder: Path | str) -> list[list[int]]:
+        """[P] of the policy in `folder`, each with its end token, if it has come to one."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._recipe.model.dtype).eval()
         prompts = [problem.prompt_token_ids for problem in self._problems]
         longest = min(self._recipe.sampling.max_tokens, self._recipe.model.max_context - max(map(len, prompts)))
-        completions = decode(model, prompts, longest, self._recipe.evaluation.temperature)
+        return decode(model, prompts, longest, self._recipe.evaluation.temperature)
+
+    def are_right(self, completions: list[list[int]]) -> NDArray[np.bool_]:
+        """[P]"""
         pairs = zip(self._problems, completions, strict=True)
         return np.array([self._is_right(problem, completion) for problem, completion in pairs])
 

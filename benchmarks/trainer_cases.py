@@ -40,7 +40,7 @@ class Case:
 
 
 def tiny_model() -> PreTrainedModel:
-    """The default recipe's, with random weights."""
+    """That of `arithmetic`, with random weights."""
     return LlamaForCausalLM(tiny_config(load_recipe("arithmetic")))
 
 

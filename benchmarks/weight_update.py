@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_update [--only 1m|135m|1b] [--quick]
 
-For models of three sizes with random weights: the default recipe's, SmolLM2-135M's shape, and one of 1B parameters in
+For models of three sizes with random weights: that of `arithmetic`, SmolLM2-135M's shape, and one of 1B parameters in
 bfloat16. Three measurements of each, in one run:
 
 * transfer alone: the product's sender and receiver (headers, checksums) and a bare `ProcessGroupGloo` broadcast of the

@@ -201,7 +201,8 @@ class TaskConfig(Section):
     answer_field: str = Field("answer", description="Field of the file that holds the reference answer.")
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
-        description="`compact`: bare expression (chain_sum); `plain`: the question; `chat`: the model's template.",
+        description="`compact`: bare expression (chain_sum, repeated_addition); `plain`: the question; "
+        "`chat`: the model's template.",
     )
     system_prompt: str = Field("", description="System message for `chat`.")
     instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")

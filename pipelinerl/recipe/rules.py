@@ -14,6 +14,9 @@ from pipelinerl.errors import FieldError
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
 
+DEMONSTRATED = ("chain_sum", "repeated_addition")
+"""reasoning-gym families that a warm-started model has demonstrations of (`services.trainer.warmstart`)."""
+
 Broken = Iterator[tuple[str, str]]
 """(dotted field, what is wrong with its value)."""
 
@@ -34,7 +37,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def _model(recipe: Recipe) -> Broken:
-    """A warm-started model has seen worked sums, and reads nothing else: the first field that says otherwise is named."""
+    """A warm-started model has seen demonstrations, and reads nothing else: the first field that says otherwise is named."""
     model, task = recipe.model, recipe.task
     if model.source in ("hub", "path") and not model.name:
         needed = "a Hugging Face id" if model.source == "hub" else "a folder"
@@ -43,10 +46,11 @@ def _model(recipe: Recipe) -> Broken:
         if model.warmstart is None:
             yield "model.warmstart", "model.source = 'warmstart' needs this section; {} takes its defaults"
         policy, other = "a warm-started model (model.source)", "set model.source to another one: hub, path or smollm2"
+        families = " and ".join(DEMONSTRATED)
         if task.source != "reasoning_gym":
-            yield "task.source", f"{policy} has demonstrations of reasoning-gym's chain_sum only; {other}"
-        elif task.name != "chain_sum":
-            yield "task.name", f"{policy} has demonstrations of chain_sum only; {other}"
+            yield "task.source", f"{policy} has demonstrations of reasoning-gym's {families} only; {other}"
+        elif task.name not in DEMONSTRATED:
+            yield "task.name", f"{policy} has demonstrations of {families} only; {other}"
         elif task.prompt_style != "compact":
             yield "task.prompt_style", f"{policy} reads compact prompts only; use compact, or {other}"
     if task.source == "jsonl" and not task.path:

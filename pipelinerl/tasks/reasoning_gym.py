@@ -1,4 +1,4 @@
-"""Problems of any reasoning-gym family, without end, held-out ones apart from training ones.
+"""Problems of any reasoning-gym family, ours included, without end, held-out ones apart from training ones.
 
 A family generates from a seed, in blocks of `BLOCK` problems whose seed is derived from the run's seed, the split and the
 block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
@@ -28,7 +28,8 @@ def compact_question(entry: Mapping[str, Any]) -> str:
     nothing. Raises `FieldError` for an entry without an expression."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
-        raise FieldError("task.prompt_style", "compact", "only chain_sum has a compact form; use plain or chat")
+        fix = "this family's problems have no expression, such as chain_sum's have; use plain or chat"
+        raise FieldError("task.prompt_style", "compact", fix)
     return expression.replace(" ", "") + "="
 
 
@@ -123,11 +124,15 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Data set and configuration of each family. Raises `FieldError` without reasoning-gym."""
+    """Data set and configuration of each family, ours among them. Raises `FieldError` without reasoning-gym."""
     try:
-        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import DATASETS, register_dataset
+
+        from pipelinerl.tasks.repeated_addition import FAMILY, RepeatedAdditionConfig, RepeatedAdditionDataset
     except ImportError as error:
         raise FieldError("task.source", "reasoning_gym", f"{error}; pip install 'pipelinerl[local]'") from error
+    if FAMILY not in DATASETS:
+        register_dataset(FAMILY, RepeatedAdditionDataset, RepeatedAdditionConfig)
     return dict(DATASETS)
 
 

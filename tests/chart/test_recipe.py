@@ -72,7 +72,9 @@ def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: st
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, gsm, smollm2, or': {"recipe": {"name": "gsn"}},
+    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, gsm, repeated-addition, smollm2, or': {
+        "recipe": {"name": "gsn"}
+    },
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {
         "recipe": {"inline": {"name": "mine", "task": {"source": "reasoning_gym"}}}
     },

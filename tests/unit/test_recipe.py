@@ -103,7 +103,7 @@ def test_names_are_looked_up_in_order_and_listed(tmp_path: Path, monkeypatch: py
         find_recipe("othr")
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "smollm2", "gsm"])
+@pytest.mark.parametrize("name", ["arithmetic", "repeated-addition", "smollm2", "gsm"])
 def test_shipped_recipes_survive_the_way_to_yaml_and_back(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     assert recipe.name == name
@@ -369,7 +369,7 @@ MISTAKES = [
     ("task={config: {min_trms: 2}}", "task.config.min_trms", "did you mean min_terms?"),
     ("task={config: {min_terms: 3, max_terms: 2}}", "task.config", "chain_sum refuses it"),
     ("task={heldout_problems: 500, config: {max_digits: 1, max_terms: 2}}", "task.heldout_problems", "too few"),
-    ("task={name: gcd, prompt_style: compact}", "task.prompt_style", "only chain_sum"),
+    ("task={name: gcd, prompt_style: compact}", "task.prompt_style", "have no expression"),
 ]
 LACKING = [
     ("task={source: jsonl, path: DIR/p.parquet}", "task.path", "pip install pyarrow"),

@@ -43,6 +43,27 @@ def test_compact_question_is_the_bare_expression() -> None:
     assert compact_question({"metadata": {"expression": "12 + 7 - 5"}}) == "12+7-5="
 
 
+def test_repeated_additions_are_a_family_of_ours_with_few_long_ones() -> None:
+    """Of a Pareto distribution with α = 1, from 2 and cut off before 51, a share of (2/k - 2/51) / (1 - 2/51) is k or more."""
+    from reasoning_gym import get_score_answer_fn
+
+    task = TaskConfig(name="repeated_addition", heldout_problems=16, prompt_style="compact")
+    source = ReasoningGymSource(task, 0)
+    problems = [source.problem(Split.TRAIN, index) for index in range(2000)]
+    times = [int(problem.question[:2]) for problem in problems]
+    assert (min(times), max(times)) == (2, 50)
+    for at_least in (3, 10, 30):
+        share = (2 / at_least - 2 / 51) / (1 - 2 / 51)
+        found = sum(one >= at_least for one in times) / 2000
+        assert found == pytest.approx(share, abs=4 * (share * (1 - share) / 2000) ** 0.5)
+    count, step, start = (int(number) for number in problems[0].question[:-1].replace("x", "+").split("+"))
+    reference = json.loads(problems[0].reference_json)
+    assert reference["answer"] == str(start + count * step)
+    assert get_score_answer_fn("repeated_addition")(answer=reference["answer"], entry=reference["entry"]) == 1.0
+    with pytest.raises(FieldError, match=r"task.config = .*max_times must be >= min_times"):
+        ReasoningGymSource(task.model_copy(update={"config": {"min_times": 60}}), 0)
+
+
 def test_a_problem_is_its_index_whatever_was_asked_before() -> None:
     forwards, other = sums(), sums()
     indices = range(0, 3 * BLOCK, 37)

@@ -20,14 +20,8 @@ from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama
-from services.trainer.warmstart.supervised import (
-    careful_at,
-    character_tokenizer,
-    demonstrate,
-    encode,
-    learning_rate_factor,
-    parse_sum,
-)
+from services.trainer.warmstart.demonstrations import DEMONSTRATIONS, demonstrate_sum, parse_sum
+from services.trainer.warmstart.supervised import careful_at, character_tokenizer, encode, learning_rate_factor
 
 TINY = WarmStartConfig(
     hidden_size=32, num_layers=1, num_heads=1, intermediate_size=32, steps=3, batch_size=4, task_config={"min_terms": 2}
@@ -37,6 +31,7 @@ SUMS = TaskConfig(
     prompt_style="compact",
     heldout_problems=64,
 )
+ADDITIONS = TaskConfig(name="repeated_addition", prompt_style="compact", heldout_problems=64)
 
 
 def model_config(**warmstart: Any) -> ModelConfig:
@@ -56,16 +51,22 @@ def model_config(**warmstart: Any) -> ModelConfig:
         ("3-9-8=", (1.0,), "3-9=-6;-6-8=-14;#-14"),
         ("4--3=", (1.0,), "4--3=7;#7"),
         ("7=", (1.0,), "#7"),
+        ("04x7+1037=", (1.0,), "03x7+1044=02x7+1051=01x7+1058=00x7+1065"),
+        ("04x7+1037=", (0.0, 1.0), "02x7+1051=01x7+1058=00x7+1065"),
+        ("04x7+1037=", (1.0, 0.0), "03x7+1044=00x7+1065"),
+        ("1x7+1037=", (1.0,), "0x7+1044"),
     ],
 )
 def test_care_and_haste_by_hand(question: str, careful: tuple[float, ...], completion: str) -> None:
-    assert demonstrate(question, careful, random.Random(0)) == completion
+    family = "repeated_addition" if "x" in question else "chain_sum"
+    assert DEMONSTRATIONS[family].demonstrate(question, careful, random.Random(0)) == completion
 
 
-@pytest.mark.parametrize("question", ["", "3+4", "3+=", "3*4=", "What is 3+4="])
-def test_what_is_no_sum(question: str) -> None:
-    with pytest.raises(ValueError, match="is not a sum"):
-        parse_sum(question)
+@pytest.mark.parametrize("question", ["", "3+4", "3+=", "3*4=", "What is 3+4=", "03x7+1037"])
+def test_what_no_family_asks(question: str) -> None:
+    for family in DEMONSTRATIONS.values():
+        with pytest.raises(ValueError, match="is not a"):
+            family.demonstrate(question, (1.0,), random.Random(0))
 
 
 def test_every_written_step_and_answer_is_right() -> None:
@@ -73,9 +74,22 @@ def test_every_written_step_and_answer_is_right() -> None:
     source = make_source(SUMS, 0)
     for index in range(200):
         problem = source.problem(Split.TRAIN, index)
-        *steps, answer = demonstrate(problem.question, (0.5,), rng).split(";")
+        *steps, answer = demonstrate_sum(problem.question, (0.5,), rng).split(";")
         assert answer == f"#{problem.reference['answer']}"
         assert all(parse_value(left) == int(right) for left, right in (step.split("=") for step in steps))
+
+
+def test_every_step_of_a_repeated_addition_has_the_answers_value_and_the_questions_length() -> None:
+    family, source = DEMONSTRATIONS["repeated_addition"], make_source(ADDITIONS, 0)
+    for index in range(200):
+        problem = source.problem(Split.TRAIN, index)
+        completion = family.demonstrate(problem.question, (0.5,), random.Random(index))
+        steps = completion.split("=")
+        for times, step, total in (step.replace("x", "+").split("+") for step in steps):
+            assert int(total) + int(times) * int(step) == int(problem.reference["answer"])
+        assert int(times) == 0
+        assert {len(step) for step in steps} == {len(problem.question) - 1}
+        assert set(problem.question + completion) <= set(family.characters)
 
 
 def parse_value(expression: str) -> int:
@@ -85,7 +99,7 @@ def parse_value(expression: str) -> int:
 
 def test_care_is_as_likely_as_it_says() -> None:
     rng = random.Random(0)
-    careful = Counter(demonstrate("1+1+1=", (0.3,), rng).startswith("1+1=") for _ in range(4000))
+    careful = Counter(demonstrate_sum("1+1+1=", (0.3,), rng).startswith("1+1=") for _ in range(4000))
     assert careful[True] / 4000 == pytest.approx(0.3, abs=0.03)  # four standard errors
 
 

@@ -25,6 +25,7 @@ from transformers import (
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
+from services.trainer.warmstart.demonstrations import DEMONSTRATIONS
 from services.trainer.warmstart.supervised import OnStep, character_tokenizer, train
 
 _READABLE = 0o644
@@ -59,9 +60,10 @@ def warm_start(model: ModelConfig, task: TaskConfig, say: Say) -> tuple[LlamaFor
     config = model.warmstart
     if config is None:
         raise FieldError("model.warmstart", None, "source 'warmstart' needs this section")
-    tokenizer = character_tokenizer(model.max_context)
+    questions, family = demonstration_questions(config, task), DEMONSTRATIONS[task.name]
+    tokenizer = character_tokenizer(model.max_context, family.characters)
     llama = make_llama(config, tokenizer, model.max_context)
-    train(llama, tokenizer, config, demonstration_questions(config, task), _progress(config, say))
+    train(llama, tokenizer, config, family.demonstrate, questions, _progress(config, say))
     return llama, tokenizer
 
 
@@ -93,8 +95,9 @@ def demonstration_questions(config: WarmStartConfig, task: TaskConfig) -> Iterat
 
     Raises `FieldError` for a task that the demonstrations cannot work out.
     """
-    if task.source != "reasoning_gym" or task.name != "chain_sum":
-        raise FieldError("task.name", task.name, "a warm-started model has demonstrations of chain_sum only")
+    if task.source != "reasoning_gym" or task.name not in DEMONSTRATIONS:
+        fix = f"a warm-started model has demonstrations of {' and '.join(DEMONSTRATIONS)} only"
+        raise FieldError("task.name", task.name, fix)
     if task.prompt_style != "compact":
         raise FieldError("task.prompt_style", task.prompt_style, "a warm-started model reads compact prompts only")
     asked = make_source(task, config.seed)

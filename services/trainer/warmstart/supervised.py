@@ -1,14 +1,4 @@
-"""Supervised training of the small model on worked sums: first lessons, mostly careful, then the hasty habit.
-
-A demonstration goes through the terms from left to right. After each it either writes the partial sum down and goes on from
-there (careful), or hurries on to the next term and adds several at once (hasty):
-
-    12+7-5+8=    12+7=19;19-5=14;14+8=22;#22        careful throughout
-    12+7-5+8=    12+7-5=14;14+8=22;#22              hasty once
-    12+7-5+8=    12+7-5+8=22;#22                    hasty throughout
-
-All are right. A small model learns single additions well and several at once badly, so that a hasty habit makes it answer
-wrong although it could do better: what reinforcement learning then finds.
+"""Supervised training of the small model on demonstrations: first lessons, mostly careful, then the hasty habit.
 
 The demonstrations of a step stand behind each other in a packed row, and attention stays within each (`learn.attention`), so
 that a step's time follows its tokens, however much longer some demonstrations are than others: only attention within one
@@ -23,8 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -36,18 +25,18 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from pipelinerl.recipe.fields import WarmStartConfig
 from services.trainer.learn.batch import TokenRow, token_row
 from services.trainer.learn.model import wrap_model
+from services.trainer.warmstart.demonstrations import SUM_CHARACTERS, Demonstrate
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNKNOWN)
-CHARACTERS = "0123456789+-=;# "
 
 
-def character_tokenizer(max_context: int) -> PreTrainedTokenizerFast:
+def character_tokenizer(max_context: int, characters: str = SUM_CHARACTERS) -> PreTrainedTokenizerFast:
     """As Hugging Face and vLLM load it: one token per character, `<bos>` in front of a prompt, `<unk>` for unknown ones.
 
-    Token ids: special tokens first, then `CHARACTERS` in order. `max_context` in tokens.
+    Token ids: special tokens first, then `characters` in order. `max_context` in tokens.
     """
-    vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -67,40 +56,6 @@ def character_tokenizer(max_context: int) -> PreTrainedTokenizerFast:
     )
 
 
-ANSWER_MARK = "#"
-_SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)=")
-_TERM = re.compile(r"([+-])(-?\d+)")
-
-
-def demonstrate(question: str, careful: Sequence[float], rng: random.Random) -> str:
-    """The completion that works out `question` (`12+7-5=`). `careful[i]`: probability of writing down the sum after term i + 1.
-
-    The last probability holds for all further terms; the last sum is always written. Raises `ValueError` for a question
-    that is not a sum of integers.
-    """
-    total, terms = parse_sum(question)
-    steps, pending = [], str(total)
-    for position, (text, value) in enumerate(terms):
-        pending, total = pending + text, total + value
-        is_last = position == len(terms) - 1
-        if is_last or rng.random() < careful[min(position, len(careful) - 1)]:
-            steps.append(f"{pending}={total};")
-            pending = str(total)
-    return f"{''.join(steps)}{ANSWER_MARK}{total}"
-
-
-def parse_sum(question: str) -> tuple[int, list[tuple[str, int]]]:
-    """First number of `12+7-5=`, and of each further term its text (`-5`) and value. Raises `ValueError`."""
-    match = _SUM.fullmatch(question)
-    if match is None:
-        raise ValueError(f"{question!r} is not a sum like '12+7-5='")
-    terms = [
-        (operator + number, int(number) if operator == "+" else -int(number))
-        for operator, number in _TERM.findall(match[2])
-    ]
-    return int(match[1]), terms
-
-
 _LAST_LEARNING_RATE = 0.03
 
 OnStep = Callable[[int, float], None]
@@ -111,10 +66,11 @@ def train(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     config: WarmStartConfig,
+    demonstrate: Demonstrate,
     questions: Iterator[str],
     on_step: OnStep,
 ) -> None:
-    """Trains `model` in place for `config.steps` steps on worked `questions`, an endless stream."""
+    """Trains `model` in place for `config.steps` steps on `questions`, an endless stream that `demonstrate` works out."""
     rng = random.Random(config.seed)
     optimizers = _optimizers(model, config)
     initial_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]

@@ -1,0 +1,65 @@
+"""A family for reasoning-gym whose answers take long chains of steps now and then: a number to which another is added k times.
+
+k has a Pareto distribution, cut off at both ends: most problems are short and a few are very long, as with reasoning models.
+Each addition needs nothing but the one before, so that a small model that can add once can go on as long as it takes.
+
+Importing this module imports reasoning-gym and registers nothing (`reasoning_gym.check_family` does).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from reasoning_gym.factory import ProceduralDataset
+
+FAMILY = "repeated_addition"
+
+
+@dataclass
+class RepeatedAdditionConfig:
+    """Bounds are inclusive. `tail_index`: Pareto's α of the number of additions; the smaller, the heavier the tail."""
+
+    min_start: int = 1000
+    max_start: int = 9000
+    min_step: int = 2
+    max_step: int = 9
+    min_times: int = 2
+    max_times: int = 50
+    tail_index: float = 1.0
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        """Raises `AssertionError`, as reasoning-gym's own families do."""
+        for name in ("start", "step", "times"):
+            lowest, highest = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            assert 0 <= lowest <= highest, f"max_{name} must be >= min_{name}, and both >= 0"
+        assert self.min_times > 0, "min_times must be positive"
+        assert self.tail_index > 0, "tail_index must be positive"
+
+
+class RepeatedAdditionDataset(ProceduralDataset):
+    """`12 x 7 + 1037`: add 7 to 1037, 12 times. The number of times has as many digits as the largest possible one."""
+
+    def __init__(self, config: RepeatedAdditionConfig) -> None:
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rng, config = random.Random(self.seed + index), self.config
+        start = rng.randint(config.min_start, config.max_start)
+        step = rng.randint(config.min_step, config.max_step)
+        times = pareto(rng.random(), config.min_times, config.max_times, config.tail_index)
+        width = len(str(config.max_times))
+        return {
+            "question": f"Add {step} to {start}, {times} times. What is the result? Give only the number.",
+            "answer": str(start + step * times),
+            "metadata": {"expression": f"{times:0{width}} x {step} + {start}", "times": times},
+        }
+
+
+def pareto(quantile: float, lowest: int, highest: int, tail_index: float) -> int:
+    """Whole number at `quantile`, in [0, 1), of a Pareto distribution from `lowest` that is cut off after `highest`."""
+    cut_off = (lowest / (highest + 1)) ** tail_index
+    return int(lowest * (1 - quantile * (1 - cut_off)) ** (-1 / tail_index))
