@@ -35,6 +35,12 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
     assert "padded" not in vars(layout)
+    # The second of two sequences begins with 100 tokens of the first.
+    places = np.concatenate((np.arange(300), np.arange(100), np.arange(300, 320)))
+    shared = packed_layout(np.array([300, 120]), "cuda", places)
+    exact, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in (query, key, value)), None, packed=shared)
+    flash, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in half), None, packed=shared)
+    torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-untied"])
