@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.bounded_run import run_steps
 from benchmarks.pipeline_vs_conventional import PIPELINE, Side
 from benchmarks.result_files import kept_rows, write_result
+from benchmarks.saved_runs import from_policy, initial_policy
 from pipelinerl.commands.plan import trained_lengths
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import Recipe
@@ -113,11 +114,12 @@ def compared(run_dir: Path, decode_steps: Mapping[str, Sequence[float]]) -> dict
 
 
 def recipe_of(name: str, case: str, steps: int) -> Recipe:
+    """Without evaluations and probes, from an initial policy that is there."""
     side = Side.parse(case)
     # In pipeline mode the run is interrupted: at its end nothing new would be issued.
     last = 10 * steps if side.mode == PIPELINE else steps
-    never = ["evaluation.every_steps=0", "task.heldout_problems=1", "weights.probe_every=0"]
-    return side.changed(load_recipe(name, [f"trainer.steps={last}", *never]))
+    recipe = side.changed(load_recipe(name, [f"trainer.steps={last}", "weights.probe_every=0"]))
+    return from_policy(recipe, initial_policy(recipe))
 
 
 def main() -> None:

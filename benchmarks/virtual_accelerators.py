@@ -116,7 +116,7 @@ def recipe_of(case: Case, model: Path, problems: Path) -> Recipe:
                 # Conventional mode ends with a phase. A pipeline is interrupted: at its end nothing new would be issued.
                 "steps": case.steps if case.g else 10 * (case.warmup + case.steps),
                 "batch_size": BATCH,
-                "learning_rate": 1e-3,
+                "learning_rate": 3e-4,
                 "warmup_steps": 5,
                 "beta2": 0.95,
                 "threads": 1,
@@ -145,7 +145,7 @@ def write_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def predicted(case: Case, profile: Profile) -> Simulation:
-    """By the simulator, each accelerator an actor and a rank of its own, over more steps than are run."""
+    """By the simulator, each accelerator an actor and a rank of its own."""
     recipe = recipe_of(case, Path("model"), Path("problems.jsonl"))
     alone = recipe.model_copy(
         update={
@@ -153,7 +153,7 @@ def predicted(case: Case, profile: Profile) -> Simulation:
             "trainer": recipe.trainer.model_copy(update={"steps": 10_000_000}),
         }
     )
-    warmup, steps = (case.g, max(4 * case.g, 16)) if case.g else (case.warmup, 2 * case.steps)
+    warmup, steps = (0, max(2 * case.g, 16)) if case.g else (case.warmup, case.steps)
     return simulate(
         alone, profile.timing, profile.completions,
         num_actors=case.num_actors, num_ranks=case.num_ranks, warmup_steps=warmup, steps=steps,
@@ -317,7 +317,7 @@ def plot(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, Sequence[Mapping
         learning.plot(
             [point["flashes"] / 1000 for point in row["curve"]],
             [point["reward"] for point in row["curve"]],
-            marker="o", markersize=3, color=colour, label=row["case"],
+            marker="o", markersize=3, drawstyle="steps-post", color=colour, label=row["case"],
         )  # fmt: skip
     learning.axhline(REWARD, color="0.7", linewidth=0.8, linestyle="--")
     frontier.set_xlabel("token lag, optimizer steps; symbols: runs (● mean, ▲ largest)")

@@ -39,6 +39,8 @@ from services.actor.weight_sync.client import StagedWeights
 ADMISSION = 0.2
 """Share of a decode step in which a sequence may still join it: what is sampled is real work of a later part."""
 SPARE_ROWS = 8
+SWITCH_S = 0.5e-3
+"""Decode steps, on other threads, leave the interpreter to the event loop after that: prompts come in meanwhile."""
 
 
 class RowCache(DynamicCache):
@@ -117,7 +119,8 @@ class VirtualEngine(LightEngine):
     ) -> None:
         super().__init__(recipe, model_dir, on_step, bind_host)
         self.pace, self._profile, self._curve = Pace(), profile, profile.curve
-        self._lengths, self._draw = profile.completions, np.random.default_rng(recipe.seed)
+        self._lengths, self._random_lengths = profile.completions, np.random.default_rng(recipe.seed)
+        self._drawn: list[int] = []
         num_rows = -(-recipe.actor.sequences_in_progress // profile.accelerators) + SPARE_ROWS
         self._accelerators = [Accelerator(num_rows, recipe.model.max_context) for _ in range(profile.accelerators)]
         self.weights = PacedReceiver(self, bind_host or "127.0.0.1", profile.transfer * profile.flash_s)
@@ -171,8 +174,13 @@ class VirtualEngine(LightEngine):
 
     def _admit(self, one: Running) -> None:
         is_heldout = one.request.request_id.startswith("eval-")  # not what is modelled: over after a step
-        length = 1 if is_heldout else int(self._lengths.sample(self._draw, 1)[0])
+        length = 1 if is_heldout else self._next_length()
         min(self._accelerators, key=lambda accelerator: accelerator.num_sequences).admit(one, length)
+
+    def _next_length(self) -> int:
+        if not self._drawn:
+            self._drawn = self._lengths.sample(self._random_lengths, 1000).tolist()
+        return self._drawn.pop()
 
 
 class PacedReceiver(ModelReceiver):
@@ -210,6 +218,7 @@ async def start_virtual_engine(
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
     await serve(settings, stop, context, partial(start_virtual_engine, *arguments(sys.argv)))
 
 
