@@ -146,6 +146,18 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "time_ratio_interval",
         "seeds",
     ),
+    "stale_kv": (
+        "recipe",
+        "positions",
+        "lag",
+        "tokens",
+        "kept",
+        "kept_error",
+        "recomputed",
+        "recomputed_error",
+        "never",
+        "never_error",
+    ),
     "weight_update": (
         "model",
         "way",
