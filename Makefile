@@ -13,7 +13,7 @@ KUBE_TOOLS := $(VENV)/kube-tools
 export TORCH_INDEX ?=
 # For gpu-check: an interpreter with the CUDA builds of torch and vLLM, and this project's other requirements
 GPU_PYTHON ?= python3
-RECIPE ?= arithmetic
+RECIPE ?= repeated-addition
 ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
