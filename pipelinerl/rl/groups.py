@@ -168,10 +168,10 @@ def starts_phase(recipe: Recipe, version: int) -> bool:
 
 def groups_before_step(recipe: Recipe, version: int) -> int:
     """Groups that must be complete before the step at `version` starts: conventional mode trains when its whole
-    phase is generated (and shuffles it), pipeline mode as soon as one batch is there."""
+    phase is generated (and shuffles it), pipeline mode as soon as one batch is there. The run's last phase may be shorter."""
     phase_steps = recipe.algorithm.conventional_g
     steps = phase_steps - version % phase_steps if recipe.mode == "conventional" else 1
-    return steps * groups_per_step(recipe)
+    return min(steps, recipe.trainer.steps - version) * groups_per_step(recipe)
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:

@@ -145,6 +145,9 @@ def test_phases_by_hand() -> None:
     assert [starts_phase(recipe, version) for version in range(4)] == [True, False, False, True]
     assert [groups_before_step(recipe, version) for version in range(4)] == [12, 8, 4, 12]
     assert (starts_phase(bounded(4), 1), groups_before_step(bounded(4), 1)) == (True, 4)
+    # Of 4 steps the last one is a phase by itself: more is never issued, and waiting for more would never end.
+    shorter = bounded(4, mode="conventional", conventional_g=3, max_lag=None, steps=4)
+    assert (groups_before_step(shorter, 2), groups_before_step(shorter, 3), issue_limit(shorter, 3)) == (4, 4, 16)
 
 
 @given(st.integers(1, 5), st.integers(0, 6), st.data())
