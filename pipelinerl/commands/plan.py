@@ -94,7 +94,7 @@ def size_of(text: str) -> float:
     from pipelinerl.errors import FieldError
 
     found = _SIZE.fullmatch(text)
-    if not found or float(found[1]) <= 0:
+    if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
     return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()]
 
@@ -144,15 +144,19 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[list[tuple[int, flo
     files = RunDir(run_dir, run_dir.name)
     records = read_jsonl(files.metrics)
     ended: dict[str, list[int]] = {}
-    for record in records[len(records) // 2 :]:
-        add_ended(ended, record)
-    counts = {int(bucket): sum(sequences) for bucket, sequences in ended.items()}
+    seen: dict[int, list[int]] = {}
+    try:
+        for record in records[len(records) // 2 :]:
+            add_ended(ended, record)
+        counts = {int(bucket): sum(sequences) for bucket, sequences in ended.items()}
+        for sample in read_jsonl(files.samples):
+            if sample.get("spans") and not sample.get("heldout"):
+                seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fix = f"what stands in it is no run's metrics.jsonl and samples.jsonl ({error}); give bars"
+        raise FieldError("--lengths", str(run_dir), fix) from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
-    seen: dict[int, list[int]] = {}
-    for sample in read_jsonl(files.samples):
-        if sample.get("spans") and not sample.get("heldout"):
-            seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     weights: list[tuple[int, float]] = []
     for bucket, count in counts.items():
         first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
@@ -192,8 +196,8 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
     except (TypeError, ValueError):
         keys = "; ".join(f"{key}: {meaning}" for key, meaning in _MEASURED.items())
         raise FieldError("--accelerator", name, f"holds something else than numbers; it needs {keys}") from None
-    if min(speed, kv_gib, memory_gib) <= 0:
-        raise FieldError("--accelerator", name, "all its numbers must be above 0")
+    if not all(0 < number < math.inf for number in (speed, kv_gib, memory_gib, *(rate for _, rate in points))):
+        raise FieldError("--accelerator", name, "all its numbers must be above 0, and finite")
     per_actor = recipe.actor.engine.tensor_parallel_size
     return Machine(path.stem, per_actor, DecodeCurve(points), 1 / speed, kv_gib, memory_gib)
 

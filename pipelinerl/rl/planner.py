@@ -215,6 +215,9 @@ def make_plan(
     if num_accelerators < machine.per_actor + fewest_ranks:
         fix = f"an actor needs {machine.per_actor} and the trainer {fewest_ranks} of this kind; give more"
         raise FieldError("--accelerators", num_accelerators, fix)
+    if not most_in_progress:
+        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
+        raise FieldError("kv_gib", machine.kv_gib, fix)
     if sequences_in_progress and sequences_in_progress > most_in_progress:
         fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
         raise FieldError("--sequences-in-progress", sequences_in_progress, fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,9 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
     assert learned.shares.tolist() == pytest.approx([1 / 8, 1 / 8, *[2 / 8 / 16] * 16, 4 / 8])
     with pytest.raises(FieldError, match=r"--lengths = '50': is longer than sampling.max_tokens = 40"):
         lengths_of("50", recipe)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"ended_by_length": {"short": 3}}))
+    with pytest.raises(FieldError, match=r"is no run's metrics.jsonl"):
+        lengths_of(str(tmp_path), recipe)
 
 
 def test_the_command_prints_a_plan_and_its_reasons(
@@ -135,3 +139,11 @@ def test_the_command_prints_a_plan_and_its_reasons(
     assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
     assert f"{plan['actors']} of 1 accelerator" in said
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
+    for key, value, problem in (
+        ("kv_gib", 1e-9, "does not hold one sequence"),
+        ("trained_tokens_per_s", math.inf, "and finite"),
+        ("decode", [[1, math.inf]], "and finite"),
+    ):
+        (tmp_path / "mine.json").write_text(json.dumps({**speeds, key: value}).replace("Infinity", "1e999"))
+        assert main(command) == 2
+        assert problem in capsys.readouterr().err
