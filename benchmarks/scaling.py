@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.result_files import write_result
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.planner import ACCELERATORS, CONTROL_S, NETWORK, Model, estimated, make_plan
+from pipelinerl.rl.planner import ACCELERATORS, CONTROL_S, Model, estimated, make_plan, weight_update_s
 from pipelinerl.rl.throughput import Lengths
 from pipelinerl.run_summary import lag_summary
 
@@ -42,12 +42,9 @@ def planned(case: str, num_accelerators: int) -> dict[str, Any]:
         "gsm",
         [f"trainer.batch_size={batch_of(num_accelerators)}", f"algorithm.max_lag={json.dumps(max_lag)}"],
     )
-    lengths = Lengths.of(
-        (tokens, weight / (last - first + 1)) for first, last, weight in BARS for tokens in range(first, last + 1)
-    )
+    lengths = Lengths.of_bars(BARS)
     plan = make_plan(recipe, MODEL, estimated(ACCELERATORS["H100"], MODEL, recipe, lengths), lengths, num_accelerators)
     lag = lag_summary(plan.played.lag_histogram)
-    control_s = CONTROL_S * plan.split.num_generators
     return {
         "case": case,
         "accelerators": num_accelerators,
@@ -63,8 +60,8 @@ def planned(case: str, num_accelerators: int) -> dict[str, Any]:
         "empty_slots": plan.played.empty_slots,
         "stale": plan.played.stale_share,
         "step_s": plan.played.duration / plan.played.steps,
-        "control_s": control_s,
-        "update_s": MODEL.weights_bytes / NETWORK + control_s,
+        "control_s": CONTROL_S * plan.split.num_generators,
+        "update_s": weight_update_s(MODEL, plan.split.num_generators),
         "simulated_share": plan.share,
     }
 

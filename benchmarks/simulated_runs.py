@@ -32,7 +32,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import length_bucket
 from pipelinerl.rl.simulator import Timing, simulate
-from pipelinerl.rl.throughput import DecodeCurve, Lengths
+from pipelinerl.rl.throughput import DecodeCurve
 from pipelinerl.run_dir import read_json
 from pipelinerl.run_summary import lag_summary, read_jsonl
 
@@ -82,12 +82,12 @@ def compared(run_dir: Path, decode_steps: Mapping[str, Sequence[float]]) -> dict
     recipe = load_recipe(str(run_dir / "recipe.yaml"))
     records = read_jsonl(run_dir / "metrics.jsonl")
     half = records[len(records) // 2 :]
-    weights, _ = trained_lengths(run_dir, recipe.sampling.max_tokens)
+    lengths, _ = trained_lengths(run_dir, recipe.sampling.max_tokens)
     curve = decode_curve(decode_steps)
     timing = learned_timing(half, curve, recipe.actor.sequences_in_progress)
     endless = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": 10_000_000})})
     simulated = simulate(
-        endless, timing, Lengths.of(weights),
+        endless, timing, lengths,
         num_actors=recipe.actor.count, num_ranks=recipe.trainer.nproc, warmup_steps=40, steps=SIMULATED_STEPS,
     )  # fmt: skip
     span_s = half[-1]["time_s"] - records[len(records) // 2 - 1]["time_s"]

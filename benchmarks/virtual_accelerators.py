@@ -33,12 +33,12 @@ import numpy as np
 from benchmarks.bounded_run import run_steps
 from benchmarks.crossing import crossing_time
 from benchmarks.result_files import kept_rows, write_result
-from benchmarks.virtual_profile import DIGITS, Profile, score
+from benchmarks.virtual_profile import DIGITS, PAPER_CURVE, PAPER_TRAINING_TIME, Profile, score
 from pipelinerl.local.services import available_cores
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.simulator import Simulation, simulate
-from pipelinerl.rl.throughput import PAPER_CURVE, PAPER_TRAINING_TIME, conventional_rate, split
+from pipelinerl.rl.throughput import conventional_rate, split
 from pipelinerl.run_dir import read_json
 from pipelinerl.run_summary import lag_summary
 from services.verifier.rewards.item import RewardInput

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelinerl.errors import FieldError
+
 if TYPE_CHECKING:
     from pipelinerl.recipe.fields import Recipe
     from pipelinerl.rl.planner import Machine, Model, Plan
@@ -55,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0. Raises `UserError` for what cannot be planned."""
-    from pipelinerl.errors import FieldError
     from pipelinerl.recipe.loading import load_recipe
     from pipelinerl.rl.planner import Model, counted, make_plan, usual_kv_bytes
 
@@ -78,21 +79,16 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
         return 0
-    print(
-        f"{recipe.name}: a plan for {counted(args.accelerators, 'accelerator')} ({machine.name}); all times are modelled"
-    )
+    accelerators = counted(args.accelerators, "accelerator")
+    print(f"{recipe.name}: a plan for {accelerators} ({machine.name}); all times are modelled")
     for name, value in outline(plan, source):
         print(f"  {name:<12}  {value}")
-    print("why:")
-    for reason in plan.reasons:
-        print(f"  - {reason}")
+    print("why:", *plan.reasons, sep="\n  - ")
     return 0
 
 
 def size_of(text: str) -> float:
     """Parameters. Raises `FieldError`."""
-    from pipelinerl.errors import FieldError
-
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
@@ -101,40 +97,32 @@ def size_of(text: str) -> float:
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     """Completion lengths from bars of a histogram or a run directory, and where they come from. Raises `FieldError`."""
-    from pipelinerl.errors import FieldError
     from pipelinerl.rl.throughput import Lengths
 
-    bars = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
-    if all(bars):
-        weights: list[tuple[int, float]] = []
-        for bar in filter(None, bars):
-            first, last, weight = int(bar[1]), int(bar[2] or bar[1]), float(bar[3] or 1)
-            if not 1 <= first <= last or weight == 0:
-                raise FieldError(
-                    "--lengths", bar[0], "a bar needs 1 token or more, FROM below TO, and a weight above 0"
-                )
-            if last > recipe.sampling.max_tokens:
-                fix = f"is longer than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
-                raise FieldError("--lengths", bar[0], fix)
-            weights += [(tokens, weight / (last - first + 1)) for tokens in range(first, last + 1)]
-        source = "as given"
-    else:
-        weights, source = trained_lengths(Path(text), recipe.sampling.max_tokens)
-    lengths = Lengths.of(weights)
-    if lengths.longest > recipe.sampling.max_tokens:
-        fix = f"has {lengths.longest} tokens, more than sampling.max_tokens = {recipe.sampling.max_tokens}; change one of them"
-        raise FieldError("--lengths", text, fix)
-    return lengths, source
+    max_tokens = recipe.sampling.max_tokens
+    given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
+    if not all(given):
+        return trained_lengths(Path(text), max_tokens)
+    bars = []
+    for bar in filter(None, given):
+        first, last, weight = int(bar[1]), int(bar[2] or bar[1]), float(bar[3] or 1)
+        if not 1 <= first <= last or weight == 0:
+            raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM below TO, and a weight above 0")
+        if last > max_tokens:
+            fix = f"is longer than sampling.max_tokens = {max_tokens}; change one of them"
+            raise FieldError("--lengths", bar[0], fix)
+        bars.append((first, last, weight))
+    return Lengths.of_bars(bars), "as given"
 
 
-def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[list[tuple[int, float]], str]:
-    """(tokens, weight) of a run's completions in the second half of its steps, those dropped as stale included, and how many.
+def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
+    """Of a run's completions in the second half of its steps, those dropped as stale included, and how many these are.
 
     metrics.jsonl counts them by power-of-two bucket; where in its bucket a length lies is taken from samples.jsonl, where that
     has any of the bucket. Raises `FieldError`.
     """
-    from pipelinerl.errors import FieldError
     from pipelinerl.rl.groups import length_bucket
+    from pipelinerl.rl.throughput import Lengths
     from pipelinerl.run_dir import RunDir
     from pipelinerl.run_summary import add_ended, read_jsonl
 
@@ -157,12 +145,18 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[list[tuple[int, flo
         raise FieldError("--lengths", str(run_dir), fix) from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
-    weights: list[tuple[int, float]] = []
+    bars: list[tuple[int, int, float]] = []
     for bucket, count in counts.items():
         first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
-        places = seen.get(bucket) or range(min(first, max_tokens), min(bucket, max_tokens) + 1)
-        weights += [(tokens, count / len(places)) for tokens in places]
-    return weights, f"{sum(counts.values()):,} completions of {run_dir}"
+        if known := seen.get(bucket):
+            bars += [(tokens, tokens, count / len(known)) for tokens in known]
+        else:
+            bars.append((min(first, max_tokens), min(bucket, max_tokens), count))
+    lengths = Lengths.of_bars(bars)
+    if lengths.longest > max_tokens:
+        fix = f"has {lengths.longest} tokens, more than sampling.max_tokens = {max_tokens}; change one of them"
+        raise FieldError("--lengths", str(run_dir), fix)
+    return lengths, f"{sum(counts.values()):,} completions of {run_dir}"
 
 
 _MEASURED = {
@@ -176,7 +170,6 @@ _MEASURED = {
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
-    from pipelinerl.errors import FieldError
     from pipelinerl.rl.planner import ACCELERATORS, Machine, estimated
     from pipelinerl.rl.throughput import DecodeCurve
     from pipelinerl.run_dir import read_json
@@ -223,7 +216,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ),
         ("stale", _stale(plan)),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
-        ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {plan.conventional_g})"),
+        ("conventional", f"{conventional:.2f} times as fast at the same largest lag (G = {split.largest_lag + 1})"),
     ]  # fmt: skip
 
 
@@ -265,7 +258,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "idle": {"trainer": played.trainer_idle, "actors": played.actor_idle, "slots": played.empty_slots},
         "stale_share": played.stale_share,
         "kv_cache_gib": {"used": plan.kv_used_gib, "there_is": plan.machine.kv_gib},
-        "conventional": {"g": plan.conventional_g, "tokens_per_s": plan.conventional},
+        "conventional": {"g": split.largest_lag + 1, "tokens_per_s": plan.conventional},
         "simulated_share": plan.share,
         "reasons": list(plan.reasons),
     }

@@ -170,6 +170,11 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
     return model.parameters * (model.dtype_bytes + 4 + 4 + moments)
 
 
+def weight_update_s(model: Model, num_actors: int) -> float:
+    """Of one weight update: the network and the control channel."""
+    return model.weights_bytes / NETWORK + CONTROL_S * num_actors
+
+
 @dataclass(frozen=True)
 class Plan:
     """Times in seconds, rates per second."""
@@ -183,9 +188,7 @@ class Plan:
     kv_used_gib: float
     """Of an actor."""
     conventional: float
-    """Tokens/s that conventional mode trains on at most at the same largest lag, each phase with one weight update."""
-    conventional_g: int
-    """Its G then."""
+    """Tokens/s that conventional mode trains on at most at the same largest lag, G - 1, each phase with one weight update."""
     reasons: tuple[str, ...]
 
     @property
@@ -208,12 +211,12 @@ def make_plan(
 
     Raises `FieldError` for what cannot be planned.
     """
-    max_lag = recipe.algorithm.max_lag
+    max_lag, per_actor = recipe.algorithm.max_lag, machine.per_actor
     held = tokens_held(lengths, longest_prompt(recipe))
     most_in_progress = int(machine.kv_gib * GIB / (held * model.kv_bytes))
     fewest_ranks = math.ceil(state_bytes(recipe, model) / (machine.memory_gib * MODEL_STATE_SHARE * GIB))
-    if num_accelerators < machine.per_actor + fewest_ranks:
-        fix = f"an actor needs {machine.per_actor} and the trainer {fewest_ranks} of this kind; give more"
+    if num_accelerators < per_actor + fewest_ranks:
+        fix = f"an actor needs {per_actor} and the trainer {fewest_ranks} of this kind; give more"
         raise FieldError("--accelerators", num_accelerators, fix)
     if not most_in_progress:
         fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
@@ -222,35 +225,13 @@ def make_plan(
         fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
         raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
     candidates = [h for h in IN_PROGRESS if h <= most_in_progress] or [most_in_progress]
-    most_actors = (num_accelerators - fewest_ranks) // machine.per_actor
+    most_actors = (num_accelerators - fewest_ranks) // per_actor
+    workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
     splits = [
-        split(
-            machine.decode,
-            machine.training,
-            lengths,
-            recipe.trainer.batch_size,
-            h,
-            num_actors,
-            num_accelerators - num_actors * machine.per_actor,
-        )
+        split(*workload, h, actors, num_accelerators - actors * per_actor, weight_update_s(model, actors))
         for h in ([sequences_in_progress] if sequences_in_progress else candidates)
-        for num_actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
+        for actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
     ]
-
-    def update_s(one: Split) -> float:
-        return model.weights_bytes / NETWORK + CONTROL_S * one.num_generators
-
-    batch_tokens = recipe.trainer.batch_size * lengths.mean
-
-    def rate(one: Split) -> float:
-        """A version is sent when the one before is served: no step is shorter than that."""
-        return min(one.rate, batch_tokens / update_s(one))
-
-    def best(of: list[Split]) -> Split:
-        """That with the freshest data of those about as fast as the fastest."""
-        fast = AS_FAST * max(map(rate, of))
-        return min((one for one in of if rate(one) >= fast), key=lambda one: (one.largest_lag, -rate(one)))
-
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
@@ -259,37 +240,40 @@ def make_plan(
         )
         fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
-    chosen = best(allowed)
     while True:
-        actors = counted(chosen.num_generators, "actor")
-        tell(
-            f"simulating {actors} with H = {chosen.sequences_in_progress} and {counted(chosen.num_trainers, 'trainer rank')}"
-        )
-        played, share = play(recipe, machine, lengths, chosen, update_s(chosen))
+        chosen = _best(allowed)
+        h, actors = chosen.sequences_in_progress, counted(chosen.num_generators, "actor")
+        tell(f"simulating {actors} with H = {h} and {counted(chosen.num_trainers, 'trainer rank')}")
+        update_s = weight_update_s(model, chosen.num_generators)
+        played, share = play(recipe, machine, lengths, chosen, update_s)
         others = [one for one in allowed if _may_drop_less(one, chosen)]
         if played.stale_share <= MOST_STALE or not others:
             break
-        allowed, chosen = others, best(others)
+        allowed = others
     phase = recipe.trainer.batch_size * (chosen.largest_lag + 1)
-    phase_s = update_s(chosen) + phase * lengths.mean / conventional_rate(
-        machine.decode, machine.training / machine.per_actor, lengths, phase, num_accelerators // machine.per_actor
+    phase_s = update_s + phase * lengths.mean / conventional_rate(
+        machine.decode, machine.training / per_actor, lengths, phase, num_accelerators // per_actor
     )
-    kv_used_gib = chosen.sequences_in_progress * held * model.kv_bytes / GIB
+    kv_used_gib = h * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
-    fastest = max(splits, key=rate)
     reasons = (
-        _why_this_split(chosen, fastest, rate(fastest) / rate(chosen), max_lag),
-        _why_this_h(chosen.sequences_in_progress, sequences_in_progress, most_in_progress),
-        f"{counted(chosen.sequences_in_progress, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
+        _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
+        _why_this_h(h, sequences_in_progress, most_in_progress),
+        f"{counted(h, 'sequence')}, each of {held:,.0f} tokens on average, prompt and the "
         f"part of the completion that exists, hold {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
         f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state, where "
         f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations: {fewest_ranks} or more would do",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for "
-        f"{update_s(chosen):.2g} s of each weight update comes on top",
-        *_warnings(recipe, machine, chosen, fewest_ranks, update_s(chosen), batch_tokens),
+        f"{update_s:.2g} s of each weight update comes on top",
+        *_warnings(recipe, machine, chosen, fewest_ranks, update_s),
     )
-    conventional = phase * lengths.mean / phase_s
-    return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, chosen.largest_lag + 1, reasons)
+    return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
+
+
+def _best(splits: list[Split]) -> Split:
+    """That with the freshest data of those about as fast as the fastest."""
+    fast = AS_FAST * max(one.rate for one in splits)
+    return min((one for one in splits if one.rate >= fast), key=lambda one: (one.largest_lag, -one.rate))
 
 
 def _may_drop_less(one: Split, chosen: Split) -> bool:
@@ -298,7 +282,8 @@ def _may_drop_less(one: Split, chosen: Split) -> bool:
     return fewer or one.largest_lag <= 0.9 * chosen.largest_lag
 
 
-def _why_this_split(chosen: Split, fastest: Split, times_as_fast: float, max_lag: int | None) -> str:
+def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
+    times_as_fast = fastest.rate / chosen.rate
     sides = (
         f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
         f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
@@ -321,25 +306,20 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
     return f"H = {h}: more in progress on each actor decode faster, but are older when they are trained on"
 
 
-def _warnings(
-    recipe: Recipe, machine: Machine, chosen: Split, fewest_ranks: int, update_s: float, batch_tokens: float
-) -> Iterator[str]:
+def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest_ranks: int, update_s: float) -> Iterator[str]:
     """What keeps the plan from using all that there is, and what makes it doubtful."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
-    if update_s > AS_FAST * batch_tokens / chosen.rate:
+    if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         yield (
             f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
             f"raise trainer.batch_size = {batch_size}"
         )
-    used = min(chosen.rate, batch_tokens / update_s)
-    actors = math.ceil(chosen.num_generators * used / chosen.generation)
-    ranks = max(fewest_ranks, math.ceil(chosen.num_trainers * used / chosen.training))
-    enough, there_are = (count * machine.per_actor for count in (actors, chosen.num_generators))
-    enough, there_are = enough + ranks, there_are + chosen.num_trainers
-    if enough < 0.8 * there_are:
-        limits = f"trainer.batch_size = {batch_size}" + (
-            "" if max_lag is None else f" or algorithm.max_lag = {max_lag}"
-        )
+    actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
+    ranks = max(fewest_ranks, math.ceil(chosen.num_trainers * chosen.rate / chosen.training))
+    enough = actors * machine.per_actor + ranks
+    if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
+        limits = f"trainer.batch_size = {batch_size}"
+        limits += "" if max_lag is None else f" or algorithm.max_lag = {max_lag}"
         yield (
             f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
             f"to use all of them, raise {limits}"
@@ -381,16 +361,10 @@ def play(
             "evaluation": recipe.evaluation.model_copy(update={"every_steps": 0}),
         }
     )
-    timing = Timing(machine.decode, machine.training, transfer=update_s)
     played = simulate(
-        part,
-        timing,
-        lengths,
-        num_actors=num_actors,
-        num_ranks=chosen.num_trainers * share,
-        warmup_steps=warmup_steps,
-        steps=steps,
-    )
+        part, Timing(machine.decode, machine.training, transfer=update_s), lengths,
+        num_actors=num_actors, num_ranks=chosen.num_trainers * share, warmup_steps=warmup_steps, steps=steps,
+    )  # fmt: skip
     return played, share
 
 

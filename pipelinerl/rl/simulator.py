@@ -17,9 +17,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count, islice
 
 import numpy as np
 
@@ -111,14 +113,17 @@ def simulate(
     return _Run(recipe, timing, lengths, num_actors, num_ranks, seed).result(warmup_steps, warmup_steps + steps)
 
 
+_Sample = tuple[VersionSpan, ...]
+"""A finished sequence: its tokens are those of its spans."""
+
+
+@dataclass(slots=True, eq=False)
 class _Group:
-    """Samples of one prompt, `number` in order of issue. `done`: (length, spans) of those that have finished."""
+    """Samples of one prompt, `number` in order of issue."""
 
-    __slots__ = ("done", "lengths", "number")
-
-    def __init__(self, number: int, lengths: list[int]) -> None:
-        self.number, self.lengths = number, lengths
-        self.done: list[tuple[int, tuple[VersionSpan, ...]]] = []
+    number: int
+    lengths: list[int]
+    done: list[_Sample] = field(default_factory=list)
 
 
 _Wait = float | Callable[[], bool]
@@ -126,35 +131,33 @@ _Wait = float | Callable[[], bool]
 _Process = Iterator[_Wait]
 
 
+@dataclass(slots=True, eq=False)
 class _Actor:
     """H slots and the decode steps over them. Counts decode steps: a sequence that begins at count c ends at c + its length."""
 
-    __slots__ = (
-        "batch", "busy", "count", "evaluating", "heldout", "hungry", "joining", "samples", "since", "slot_time", "step",
-        "swaps", "to_swap", "until", "wake",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.count, self.since, self.step = 0, 0.0, 0.0
-        """Decode steps done; when the one under way began, and how long it takes."""
-        self.batch: list[tuple[int, int, int, _Group | None]] = []
-        """Heap of (count of the end, tie-breaker, count of the beginning, group): what is in progress; no group: held-out."""
-        self.joining: list[tuple[int, _Group | None]] = []
-        """(length, group) that begins with the next decode step."""
-        self.samples: deque[tuple[int, _Group]] = deque()
-        """Of the group that was taken last, those without a slot yet."""
-        self.heldout: deque[int] = deque()
-        self.evaluating = 0
-        """Held-out sequences in `batch` or `joining`."""
-        self.swaps: tuple[list[int], list[int]] = ([0], [0])
-        """Counts at which a version came in, and these versions."""
-        self.to_swap: int | None = None
-        self.hungry = True
-        """Whether it has an empty slot, and waits for a group."""
-        self.wake = 0
-        """Number of the event that is up to date."""
-        self.until = self.busy = self.slot_time = 0.0
-        """Until when the two are added up: time with anything in progress, and time of slots in use."""
+    count: int = 0
+    """Decode steps done."""
+    since: float = 0.0
+    step: float = 0.0
+    """When the decode step under way began, and how long it takes."""
+    batch: list[tuple[int, int, int, _Group | None]] = field(default_factory=list)
+    """Heap of (count of the end, tie-breaker, count of the beginning, group): what is in progress; no group: held-out."""
+    joining: list[tuple[int, _Group | None]] = field(default_factory=list)
+    """(length, group) that begins with the next decode step."""
+    samples: deque[tuple[int, _Group]] = field(default_factory=deque)
+    """Of the group that was taken last, those without a slot yet."""
+    heldout: deque[int] = field(default_factory=deque)
+    evaluating: int = 0
+    """Held-out sequences in `batch` or `joining`."""
+    swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
+    """Counts at which a version came in, and these versions."""
+    to_swap: int | None = None
+    wake: int = 0
+    """Number of the event that is up to date."""
+    until: float = 0.0
+    busy: float = 0.0
+    slot_time: float = 0.0
+    """Until when the two are added up: time with anything in progress, and time of slots in use."""
 
     @property
     def slots_in_use(self) -> int:
@@ -168,33 +171,25 @@ class _Actor:
 
 class _Run:
     def __init__(
-        self,
-        recipe: Recipe,
-        timing: Timing,
-        lengths: Lengths,
-        num_actors: int,
-        num_ranks: float,
-        seed: int,
+        self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float, seed: int
     ) -> None:
-        self.recipe, self.timing, self.lengths = recipe, timing, lengths
-        self.num_ranks = num_ranks
+        self.recipe, self.timing, self.lengths, self.num_ranks = recipe, timing, lengths, num_ranks
         self.per_step, self.group_size = groups_per_step(recipe), recipe.sampling.group_size
         self.slots = recipe.actor.sequences_in_progress
-        self.step_times = [
-            0.0,
-            *timing.decode.step_time(np.arange(1, self.slots + EVALUATION_SLOTS + 1).astype(np.float64)).tolist(),
-        ]
+        in_progress = np.arange(1, self.slots + EVALUATION_SLOTS + 1, dtype=np.float64)
+        self.step_times = [0.0, *timing.decode.step_time(in_progress).tolist()]
         self.random = np.random.default_rng(seed)
-        self.drawn: deque[int] = deque()
+        self.drawn = self._draw()
 
         self.now = 0.0
-        self.events: list[tuple[float, int, _Actor | _Process, int]] = []
-        self.num_events = 0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = count()
+        """Of events and sequences: of two at the same time, the earlier one comes first."""
         self.waiting: list[tuple[Callable[[], bool], _Process]] = []
 
         self.actors = [_Actor() for _ in range(num_actors)]
-        self.hungry = deque(self.actors)
-        """In the order in which they take the next groups."""
+        self.hungry = OrderedDict.fromkeys(self.actors)
+        """Those with an empty slot, in the order in which they take the next groups."""
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
@@ -206,13 +201,13 @@ class _Run:
         self.ready: deque[_Group] = deque()
         self.version = self.taking_for = 0
         """Of the trainer, and for which the next batch is taken."""
-        self.batch: list[list[tuple[int, tuple[VersionSpan, ...]]]] = []
+        self.batch: list[list[_Sample]] = []
         """Of the next step or phase: fresh samples of each group."""
         self.offered = self.served = -1
         self.held_above: int | None = None
         """Later versions are not committed while this one is evaluated."""
         self.heldout_left = 0
-        self.counted: Simulation | None = None
+        self.counted = Simulation()
         self.computing = 0.0
 
     def result(self, first: int, last: int) -> Simulation:
@@ -238,32 +233,21 @@ class _Run:
     # --- events
 
     def _next_event(self) -> None:
-        self.now, _, subject, wake = heapq.heappop(self.events)
-        if isinstance(subject, _Actor):
-            if wake == subject.wake:
-                self._decode(subject)
-        else:
-            self._resume(subject)
-        again = True
-        while again:
-            again = False
-            for index, (condition, process) in enumerate(self.waiting):
-                if condition():
-                    del self.waiting[index]
-                    self._resume(process)
-                    again = True
-                    break
+        self.now, _, happen = heapq.heappop(self.events)
+        happen()
+        while ready := next((one for one in self.waiting if one[0]()), None):
+            self.waiting.remove(ready)
+            self._resume(ready[1])
 
-    def _at(self, when: float, subject: _Actor | _Process, wake: int = 0) -> None:
-        self.num_events += 1
-        heapq.heappush(self.events, (when, self.num_events, subject, wake))
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.numbers), happen))
 
     def _resume(self, process: _Process) -> None:
         wait = next(process, None)
         if callable(wait):
             self.waiting.append((wait, process))
         elif wait is not None:
-            self._at(wait, process)
+            self._at(wait, partial(self._resume, process))
 
     # --- actors
 
@@ -278,12 +262,17 @@ class _Run:
         """Its next event: the end of a sequence, or of the decode step under way when something is to change with the next."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
-            self._at(self._next_boundary(actor), actor, actor.wake)
+            when = self._next_boundary(actor)
         elif actor.batch:
-            self._at(actor.since + (actor.batch[0][0] - actor.count) * actor.step, actor, actor.wake)
+            when = actor.since + (actor.batch[0][0] - actor.count) * actor.step
+        else:
+            return
+        self._at(when, partial(self._decode, actor, actor.wake))
 
-    def _decode(self, actor: _Actor) -> None:
+    def _decode(self, actor: _Actor, wake: int) -> None:
         """Up to the decode step that ends now: what has ended leaves, what is to join joins."""
+        if wake != actor.wake:
+            return
         if actor.batch:
             actor.count += round((self.now - actor.since) / actor.step)
         actor.add_up(self.now)
@@ -306,11 +295,10 @@ class _Run:
                 actor.evaluating -= 1
                 self.heldout_left -= 1
             else:
-                self._arrive(group, end - begin, self._spans(actor, begin, end))
+                self._arrive(group, self._spans(actor, begin, end))
         self._fill(actor)
         for length, group in actor.joining:
-            self.num_events += 1
-            heapq.heappush(batch, (actor.count + length, self.num_events, actor.count, group))
+            heapq.heappush(batch, (actor.count + length, next(self.numbers), actor.count, group))
         actor.joining.clear()
         actor.step = self.step_times[len(batch)]
         self._wake(actor)
@@ -323,9 +311,8 @@ class _Run:
         self._admit(actor)
         while actor.slots_in_use < self.slots and self.prompts:
             self._take_group(actor)
-        if actor.slots_in_use < self.slots and not actor.hungry:
-            actor.hungry = True
-            self.hungry.append(actor)
+        if actor.slots_in_use < self.slots:
+            self.hungry.setdefault(actor)
 
     def _take_group(self, actor: _Actor) -> None:
         group = self.prompts.popleft()
@@ -336,7 +323,7 @@ class _Run:
         for _ in range(min(len(actor.samples), self.slots - actor.slots_in_use)):
             actor.joining.append(actor.samples.popleft())
 
-    def _spans(self, actor: _Actor, begin: int, end: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, actor: _Actor, begin: int, end: int) -> _Sample:
         counts, versions = actor.swaps
         first, last = bisect_right(counts, begin) - 1, bisect_right(counts, end - 1)
         edges = [begin, *counts[first + 1 : last], end]
@@ -347,26 +334,27 @@ class _Run:
 
     # --- feeder and intake
 
+    def _draw(self) -> Iterator[int]:
+        while True:
+            yield from self.lengths.sample(self.random, 10_000 + self.group_size).tolist()
+
     def _issue(self) -> None:
         """What the feeder may."""
         version, unlost = max(0, self.served), self.issued - self.lost
         allowance = self.bounds.allowance(version, len(self.actors), unlost, self.num_waiting)
         for _ in range(allowance):
-            if len(self.drawn) < self.group_size:
-                self.drawn.extend(self.lengths.sample(self.random, 10_000 + self.group_size).tolist())
-            self.prompts.append(_Group(self.issued, [self.drawn.popleft() for _ in range(self.group_size)]))
+            self.prompts.append(_Group(self.issued, list(islice(self.drawn, self.group_size))))
             self.open[self.issued] = None
             self.issued += 1
         while self.prompts and self.hungry:
-            actor = self.hungry.popleft()
+            actor, _ = self.hungry.popitem(last=False)
             self._take_group(actor)
-            actor.hungry = actor.slots_in_use < self.slots
-            if actor.hungry:
-                self.hungry.append(actor)
+            if actor.slots_in_use < self.slots:
+                self.hungry[actor] = None
             self._wake(actor)
 
-    def _arrive(self, group: _Group, length: int, spans: tuple[VersionSpan, ...]) -> None:
-        group.done.append((length, spans))
+    def _arrive(self, group: _Group, sample: _Sample) -> None:
+        group.done.append(sample)
         self.num_waiting += 1
         if len(group.done) == self.group_size:
             self.num_waiting -= self.group_size
@@ -375,19 +363,22 @@ class _Run:
             self._take()
         self._issue()
 
+    def _has_batch(self) -> bool:
+        return len(self.batch) >= groups_before_step(self.recipe, self.taking_for)
+
     def _take(self) -> None:
         """Complete groups into the next batch, without what is stale for it."""
         algorithm, lost = self.recipe.algorithm, 0
-        while self.ready and len(self.batch) < groups_before_step(self.recipe, self.taking_for):
+        by_mean = algorithm.max_lag_of == "mean"
+        while self.ready and not self._has_batch():
             kept = []
-            for length, spans in self.ready.popleft().done:
-                by_mean = algorithm.max_lag_of == "mean"
+            for spans in self.ready.popleft().done:
                 stale = stale_reason(spans, self.taking_for, algorithm.max_lag, by_mean=by_mean) is not None
-                if self.counted:
-                    self.counted.finished_by_length[length_bucket(length)] += 1
-                    self.counted.stale_by_length[length_bucket(length)] += stale
+                bucket = length_bucket(spans[-1].end)
+                self.counted.finished_by_length[bucket] += 1
+                self.counted.stale_by_length[bucket] += stale
                 if not stale:
-                    kept.append((length, spans))
+                    kept.append(spans)
             if kept:
                 self.batch.append(kept)
             else:
@@ -406,8 +397,8 @@ class _Run:
         self._resume(self._evaluate(0))
         batch_at = self.now
         for version in range(steps):
-            needed, asked_at = groups_before_step(self.recipe, version), self.now
-            yield lambda needed=needed: len(self.batch) >= needed  # type: ignore[misc]
+            asked_at = self.now
+            yield self._has_batch
             last_at, batch_at = batch_at, self.now
             wait_share = (batch_at - asked_at) / (batch_at - last_at) if batch_at > last_at else 0.0
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
@@ -424,13 +415,12 @@ class _Run:
             self.taking_for = min(version + 1, steps - 1)
             self._take()
             self._issue()
-            tokens = sum(length for group in batch for length, _ in group)
+            tokens = sum(spans[-1].end for group in batch for spans in group)
             duration = self.timing.step + tokens * self.timing.training / self.num_ranks
             yield self.now + duration
             self.computing += duration
             self.version = version + 1
-            if self.counted:
-                self._count(batch, version)
+            self._count(batch, version)
             if self.version == steps:
                 return
             if starts_phase(self.recipe, self.version):
@@ -438,22 +428,20 @@ class _Run:
                 if measure:
                     yield lambda: self.held_above is None
                 elif self.held_above is not None and self.served != self.offered > self.held_above:  # passed over
-                    yield lambda: self.held_above is None or len(self.batch) >= self.per_step
+                    yield lambda: self.held_above is None or self._has_batch()
                     if self.held_above is not None:
                         continue
                 yield from self._offer()
                 if measure:
                     self._resume(self._evaluate(self.version))
 
-    def _count(self, batch: list[list[tuple[int, tuple[VersionSpan, ...]]]], version: int) -> None:
-        assert self.counted is not None
+    def _count(self, batch: list[list[_Sample]], version: int) -> None:
         self.counted.steps += 1
         for group in batch:
-            for length, spans in group:
-                self.counted.sequences += 1
-                self.counted.tokens += length
-                for span in spans:
-                    self.counted.lag_histogram[version - span.version] += span.end - span.start
+            self.counted.sequences += len(group)
+            for span in chain.from_iterable(group):
+                self.counted.tokens += span.end - span.start
+                self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
         """Sends the new version once the one before is served; in conventional mode waits until it is."""

@@ -56,15 +56,6 @@ class DecodeCurve:
         return float(in_progress / self.step_time(in_progress))
 
 
-PAPER_CURVE = DecodeCurve(((1, 0.275 / 128), (128, 0.275), (192, 0.384), (256, 0.43)))
-"""U(h) of the paper's worked case, in tokens per flash. The paper's own curve is a picture (near-linear to 128, saturating by
-256); this one is derived from its figures: U(192) · 44 generators = 16.9, and U(128) from the 18.3 that conventional mode
-generates with 133 sequences on each accelerator and lengths uniform on 1..L. U(256) is in no figure; H = 192 is best as long as
-it is below 16.9 / 33 = 0.51, and 0.43 continues the bend."""
-PAPER_TRAINING_TIME = 4.92
-"""τ of the same case, in flashes per token."""
-
-
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Completion lengths int64[lengths], ascending, and their shares float64[lengths], which add up to 1."""
@@ -83,6 +74,13 @@ class Lengths:
             raise FieldError("lengths", dict(kept), "give at least one length above 0, each with a weight above 0")
         shares = np.array([weight for _, weight in kept], dtype=float)
         return cls(np.array([tokens for tokens, _ in kept], dtype=np.int64), shares / shares.sum())
+
+    @classmethod
+    def of_bars(cls, bars: Iterable[tuple[int, int, float]]) -> Lengths:
+        """Of a histogram of bars (first, last, weight), in which all lengths are equally frequent."""
+        return cls.of(
+            (tokens, weight / (last + 1 - first)) for first, last, weight in bars for tokens in range(first, last + 1)
+        )
 
     @classmethod
     def uniform(cls, longest: int) -> Lengths:
@@ -167,11 +165,13 @@ class Split:
     training: float
     """That all trainers could train on."""
     largest_lag: int
+    updates: float = math.inf
+    """That weight updates allow: a version is sent when the one before is served, and no step is shorter than that."""
 
     @property
     def rate(self) -> float:
         """r_pipe: that of the slower side."""
-        return min(self.generation, self.training)
+        return min(self.generation, self.training, self.updates)
 
 
 def split(
@@ -182,8 +182,9 @@ def split(
     sequences_in_progress: int,
     num_generators: int,
     num_trainers: int,
+    update_time: float = 0.0,
 ) -> Split:
-    """The rates of one way to share the accelerators."""
+    """The rates of one way to share the accelerators; `update_time`: of one weight update."""
     return Split(
         num_generators,
         num_trainers,
@@ -191,4 +192,5 @@ def split(
         curve.rate(sequences_in_progress) * num_generators,
         num_trainers / training_time,
         largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean),
+        batch_size * lengths.mean / update_time if update_time else math.inf,
     )

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.virtual_profile import PAPER_CURVE, PAPER_TRAINING_TIME
 from pipelinerl.errors import FieldError
 from pipelinerl.rl.throughput import (
-    PAPER_CURVE,
-    PAPER_TRAINING_TIME,
     DecodeCurve,
     Lengths,
     Split,

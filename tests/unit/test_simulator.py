@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_profile import PAPER_CURVE, PAPER_TRAINING_TIME
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.simulator import Simulation, Timing, simulate
-from pipelinerl.rl.throughput import PAPER_CURVE, PAPER_TRAINING_TIME, DecodeCurve, Lengths, conventional_rate, split
+from pipelinerl.rl.throughput import DecodeCurve, Lengths, conventional_rate, split
 from tests.unit.builders import make_recipe
 
 EVEN = DecodeCurve(((200, 200.0),))
