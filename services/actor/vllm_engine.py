@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,7 @@ import numpy as np
 
 from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.service.lifecycle import StartStopped
+from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
 from services.actor.weight_sync.client import WeightUpdateClient, parse_version
 
@@ -75,20 +75,6 @@ async def build_off_loop(
         raise
     finally:
         stopping.cancel()
-
-
-async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Awaits `work`. Raises what it raises, or `StartStopped` as soon as `stop` is set."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise StartStopped("stopped before the engine was warm")
-        working.result()
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.wait((working,))
 
 
 _ABORTED = "abort"
