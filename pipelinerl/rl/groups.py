@@ -25,7 +25,8 @@ next group. This ceiling is also the start. The floor is B. In between, the limi
 If the trainer had to wait, the limit rises. A change has had its effect when every group that was issued before it is complete,
 the longest included. If from then on complete groups are left over at each of `limit / B + 1` steps, this standing queue only
 makes sequences older, and the limit falls by a quarter of it, if it is more than one group.
-Actors that are too fast idle for a part of the time, instead of stockpiling.
+Actors that are too fast idle for a part of the time, instead of stockpiling. When an actor is gone the limit is at its ceiling
+again: what that actor had in hand is still in flight, for up to half a minute, and the others would run out of work.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the incarnation before is a policy that no
@@ -86,6 +87,8 @@ class IssueBounds:
         self._group_size, self._batch_size = recipe.sampling.group_size, recipe.trainer.batch_size
         self._held_back = 0
         """Samples by which the freshness limit is below its ceiling: so it follows the number of actors."""
+        self._num_actors = 0
+        """When that was found."""
         self._left_over: deque[int] = deque()
         """Complete groups that the last steps left, since a change of the limit has had its effect."""
         self._changed_at = 0
@@ -112,10 +115,13 @@ class IssueBounds:
         return max(0, min(by_version, (limit - self.in_flight(unlost, num_waiting)) // self._group_size))
 
     def limit(self, num_actors: int) -> int | None:
-        """The freshness limit, in samples; None in conventional mode, whose phases bound what is in flight."""
+        """The freshness limit, in samples; None in conventional mode, whose phases bound what is in flight.
+
+        Its ceiling where actors are missing: what they had in hand is in flight until others get it, and these have less."""
         if self._recipe.mode == "conventional":
             return None
-        return max(self._batch_size, self._ceiling(num_actors) - self._held_back)
+        held_back = self._held_back if num_actors >= self._num_actors else 0
+        return max(self._batch_size, self._ceiling(num_actors) - held_back)
 
     def in_flight(self, unlost: int, num_waiting: int) -> int:
         """Samples that count against the freshness limit."""
@@ -156,7 +162,7 @@ class IssueBounds:
 
     def _set(self, limit: int, num_actors: int, issued: int) -> None:
         ceiling = self._ceiling(num_actors)
-        self._held_back = ceiling - min(ceiling, max(self._batch_size, limit))
+        self._held_back, self._num_actors = ceiling - min(ceiling, max(self._batch_size, limit)), num_actors
         self._left_over.clear()
         self._changed_at = issued
 

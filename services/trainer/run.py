@@ -81,7 +81,7 @@ class TrainingRun:
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
-            on_served=lambda: self.feeder.look_again(),  # a newer version, or more actors: more may be in flight
+            on_change=lambda: self.feeder.look_again(),  # another version or number of actors
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker

@@ -209,6 +209,20 @@ def test_the_freshness_limit_by_hand() -> None:
     assert bounds.limit(2) == 26
 
 
+def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
+    bounds, unlost = fresh(group_size=2, batch_size=8, slots=16), 0
+    while bounds.limit(2) != 8:
+        unlost = 4 * (bounds.steps_begun + 1) + 13
+        bounds.begin_step(2, unlost, 0, 0.0, issued=unlost, oldest_open=unlost)
+    unlost = 4 * bounds.steps_begun + 4
+    assert bounds.allowance(0, 2, unlost, 0) == 0, "a batch is in flight"
+    # One of the two is gone, with up to 16 + 2 of them: as many more, and never less than a batch, come from the other.
+    assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 8]
+    assert bounds.allowance(0, 1, unlost, 0) == 9
+    bounds.begin_step(1, unlost + 4, 0, 0.5, issued=unlost + 4, oldest_open=unlost)
+    assert [bounds.limit(actors) for actors in (1, 2)] == [26, 44]
+
+
 @given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
 def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
     trainer_s: float, actors: int, seed: int

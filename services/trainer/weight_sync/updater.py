@@ -257,8 +257,8 @@ class TransferSession:
 class WeightUpdater:
     """`join_timeout_s`: from the offer of the first version until some version is served.
 
-    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_served`: called when
-    the epoch, or one more actor, serves a version.
+    Keeps the snapshot of the newest served version for joiners, beside that of the version under way. `on_change`: called when
+    the epoch, or one more actor, serves a version, and when an actor is gone.
     """
 
     def __init__(
@@ -270,10 +270,10 @@ class WeightUpdater:
         incarnation: int,
         deadline_s: float,
         join_timeout_s: float,
-        on_served: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
-        self._recorder, self._join_timeout_s, self._on_served = recorder, join_timeout_s, on_served
+        self._recorder, self._join_timeout_s, self._on_change = recorder, join_timeout_s, on_change
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
@@ -500,6 +500,7 @@ class WeightUpdater:
 
     def _gone(self, actor: str, reason: str, *, left: bool) -> None:
         self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
+        self._on_change()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -525,7 +526,7 @@ class WeightUpdater:
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
                     self._recorder.served(self._main.record)
-                    self._on_served()
+                    self._on_change()
         await self._tend_sides()  # after all of them: who is put out rests first
 
     async def _tend_sides(self) -> None:
@@ -552,7 +553,7 @@ class WeightUpdater:
                     self.post(self._main, c.MemberReady(actor, joiner.process))
                     await self._sides.pop(actor).close()
                     self._recorder.joined(actor, session.record)
-                    self._on_served()
+                    self._on_change()
                 case c.SendAbort(epoch, version, reason):
                     self._recorder.update_aborted(version, epoch, actor, reason)
                     continue
