@@ -46,6 +46,7 @@ from pipelinerl.run_summary import read_jsonl
 NAME = "versus_trl"
 SIDES = (PIPELINE, "trl", "trl-eager", "trl-eager-g4", "trl-continuous")
 EQUIVALENT = {
+    "model.dtype": "float32",
     "algorithm.loss": "reinforce",
     "algorithm.mask": "none",
     "algorithm.kl_coefficient": 0.0,
@@ -54,7 +55,8 @@ EQUIVALENT = {
     "trainer.lora": None,
     "trainer.optimizer": "adamw",
 }
-"""Fields of a recipe, and the values for which `trl_run.py` has TRL do the same."""
+"""Fields of a recipe, and the values for which `trl_run.py` has TRL do the same. In 16 bit, TRL would step the weights
+themselves, which lose small steps, and we step float32 copies of them."""
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,8 @@ def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
         check_equivalent(recipe, [TrlSettings(steps_per_generation=8)])
     with pytest.raises(FieldError, match=r"algorithm\.loss = 'ppo_clip'"):
         check_equivalent(load_recipe("arithmetic", ["algorithm.loss=ppo_clip"]), [])
+    with pytest.raises(FieldError, match=r"model\.dtype = 'bfloat16'"):
+        check_equivalent(load_recipe("arithmetic", ["model.dtype=bfloat16"]), [])
 
 
 def test_both_environments_have_the_same_torch_and_rewards() -> None:
