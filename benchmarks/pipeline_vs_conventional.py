@@ -105,10 +105,16 @@ def whole_phases(steps: int, sides: Sequence[Side]) -> int:
     return -(-steps // phase) * phase
 
 
+def tokens_per_s(run: SideRun) -> float:
+    """Completion tokens trained on."""
+    return float(run.figures["samples_per_s"] * run.figures["completion_tokens"])
+
+
 def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accuracy: float) -> list[dict[str, Any]]:
     """The best of both modes among sides whose largest lag is at most that of each conventional side, and among all. Pure.
 
-    `_fastest`: the side of most samples per second; `throughput_ratio`: the pipeline's to the conventional one's.
+    `_fastest`: the side of most samples per second; `throughput_ratio`: the pipeline's to the other's; `token_ratio`:
+    the same by trained tokens per second, where a side gains nothing by dropping long sequences as stale.
     `_soonest`: the side with the shortest median time to the accuracy; `time_ratio`: the conventional one's to the pipeline's,
     over seeds that both have. Above 1 the pipeline is better.
     """
@@ -125,6 +131,7 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
         if not all(of_mode.values()):
             continue
         fastest = {mode: max(names, key=throughput.__getitem__) for mode, names in of_mode.items()}
+        tokens = {mode: median(list(map(tokens_per_s, found[name]))) or 0.0 for mode, name in fastest.items()}
         soonest = {mode: min(names, key=time_s.__getitem__) for mode, names in of_mode.items()}
         ratio, seeds = compared(found[soonest[CONVENTIONAL]], found[soonest[PIPELINE]], accuracy)[1:]
         rows.append(
@@ -134,6 +141,7 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
                 "pipeline_fastest": fastest[PIPELINE],
                 "conventional_fastest": fastest[CONVENTIONAL],
                 "throughput_ratio": round(throughput[fastest[PIPELINE]] / throughput[fastest[CONVENTIONAL]], 3),
+                "token_ratio": round(tokens[PIPELINE] / tokens[CONVENTIONAL], 3),
                 "pipeline_soonest": soonest[PIPELINE],
                 "conventional_soonest": soonest[CONVENTIONAL],
                 "time_ratio": ratio.shown if ratio else None,

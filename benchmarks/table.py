@@ -140,6 +140,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "pipeline_fastest",
         "conventional_fastest",
         "throughput_ratio",
+        "token_ratio",
         "pipeline_soonest",
         "conventional_soonest",
         "time_ratio",

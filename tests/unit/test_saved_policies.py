@@ -182,20 +182,23 @@ def test_sides_of_both_modes_differ_in_the_mode_and_its_lag_alone() -> None:
 
 def test_the_best_of_each_mode_are_compared_at_equal_largest_lag() -> None:
     """Half of the problems are answered after `time_s`. With lag at most 1: pipeline-1 (10 and 20 s for two seeds) against
-    conventional-2 (24 and 36 s), not conventional-1. With any lag conventional-4 is faster, and soonest, with one seed."""
+    conventional-2 (24 and 36 s), not conventional-1. With any lag conventional-4 is faster, and soonest, with one seed.
+    pipeline-1 trains on shorter sequences."""
 
-    def side(rate: float, *times_s: float) -> list[SideRun]:
-        return [SideRun(seed, run, {"samples_per_s": rate}) for seed, run in enumerate(learned_at(*times_s))]
+    def side(rate: float, *times_s: float, tokens: float = 50.0) -> list[SideRun]:
+        figures = {"samples_per_s": rate, "completion_tokens": tokens}
+        return [SideRun(seed, run, figures) for seed, run in enumerate(learned_at(*times_s))]
 
     found = {
         "pipeline": side(180, 12, 24),  # the recipe's limit is 4
-        "pipeline-1": side(150, 10, 20),
+        "pipeline-1": side(150, 10, 20, tokens=40.0),
         "conventional-1": side(80, 30, 50),
         "conventional-2": side(100, 24, 36),
         "conventional-4": side(120, 20),
     }
     lag_1, lag_3, any_lag = best_at_lags(found, load_recipe("arithmetic"), 0.5)
     assert (lag_1["largest_lag"], lag_1["throughput_ratio"], lag_1["time_ratio"], lag_1["seeds"]) == (1, 1.5, 2.0, 2)
+    assert (lag_1["token_ratio"], any_lag["token_ratio"]) == (1.2, 1.5)
     assert (lag_1["pipeline_fastest"], lag_1["conventional_soonest"]) == ("pipeline-1", "conventional-2")
     assert (lag_3["largest_lag"], lag_3["throughput_ratio"], lag_3["time_ratio"], lag_3["seeds"]) == (3, 1.25, 2.0, 1)
     assert (any_lag["largest_lag"], any_lag["throughput_ratio"]) == ("any", 1.5)
