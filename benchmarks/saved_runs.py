@@ -2,7 +2,8 @@
 
 A folder holds one run: its policies as `step-<version>/`, and in `run.json` when each was there and what the run was like. A
 policy that the caller's judge (`saved_policies.py`) has seen leaves `right.npy` in place of its weights. So a comparison may be
-stopped at any point, and goes on with what is missing.
+stopped at any point, and goes on with what is missing. `run.json` says of which code a run is (`product_code`), since a kept
+one may be older than the others.
 
 Nobody's clock counts saving: each side writes weights alone, on the thread that trains, and takes off how long that took. In
 our pipeline the actors generate meanwhile; `saving_s`, seconds for each policy, says how much of an advantage that can be.
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.bounded_run import ROOT
 from benchmarks.crossing import JudgedRun
 from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import built_folder, filling, is_built, is_complete
@@ -94,6 +96,8 @@ class SavedRun:
     """Seconds from the run's time zero to each version, without saving."""
     figures: dict[str, Any]
     """`run_figures`, and what else its side tells."""
+    code: str
+    """`product_code` of then."""
 
     def policy(self, version: int) -> Path:
         return self.folder / f"step-{version}"
@@ -102,6 +106,14 @@ class SavedRun:
     def saved_versions(self) -> list[int]:
         """The initial one is not among them."""
         return sorted(version for version in self.times_s if self.policy(version).is_dir())
+
+
+def product_code(root: Path = ROOT) -> str:
+    """Of the code that runs: another one, other 8 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(file for part in ("pipelinerl", "services") for file in (root / part).rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 Run = Callable[[Path], tuple[dict[int, float], dict[str, Any]]]
@@ -117,11 +129,12 @@ def saved_run(folder: Path, run: Run) -> SavedRun:
     if not is_kept(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        code = product_code()
         times_s, figures = run(folder)
-        write_json(folder / RUN, {"times_s": times_s, "figures": figures})
+        write_json(folder / RUN, {"times_s": times_s, "figures": figures, "code": code})
     content = json.loads((folder / RUN).read_text(encoding="utf-8"))
     times_s = {int(version): time_s for version, time_s in content["times_s"].items()}
-    return SavedRun(folder, times_s, content["figures"])
+    return SavedRun(folder, times_s, content["figures"], content["code"])
 
 
 def run_recipe(recipe: Recipe, every: int, folder: Path) -> tuple[dict[int, float], dict[str, Any]]:

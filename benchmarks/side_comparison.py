@@ -26,6 +26,7 @@ from benchmarks.saved_runs import (
     initial_policy,
     is_kept,
     judged,
+    product_code,
     saved_run,
     work_folder,
 )
@@ -120,6 +121,9 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
             runs[side, seed] = run
             if not known:
                 pace.end(f"{side}, seed {seed}: {run.figures}")
+    code = product_code()
+    if others := [run.folder.name for run in runs.values() if run.code != code]:
+        print(f"of older code, and run again if you remove them: {', '.join(others)}", file=sys.stderr)
     tokenizer = load_tokenizer(initial)
     judge = PolicyJudge(recipe, heldout_problems(recipe, arguments.problems, range(SEEDS), tokenizer), tokenizer)
     initial_right = judge.right(initial)

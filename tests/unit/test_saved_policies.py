@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
 from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
-from benchmarks.saved_runs import judged, lags, saved_run, times_of
+from benchmarks.saved_runs import judged, lags, product_code, saved_run, times_of
 from benchmarks.side_comparison import SideRun, curve
 from benchmarks.trl_environment import pinned
 from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
@@ -117,6 +117,16 @@ def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
         check_equivalent(load_recipe("arithmetic", ["model.dtype=bfloat16"]), [])
 
 
+def test_other_code_is_known_by_its_digits(tmp_path: Path) -> None:
+    known = [product_code(tmp_path)]
+    for name, text in (("pipelinerl/a.py", "1"), ("services/b.py", "1"), ("services/b.py", "2"), ("docs/c.py", "1")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        known.append(product_code(tmp_path))
+    assert len(set(known)) == 4
+    assert known[-1] == known[-2], "what does not run in it changes nothing"
+
+
 def test_both_environments_have_the_same_torch_and_rewards() -> None:
     ours = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
     for package in ("torch", "reasoning_gym", "math-verify", "pydantic"):
@@ -153,6 +163,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_what_is_missing(tmp_path: Pa
 
     (tmp_path / "half-done").touch()
     run = saved_run(tmp_path, make)
+    assert run.code == product_code()
     with pytest.raises(InterruptedError):
         judged(run, np.zeros(400, bool), judge, 0.5)
     seen.pop(0)
