@@ -108,7 +108,9 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
     deadline_s = time.monotonic() + 60 * arguments.minutes
     wider = recipe.task.model_copy(update={"heldout_problems": with_spares(max(arguments.problems, PROBLEMS))})
     initial = initial_policy(recipe.model_copy(update={"task": wider}))  # no demonstration of what it is judged on
-    recipe = from_policy(recipe, initial)
+    recipe, tokenizer = from_policy(recipe, initial), load_tokenizer(initial)
+    # Before the runs: a task with too few problems is told of now.
+    judge = PolicyJudge(recipe, heldout_problems(recipe, arguments.problems, range(SEEDS), tokenizer), tokenizer)
     work = work_folder(arguments.work, recipe, arguments.every, arguments.problems)
     cases = [(side, seed) for seed in arguments.seeds for side in arguments.sides]
     folders = {(side, seed): work / f"{side}-s{seed}" for side, seed in cases}
@@ -124,8 +126,6 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
     code = product_code()
     if others := [run.folder.name for run in runs.values() if run.code != code]:
         print(f"of older code, and run again if you remove them: {', '.join(others)}", file=sys.stderr)
-    tokenizer = load_tokenizer(initial)
-    judge = PolicyJudge(recipe, heldout_problems(recipe, arguments.problems, range(SEEDS), tokenizer), tokenizer)
     initial_right = judge.right(initial)
     found: dict[str, list[SideRun]] = {side: [] for side in arguments.sides}
     pace = Pace("curves to judge", len(runs), deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import saved_policies, side_comparison
 from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
 from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
@@ -95,6 +97,19 @@ def test_policies_are_judged_on_problems_that_no_run_trains_on() -> None:
         heldout_problems(
             load_recipe("arithmetic", [*changes, "task.heldout_problems=1"]), 64, range(6), character_tokenizer(64)
         )
+
+
+def test_too_few_problems_are_told_of_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_comparison, "initial_policy", lambda recipe: "nowhere")
+    monkeypatch.setattr(saved_policies, "load_tokenizer", lambda source: character_tokenizer(64))
+    parser = argparse.ArgumentParser()
+    side_comparison.add_arguments(parser, ["pipeline"], seeds=(0,))
+    arguments = parser.parse_args(["--work", str(tmp_path), "--problems", "64"])
+    recipe = load_recipe("arithmetic", ["task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"])
+    begun: list[str] = []
+    with pytest.raises(FieldError, match=r"--problems = 64.*only"):
+        side_comparison.measure(recipe, arguments, lambda side, *_: begun.append(side))
+    assert not begun
 
 
 def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
