@@ -5,9 +5,9 @@
                                                   [--every 2] [--set a.b=c ...] [--minutes M] [--quick]
 
 Sides: `pipeline`, with the recipe's `max_lag`; `pipeline-L`, with `max_lag` L; `conventional-G`, with G optimizer steps for
-each generation phase, and so a largest lag of G - 1; any of them with `-hN` has N sequences in progress, such as
-`conventional-4-h128`: in conventional mode more of them do not cost lag. Conventional mode generates on all cores, then trains
-on all cores. Everything else is the recipe's, for all sides alike.
+each generation phase, and so a largest lag of G - 1. Any of them with `-hN` has N sequences in progress, such as
+`conventional-4-h256`: in conventional mode more of them do not cost lag. With `-tN` its engine computes on N threads.
+Conventional mode generates on all cores, then trains on all cores. Everything else is the recipe's, for all sides alike.
 
 Each run is an ordinary one of all services that saves its policy every `--every` steps instead of evaluating it; clocks stand
 still meanwhile (`saved_runs.py`). Afterwards all policies answer the same problems, and times to the accuracy are interpolated
@@ -64,13 +64,15 @@ class Side:
     """The largest lag of pipeline mode, None for the recipe's; G of conventional mode."""
     places: int | None = None
     """H, None for the recipe's."""
+    threads: int | None = None
+    """Of the engine, None for the recipe's."""
 
     @classmethod
     def parse(cls, text: str) -> Side:
         """Raises `FieldError`."""
-        found = re.fullmatch(r"(pipeline|conventional)(?:-([1-9]\d*))?(?:-h([1-9]\d*))?", text)
+        found = re.fullmatch(r"(pipeline|conventional)(?:-([1-9]\d*))?(?:-h([1-9]\d*))?(?:-t([1-9]\d*))?", text)
         if found is None or (found[1] == CONVENTIONAL and found[2] is None):
-            fix = "use pipeline, pipeline-L for a largest lag of L, or conventional-G for G steps in each phase; -hN sets H"
+            fix = "use pipeline, pipeline-L for a largest lag of L, or conventional-G for G steps in each phase, then -hN for H"
             raise FieldError("--sides", text, fix)
         return cls(found[1], *(int(number) if number else None for number in found.groups()[1:]))
 
@@ -91,7 +93,8 @@ class Side:
             algorithm = {"conventional_g": self.number, "max_lag": None if max_lag is None else max(max_lag, int(lag))}
         elif self.number is not None:
             algorithm = {"max_lag": self.number}
-        actor = {"sequences_in_progress": self.places or recipe.actor.sequences_in_progress}
+        engine = recipe.actor.engine.model_copy(update={"threads": self.threads or recipe.actor.engine.threads})
+        actor = {"sequences_in_progress": self.places or recipe.actor.sequences_in_progress, "engine": engine}
         changes = {
             "algorithm": recipe.algorithm.model_copy(update=algorithm),
             "actor": recipe.actor.model_copy(update=actor),

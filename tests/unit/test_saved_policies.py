@@ -199,6 +199,7 @@ def test_sides_of_both_modes_differ_in_the_mode_and_its_lag_alone() -> None:
     assert Side.parse("pipeline-1").changed(recipe).algorithm.max_lag == 1
     assert Side.parse("pipeline").changed(recipe) == recipe
     assert Side.parse("conventional-2-h64").changed(recipe).actor.sequences_in_progress == 64
+    assert Side.parse("conventional-4-h64-t2").changed(recipe).actor.engine.threads == 2
     assert Side.parse("pipeline-h64") == Side("pipeline", None, 64)
     for wrong in ("pipeline-0", "conventional", "conventional-x", "trl"):
         with pytest.raises(FieldError, match="--sides"):
