@@ -72,6 +72,8 @@ def issue_limit(recipe: Recipe, version: int) -> int:
     return min(steps, recipe.trainer.steps) * groups_per_step(recipe)
 
 
+EVALUATION_SLOTS = 64
+"""Held-out sequences and probes that an actor's scheduler admits beside its H."""
 WAIT_SHARE = 0.02
 """Of a step's time: a shorter wait for sequences changes nothing."""
 

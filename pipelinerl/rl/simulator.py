@@ -28,6 +28,7 @@ import numpy as np
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import (
+    EVALUATION_SLOTS,
     IssueBounds,
     groups_before_step,
     groups_per_step,
@@ -36,9 +37,6 @@ from pipelinerl.rl.groups import (
     starts_phase,
 )
 from pipelinerl.rl.throughput import DecodeCurve, Lengths
-
-EVALUATION_SLOTS = 64
-"""Held-out sequences that an actor decodes beside its H."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import numpy as np
 
 from pipelinerl.messages.sequences import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from services.actor.engine import EngineError, Generation, GenerationRequest, OnStep
 from services.actor.weight_sync.client import WeightUpdateClient, parse_version
@@ -80,8 +81,6 @@ async def build_off_loop(
 _ABORTED = "abort"
 WARM_UP_TOKENS = 2
 """Of each sequence of the warm-up: one decode step after the prompt's."""
-EVALUATION_SLOTS = 64
-"""Requests beyond H that the scheduler admits, for held-out evaluation and probes beside training sequences."""
 
 
 def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:

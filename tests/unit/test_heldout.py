@@ -69,7 +69,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
         "h000002": verdict("h000002", answer=0.0),
     }
     result = await evaluate(FakeVerifier(outcomes))
-    assert (result.accuracy, result.num_problems, result.num_unanswered, result.num_tokens) == (0.5, 4, 0, 4)
+    assert (result.accuracy, result.num_unanswered, result.num_tokens) == (0.5, 0, 4)
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
 
 

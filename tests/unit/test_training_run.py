@@ -29,7 +29,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
-        run.recorder.heldout(HeldoutResult(1, 0.75, num_problems=4, num_unanswered=1, num_tokens=9, samples=()))
+        run.recorder.heldout(HeldoutResult(1, 0.75, num_unanswered=1, num_tokens=9, samples=()))
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]

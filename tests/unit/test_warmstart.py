@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
+from pipelinerl.recipe.rules import DEMONSTRATED
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart import build as building
 from services.trainer.warmstart.build import build, demonstration_questions, make_llama
@@ -126,18 +127,8 @@ def test_demonstrations_keep_off_the_heldout_problems() -> None:
     assert list(itertools.islice(again, 1000)) == shown
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"name": "gcd"}, "task.name"),
-        ({"prompt_style": "plain"}, "task.prompt_style"),
-        ({"source": "jsonl"}, "task.name"),
-    ],
-)
-def test_tasks_without_demonstrations(changes: dict[str, str], field: str) -> None:
-    with pytest.raises(FieldError) as info:
-        demonstration_questions(TINY, SUMS.model_copy(update=changes))
-    assert info.value.field == field
+def test_each_family_that_the_rules_allow_has_demonstrations() -> None:
+    assert tuple(DEMONSTRATIONS) == DEMONSTRATED
 
 
 # Tokenizer
@@ -201,11 +192,6 @@ def test_the_seed_decides_the_first_weights() -> None:
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_other_models_are_not_built(tmp_path: Path) -> None:
-    with pytest.raises(FieldError, match=r"model.source = 'hub': only warmstart and smollm2 models are built"):
-        build(ModelConfig(source="hub", name="org/model"), SUMS, tmp_path, print)
 
 
 def test_config_names_what_vllm_cannot_take() -> None:

