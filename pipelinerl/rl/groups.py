@@ -53,7 +53,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import PolicyVersion, Sequence, VersionSpan
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import AlgorithmConfig, Recipe
 
 
 def groups_per_step(recipe: Recipe) -> int:
@@ -237,27 +237,22 @@ FIRST_INCARNATION = Lineage()
 
 
 def stale_reason(
-    spans: tuple[VersionSpan, ...],
-    version: int,
-    max_lag: int | None,
-    lineage: Lineage = FIRST_INCARNATION,
-    *,
-    by_mean: bool = False,
+    spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Why a sequence must not be trained on at policy version `version`; None when it may.
 
-    Its lag is above `max_lag` (None = unbounded): that of its oldest token or, `by_mean`, the mean over its tokens. Or it has a
+    Its lag is above `algorithm.max_lag`: that of its oldest token, or the mean over its tokens (`max_lag_of`). Or it has a
     token, and one is enough, of a version that a restart undid or that this run has not made.
     """
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
             return reason
-    if max_lag is None or not spans:
+    if algorithm.max_lag is None or not spans:
         return None
-    lags = [version - span.version for span in spans]
-    lag = float(np.average(lags, weights=[span.end - span.start for span in spans])) if by_mean else max(lags)
-    return StaleReason.LAG if lag > max_lag else None
+    lags, weights = [version - span.version for span in spans], [span.end - span.start for span in spans]
+    lag = max(lags) if algorithm.max_lag_of == "oldest_token" else float(np.average(lags, weights=weights))
+    return StaleReason.LAG if lag > algorithm.max_lag else None
 
 
 def length_bucket(num_tokens: int) -> int:

@@ -52,9 +52,7 @@ class Timing:
     snapshot: float = 0.0
     """Of copying new weights, in which the trainer computes nothing."""
     transfer: float = 0.0
-    """From then until actors may swap, beside generation and training."""
-    stall: float = 0.0
-    """In which an actor generates nothing because of the swap."""
+    """From then until actors may swap, beside generation and training. The swap itself takes no time."""
 
 
 @dataclass
@@ -215,7 +213,7 @@ class _Run:
             self._next_event()
         began_at, self.counted, self.computing = self.now, Simulation(), 0.0
         for actor in self.actors:
-            actor.until, actor.busy, actor.slot_time = max(self.now, actor.since), 0.0, 0.0
+            actor.until, actor.busy, actor.slot_time = self.now, 0.0, 0.0
         while self.version < last:
             self._next_event()
         for actor in self.actors:
@@ -252,9 +250,8 @@ class _Run:
     def _next_boundary(self, actor: _Actor) -> float:
         """When the decode step under way ends; now, where there is none."""
         if not actor.batch:
-            return max(self.now, actor.since)
-        steps = max(0, math.ceil((self.now - actor.since) / actor.step - 1e-9))
-        return actor.since + steps * actor.step
+            return self.now
+        return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
         """Its next event: the end of a sequence, or of the decode step under way when something is to change with the next."""
@@ -279,8 +276,6 @@ class _Run:
         while batch and batch[0][0] <= actor.count:
             finished.append(heapq.heappop(batch))
         if actor.to_swap is not None:
-            if batch or finished:
-                actor.since += self.timing.stall
             counts, versions = actor.swaps
             if counts[-1] == actor.count:  # nothing was sampled by the version before
                 versions[-1] = actor.to_swap
@@ -366,12 +361,11 @@ class _Run:
 
     def _take(self) -> None:
         """Complete groups into the next batch, without what is stale for it."""
-        algorithm, lost = self.recipe.algorithm, 0
-        by_mean = algorithm.max_lag_of == "mean"
+        lost = 0
         while self.ready and not self._has_batch():
             kept = []
             for spans in self.ready.popleft().done:
-                stale = stale_reason(spans, self.taking_for, algorithm.max_lag, by_mean=by_mean) is not None
+                stale = stale_reason(spans, self.taking_for, self.recipe.algorithm) is not None
                 bucket = length_bucket(spans[-1].end)
                 self.counted.finished_by_length[bucket] += 1
                 self.counted.stale_by_length[bucket] += stale
@@ -457,7 +451,7 @@ class _Run:
         for actor in self.actors:
             actor.to_swap = version
             self._wake(actor)
-        yield max(boundaries) + self.timing.stall
+        yield max(boundaries)
         self.served = version
         self._issue()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import VersionSpan
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import AlgorithmConfig, Recipe
 from pipelinerl.rl.groups import (
     LAG_BUCKETS,
     IssueBounds,
@@ -59,14 +59,15 @@ def spans(*versions: int, incarnation: int = 1) -> tuple[VersionSpan, ...]:
 def test_which_sequences_are_stale(
     versions: tuple[VersionSpan, ...], version: int, max_lag: int | None, reason: StaleReason | None
 ) -> None:
-    assert stale_reason(versions, version, max_lag) is reason
+    assert stale_reason(versions, version, AlgorithmConfig(max_lag=max_lag)) is reason
 
 
 def test_a_sequence_may_be_judged_by_the_mean_over_its_tokens() -> None:
     versions = (VersionSpan(2, 0, 2, 1), VersionSpan(8, 2, 12, 1))  # at 8: 2 tokens of lag 6, 10 of lag 0
-    assert stale_reason(versions, 8, 1, by_mean=True) is None
-    assert stale_reason(versions, 8, 0, by_mean=True) is StaleReason.LAG
-    assert stale_reason(spans(9), 8, None, by_mean=True) is StaleReason.UNKNOWN
+    by_mean = [AlgorithmConfig(max_lag=max_lag, max_lag_of="mean") for max_lag in (0, 1, None)]
+    reasons = [StaleReason.LAG, None, None]
+    assert [stale_reason(versions, 8, algorithm) for algorithm in by_mean] == reasons
+    assert stale_reason(spans(9), 8, by_mean[-1]) is StaleReason.UNKNOWN
     assert [length_bucket(length) for length in (0, 1, 16, 17, 32, 33, 4096)] == [16, 16, 16, 32, 32, 64, 4096]
 
 
@@ -90,7 +91,7 @@ ONCE, TWICE = Lineage().restarted(20), Lineage().restarted(20).restarted(10)
 def test_versions_undone_by_a_restart(
     lineage: Lineage, versions: tuple[VersionSpan, ...], reason: StaleReason | None
 ) -> None:
-    assert stale_reason(versions, 30, None, lineage) is reason
+    assert stale_reason(versions, 30, AlgorithmConfig(max_lag=None), lineage) is reason
 
 
 def test_lag_buckets_by_hand() -> None:
@@ -101,7 +102,7 @@ def test_lag_buckets_by_hand() -> None:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 20))
 def test_a_fresh_sequence_is_one_whose_every_lag_is_within(versions: list[int], extra: int, max_lag: int) -> None:
     version = max(versions) + extra
-    is_fresh = stale_reason(spans(*versions), version, max_lag) is None
+    is_fresh = stale_reason(spans(*versions), version, AlgorithmConfig(max_lag=max_lag)) is None
     assert is_fresh == all(version - sampled <= max_lag for sampled in versions)
 
 

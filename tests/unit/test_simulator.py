@@ -44,8 +44,8 @@ def simulated(recipe: Recipe, timing: Timing, lengths: Lengths = FOUR, **numbers
         (1, Timing(EVEN, training=1.0), 4, {1: 40}),
         # Training takes 2, then the other half of the sequence is sampled by the new version.
         (1, Timing(EVEN, training=0.5), 4, {0: 20, 1: 20}),
-        # The swap waits for the decode step under way, and generation for the swap.
-        (1, Timing(EVEN, training=0.25, step=0.25, transfer=0.5, stall=1.0), 5, {0: 20, 1: 20}),
+        # The swap waits for the decode step under way, from 1.75 to 2.
+        (1, Timing(EVEN, training=0.25, step=0.25, transfer=0.5), 4, {0: 20, 1: 20}),
         # Trained on in 1, copied in 3, sent in 3: the second sequence from now may begin after these 7 and ends after 11.
         (1, Timing(EVEN, training=0.25, snapshot=3.0, transfer=3.0), 11 / 2, {1: 40}),
     ],
@@ -57,7 +57,7 @@ def test_one_sequence_at_a_time_by_hand(max_lag: int, timing: Timing, step_time:
     assert (counted.steps, counted.sequences, counted.tokens, counted.stale_share) == (10, 10, 40, 0.0)
     busy = timing.step + 4 * timing.training
     assert counted.trainer_idle == pytest.approx(1 - busy / step_time)
-    assert counted.actor_idle == counted.empty_slots == pytest.approx(1 - (4 + timing.stall) / step_time)
+    assert counted.actor_idle == counted.empty_slots == pytest.approx(1 - 4 / step_time)
 
 
 def test_actors_that_outrun_the_trainer_idle_instead_of_making_data_old() -> None:
@@ -174,7 +174,7 @@ def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
     recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
     lengths = Lengths.of([(draw(st.integers(1, 4), "short"), 3.0), (draw(st.integers(1, 200), "long"), 1.0)])
     training, pause = draw(st.sampled_from([0.01, 0.1, 2.0]), "training"), st.sampled_from([0.0, 0.5, 20.0])
-    timing = Timing(EVEN, training, *(draw(pause, what) for what in ("step", "snapshot", "transfer", "stall")))
+    timing = Timing(EVEN, training, *(draw(pause, what) for what in ("step", "snapshot", "transfer")))
     whole = simulated(recipe, timing, lengths, num_actors=num_actors, warmup_steps=0, steps=steps)
     finished, stale = whole.finished_by_length.total(), whole.stale_by_length.total()
     assert finished == whole.sequences + stale

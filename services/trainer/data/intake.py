@@ -242,9 +242,9 @@ class Intake:
         algorithm = self._recipe.algorithm
         rewards = [sequence.reward for sequence in sequences]
         advantages = group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        kept, by_mean = [], algorithm.max_lag_of == "mean"
+        kept = []
         for index, sequence in enumerate(sequences):
-            reason = stale_reason(sequence.spans, version, algorithm.max_lag, self._lineage, by_mean=by_mean)
+            reason = stale_reason(sequence.spans, version, algorithm, self._lineage)
             if reason is None:
                 kept.append(index)
             else:
