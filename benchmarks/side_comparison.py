@@ -1,8 +1,8 @@
 """What comparisons of whole runs share: sides and seeds run one after another, judged afterwards, summed up in rows and curves.
 
 Runs come first, since they are timed and want a quiet machine; judging is not timed. What is finished is kept in `--work`, and
-the same command goes on from there; `--minutes` bounds what is done at a time. Policies are judged on problems that no run with
-a seed below `SEEDS` trains on, so that a seed added later changes no result.
+the same command goes on from there. `--minutes` bounds the runs of a call: `--minutes 0` sums up what is finished. Policies are
+judged on problems that no run with a seed below `SEEDS` trains on, so that a seed added later changes no result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser, sides: Sequence[str], seeds: 
     parser.add_argument("--problems", type=int, default=PROBLEMS, help="held-out problems that policies are judged on")
     parser.add_argument("--every", type=int, default=2, help="optimizer steps between two saved policies")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="as for a run")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing that would end after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no run that would end after so many; 0: none"
+    )
     parser.add_argument("--work", type=Path, default=WORK, help="folder in which finished runs are kept")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK['steps']} steps of one seed; writes no result")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
@@ -128,12 +130,12 @@ def measure(recipe: Recipe, arguments: argparse.Namespace, make_run: MakeRun) ->
         print(f"of older code, and run again if you remove them: {', '.join(others)}", file=sys.stderr)
     initial_right = judge.right(initial)
     found: dict[str, list[SideRun]] = {side: [] for side in arguments.sides}
-    pace = Pace("curves to judge", len(runs), deadline_s)
+    pace = Pace("curves to judge", len(runs), math.inf)
     for (side, seed), run in runs.items():
-        if pace.begin():
-            curve_of = judged(run, initial_right, judge.right, arguments.accuracy)
-            found[side].append(SideRun(seed, curve_of, run.figures))
-            pace.end(f"{side}, seed {seed}: accuracy {curve_of.accuracies.round(3).tolist()}")
+        pace.begin()
+        curve_of = judged(run, initial_right, judge.right, arguments.accuracy)
+        found[side].append(SideRun(seed, curve_of, run.figures))
+        pace.end(f"{side}, seed {seed}: accuracy {curve_of.accuracies.round(3).tolist()}")
     return {side: of_side for side, of_side in found.items() if of_side}
 
 
