@@ -45,7 +45,7 @@ class Bench:
         self.evaluated.append(version)
         if self.error is not None:
             raise self.error
-        return HeldoutResult(version, 0.5, 4, 0, 9, ())
+        return HeldoutResult(version, 0.5, 0, 9, ())
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version
 
         async def evaluate(version: int) -> HeldoutResult:
             await generated.wait()
-            return HeldoutResult(version, 0.5, 4, 0, 9, ())
+            return HeldoutResult(version, 0.5, 0, 9, ())
 
         async def take_batch(version: int) -> list[TrainingGroup]:
             if version == 3:  # as max_lag would have it
