@@ -44,7 +44,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_summary import read_jsonl
 
 NAME = "versus_trl"
-SIDES = (PIPELINE, "trl", "trl-eager", "trl-eager-g4", "trl-continuous")
+SIDES = (PIPELINE, "trl", "trl-eager", "trl-eager-g4", "trl-continuous-m8")
 EQUIVALENT = {
     "model.dtype": "float32",
     "algorithm.loss": "reinforce",
