@@ -1,7 +1,5 @@
 """Fixtures for all tests: a real nats-server for the session, and a run name of each test's own on it."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """As much of a Kubernetes API server as helm's `lookup` asks for: discovery, and objects that can be read."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Values that the chart is rendered with: each case turns on what the others leave off."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

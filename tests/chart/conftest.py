@@ -1,7 +1,5 @@
 """Each case in turn."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chart.cases import CASES, rendered_case

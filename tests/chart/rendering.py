@@ -3,8 +3,6 @@
 Nothing here is a second opinion of the chart: it runs helm and reads YAML.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/kubernetes.md is true of the chart: its table is generated, its values exist, its examples render."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

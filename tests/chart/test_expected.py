@@ -3,8 +3,6 @@
 What holds for every case is in the other files; the whole of two cases is in the snapshots.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

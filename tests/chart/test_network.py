@@ -3,8 +3,6 @@
 What a cluster's network plugin makes of the policies is not tested.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chart.cases import rendered_case

@@ -1,7 +1,5 @@
 """The recipe that the services get is the one that was asked for, and loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Every pod fits the `restricted` Pod Security Standard, writes to volumes only, a
 standard: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

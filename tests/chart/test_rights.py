@@ -1,7 +1,5 @@
 """Rights on the Kubernetes API and on NATS are those that the code says it needs, and no more."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

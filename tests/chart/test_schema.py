@@ -1,7 +1,5 @@
 """values.schema.json says what values.yaml says, refuses what is misspelt, and lets through only what renders."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What the chart tells the services is what they read: variables, files, ports, labels, images."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

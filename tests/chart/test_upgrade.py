@@ -3,8 +3,6 @@
 Not tested: what helm and a cluster's controllers then do with what is rendered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

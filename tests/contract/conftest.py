@@ -1,7 +1,5 @@
 """One real server with a run's users for all contract tests: each call goes by the user that makes it in a run."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What services rely on, against a real JetStream."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """What only the real server can do wrong: absent, refusing, restarting, forgetting."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The embedded nats-server: starts, says where, and never outlives who started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

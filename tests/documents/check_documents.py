@@ -1,7 +1,5 @@
 """Documents are true: links lead somewhere, generated parts are current, every recipe, file and key is described."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

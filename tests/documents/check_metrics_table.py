@@ -1,7 +1,5 @@
 """docs/metrics.md says what the services export."""
 
-from __future__ import annotations
-
 from deploy.tools.metrics_reference import PART, ROOT, catalogue
 
 

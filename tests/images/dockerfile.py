@@ -1,7 +1,5 @@
 """Reads Dockerfiles and .dockerignore as far as this project uses them. It knows no heredocs and no escape directive."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

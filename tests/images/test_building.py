@@ -1,7 +1,5 @@
 """The scripts around a build: what they ask of a builder, pass on of pip's settings, and put in a compiler's place."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What every Dockerfile promises, read from its text: nothing is built here; `make image-check` does that."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -1,7 +1,5 @@
 """The pins of the images: what the code needs, no other versions than everywhere else."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

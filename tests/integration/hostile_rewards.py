@@ -1,7 +1,5 @@
 """A user's reward module that misbehaves as its item's completion says. Run by the verifier's workers in tests only."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

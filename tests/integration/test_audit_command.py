@@ -1,7 +1,5 @@
 """`pipelinerl audit` as a user types it, of a run with a real nats-server: while it goes on, and when it does not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

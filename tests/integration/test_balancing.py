@@ -3,8 +3,6 @@
 Names are resolved by gRPC's own resolver, from a DNS server of this test.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

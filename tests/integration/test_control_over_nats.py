@@ -1,7 +1,5 @@
 """The weight-update protocol over a real NATS server that is late, or away for a while."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pipelinerl dead-letters`, on what an actor has given up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mutual TLS between the services: real servers and clients, renewed certificates, and refusals that say why."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager

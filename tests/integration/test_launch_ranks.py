@@ -1,7 +1,5 @@
 """Ranks under torchrun's agent: they meet within and across nodes, and end together, however one of them or the agent ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The live page's connection in a headless Chromium to a board that the test writes: when it is asked, and what again."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

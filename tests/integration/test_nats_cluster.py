@@ -1,7 +1,5 @@
 """A cluster of three real nats-servers that keeps every stream three times: servers are killed, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

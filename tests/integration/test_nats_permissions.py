@@ -1,7 +1,5 @@
 """What the users of a run may not do, and how they learn of it: against a real nats-server with the lists of `permissions`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """NATS over TLS: real servers with certificates of the moment, the ones that are refused, and renewals while connected."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Service processes of a local run, with real children: readiness, early death, stubborn children, grandchildren."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -12,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.processes import (
-    Launch,
-    ServiceDied,
-    ServiceProcess,
-)
+from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess
 
 Start = Callable[..., "asyncio.Future[ServiceProcess]"]
 

@@ -1,7 +1,5 @@
 """`pipelinerl run` and `pipelinerl run --resume`, as a user types them, with services that train nothing in place of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 order, restarts, failures, Ctrl-C, what a Prometheus sees, and that nothing is ever left behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

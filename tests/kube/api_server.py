@@ -4,8 +4,6 @@ It keeps resource versions as the real one does: a watch begins after a version 
 version is no longer kept. It can be away, drop connections, end watches, refuse tokens and rights, and be slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

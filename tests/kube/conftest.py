@@ -1,7 +1,5 @@
 """An API server of each test's own, and clients that come to it as a pod's would."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls to the API: what goes over the wire, what a refusal says, and that a pod outlives its token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl.kube.client import (
-    ACTOR,
-    TRAINER,
-    KubeClient,
-    KubeError,
-)
+from pipelinerl.kube.client import ACTOR, TRAINER, KubeClient, KubeError
 from services.trainer.reporting.events import REASONS
 from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_client
 from tests.support.certificates import Authority

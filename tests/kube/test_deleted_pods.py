@@ -3,8 +3,6 @@
 A departure that is noticed here was therefore noticed through the API. What an actor says of its own pod is here too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable

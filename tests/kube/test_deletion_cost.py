@@ -1,7 +1,5 @@
 """What stopping an actor would cost: counted from what it holds, told when it matters, and never in the way."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -15,13 +13,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.kube.client import ACTOR, PATCH_PODS, KubeBackoff, KubeClient
 from services.actor import membership
 from services.actor.hand_over import HeldGroups
-from services.actor.membership import (
-    ANNOTATION,
-    MOST,
-    tell_deletion_cost,
-    work_in_hand,
-    worth_telling,
-)
+from services.actor.membership import ANNOTATION, MOST, tell_deletion_cost, work_in_hand, worth_telling
 from services.actor.metrics import ActorMetrics
 from tests.kube.api_server import SOON_S, ApiServer
 from tests.support.generation import Delivery, partial

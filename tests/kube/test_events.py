@@ -1,7 +1,5 @@
 """Events: each kind as the API takes it, what is left out of a flood, and that nothing waits for the API."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """Ends of pods are told once each, whatever becomes of the API server meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -12,14 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from pipelinerl.kube import pods
-from pipelinerl.kube.client import (
-    CREATE_EVENTS,
-    LIST_PODS,
-    TRAINER,
-    WATCH_PODS,
-    KubeBackoff,
-    KubeClient,
-)
+from pipelinerl.kube.client import CREATE_EVENTS, LIST_PODS, TRAINER, WATCH_PODS, KubeBackoff, KubeClient
 from pipelinerl.kube.pods import PodEnd, PodWatch
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer
 

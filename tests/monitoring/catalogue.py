@@ -1,7 +1,5 @@
 """Which metrics and labels the services export, what a query asks for, and the rules of the chart's PrometheusRule."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Mapping

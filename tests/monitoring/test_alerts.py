@@ -1,7 +1,5 @@
 """Every alert fires when it should and not otherwise (promtool), says what is wrong, and has a section in the runbook."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

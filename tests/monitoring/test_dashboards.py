@@ -1,7 +1,5 @@
 """The committed dashboards are those of the code, and Grafana and Prometheus can make something of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

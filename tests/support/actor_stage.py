@@ -1,7 +1,5 @@
 """Light actors as processes around a real nats-server, and a verifier that can be away; see `counting_actor`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

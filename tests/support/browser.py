@@ -1,7 +1,5 @@
 """A headless Chromium, and what the run's page shows in it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A certificate authority of the moment, for tests: issues folders in cert-manager's shape."""
 
-from __future__ import annotations
-
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry traces for tests: takes OTLP over HTTP on the loopback interface and keeps the spans."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections import defaultdict

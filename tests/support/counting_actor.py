@@ -4,8 +4,6 @@ Run as `python -m tests.support.counting_actor OPTIONS`, settings in the environ
 engine is vLLM, or a light one whose token at position p of prompt and completion is p, with log-probability -version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """One figure of what a service answers to /metrics."""
 
-from __future__ import annotations
-
 import re
 from urllib.request import ProxyHandler, build_opener
 

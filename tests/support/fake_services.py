@@ -6,8 +6,6 @@ from the newest checkpoint, cuts metrics.jsonl to it, and on SIGTERM writes a ch
 only what it needs: a test starts dozens of these.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A generation loop over an in-memory bus, an engine that does as it is told, and a verifier that can be away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """A run of stand-in services under test: its folder, what it printed, and everything that it started."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

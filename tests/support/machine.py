@@ -1,7 +1,5 @@
 """What tests ask of the machine: a port that is free, and whether a process has ended."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket

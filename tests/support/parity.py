@@ -1,7 +1,5 @@
 """A trainer's end beside a real vLLM engine, and checks of what it serves against transformers, token by token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Spans that code under test makes, kept in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

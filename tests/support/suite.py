@@ -3,8 +3,6 @@
 A pytest plugin that tests/conftest.py registers. It does not change what a single test does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

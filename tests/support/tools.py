@@ -1,7 +1,5 @@
 """Programs that tests run and `make install` does not bring: Prometheus, promtool, Chromium (`make test-tools`)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

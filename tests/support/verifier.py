@@ -1,7 +1,5 @@
 """A verifier's gRPC side without its workers, which does what a test says."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

@@ -1,7 +1,5 @@
 """Several ranks of a learner, each in a process of its own; what they do, and what a test wants to know of them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback

@@ -1,7 +1,5 @@
 """How benchmarks sum up what they measured, and draw it; the measuring itself is not tested."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

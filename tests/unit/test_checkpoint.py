@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or absent, whatever happens while one is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipelinerl.recipe.fields import ModelConfig

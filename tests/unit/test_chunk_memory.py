@@ -1,7 +1,5 @@
 """Memory that is used again, never while somebody still looks at it; items made ahead on a thread, in bounded number."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import closing

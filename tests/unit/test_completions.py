@@ -1,7 +1,5 @@
 """Going on with what another actor has begun: what the engine is asked for, and what becomes of the two parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

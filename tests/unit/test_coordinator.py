@@ -1,7 +1,5 @@
 """The membership and update state machine: its phases by hand, and its invariants under random schedules."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

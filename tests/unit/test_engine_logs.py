@@ -1,7 +1,5 @@
 """Log lines of an actor's engine processes have the form of the actor's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An engine is built on a thread: the loop goes on, and a stop ends what was begun; what its steps and its work take."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys

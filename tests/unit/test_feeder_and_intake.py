@@ -1,7 +1,5 @@
 """What is issued, what comes back, and where it ends: the trainer's feeder, intake and tracker over an in-memory bus."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

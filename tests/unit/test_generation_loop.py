@@ -1,7 +1,5 @@
 """The actor's loop over an in-memory bus, with an engine and a verifier made for the test."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Groups: how many may be issued, in a simulated run too, which sequences may be trained on, and with which advantages; lag
 and ESS at extreme weights."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import replace

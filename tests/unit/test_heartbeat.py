@@ -1,7 +1,5 @@
 """An actor's registration: kept fresh, true, and gone once it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress

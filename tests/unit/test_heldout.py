@@ -1,7 +1,5 @@
 """Held-out evaluation: what counts as right, what happens when actors or verifier do not answer; and the parity probe."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

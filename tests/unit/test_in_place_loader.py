@@ -1,7 +1,5 @@
 """The copy into live weights, on a small tree of modules; the real models are in tests/integration and tests/gpu."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

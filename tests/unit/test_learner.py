@@ -1,7 +1,5 @@
 """The learner on tiny Llama- and Qwen2-shaped models: packing, padding and micro-batches change nothing; steps do."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The ledger's equation, every way of breaking it, and a state machine that cannot; and the tracker's open groups."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scores of a linear head block by block: the values and gradients of the plain formula, and no tensor larger than allowed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters: they alone are trained, what is served is the policy that they make, and nothing else notices them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

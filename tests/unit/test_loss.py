@@ -1,7 +1,5 @@
 """Losses against numbers worked out by hand, their gradients included."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Who has come and gone, which actors get a side group, and which ranks of a transfer group are whose."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Factors merged into a checkpoint by the actor, against the weights that the trainer itself would have sent."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

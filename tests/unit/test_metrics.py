@@ -1,7 +1,5 @@
 """Every metric of a run has the run's name and a unit, and no series where it has no value."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families

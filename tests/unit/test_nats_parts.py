@@ -1,7 +1,5 @@
 """Parts of the bus without a server: positions in reply subjects, addresses without logins."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.bus.link import AckSubject, redacted

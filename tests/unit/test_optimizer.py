@@ -1,7 +1,5 @@
 """The optimizer: sums of 16-bit gradients in float32, steps near those of float32, and which AdamW a recipe gets."""
 
-from __future__ import annotations
-
 import builtins
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """The optimizer loop of a whole run over a scripted compute side: order of calls, skipped steps, checkpoints on demand,
 measuring."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Packing by hand, its fill on realistic lengths, and what any packing must keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -2,8 +2,6 @@
 a real server on a thread of its own: what is served, how safely, and to whom not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,8 +1,6 @@
 """Who may do what on a run's NATS, as lists. What they let through and refuse is tested against a real server in
 tests/contract and tests/integration/test_nats_permissions.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

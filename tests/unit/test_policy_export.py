@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on holds the policy of when it began, as transformers loads it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

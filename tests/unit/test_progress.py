@@ -1,7 +1,5 @@
 """What a person sees of a run: the view's rows and lines from metrics, and how the two displays show them."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a resumed run may change of its recipe, and how a refusal reads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """How many actors are wanted: by hand, as properties, and in a loop with an autoscaler that follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """report.html: what goes into it, that model output stays text, and that a browser, where there is one, draws it."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import re

@@ -1,7 +1,5 @@
 """Retrying what can heal: outages are waited for, mistakes raise at once."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Names and layout of run directories."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path

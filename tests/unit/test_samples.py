@@ -1,7 +1,5 @@
 """Samples of a run: which tokens are which piece of the text, and how much each of them weighed in its step."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A learner that is saved and restored in another process goes on as it would have gone on, on any number of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

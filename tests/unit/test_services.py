@@ -1,7 +1,5 @@
 """How services of a local run are started, restarted and given time to stop, and how they share the cores: by hand."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is traced, and how a trace goes from one process to the next in headers and messages; whole traces are the tour's."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How the divergence of a stale KV cache is estimated and told by position, with numbers by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """State on disk: what was staged and nothing later, whole or refused, and a disk that is full ends no training."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

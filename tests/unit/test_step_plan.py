@@ -1,7 +1,5 @@
 """Plans of one step over ranks: by hand, what any plan must keep, and how even it is on realistic lengths."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

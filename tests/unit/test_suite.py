@@ -1,7 +1,5 @@
 """The suite's own rules: what CI calls a failure."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

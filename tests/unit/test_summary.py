@@ -1,7 +1,5 @@
 """The summary out of metrics.jsonl, what the runner adds, and the closing lines, by hand-computed numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When spans leave a process, where to, and what becomes of them when nobody takes them."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The trainer's benchmarks compare like with like, run to their end on a CPU, and sum up what they measured."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """What the trainer exports, by hand: lags counted in tokens, spread inside groups, the ledger, streams, members, phase."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """TrainerService over real gRPC: readers of the step feed, checkpoints on demand and their refusal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """How a training run ends when it is stopped, and when it is finished; and what its counters begin with."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

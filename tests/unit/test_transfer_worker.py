@@ -1,7 +1,5 @@
 """The transfer thread of a vLLM worker with a real socket, store and Gloo; only the model is absent."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable

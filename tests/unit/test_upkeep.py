@@ -1,7 +1,5 @@
 """What is purged, and what is noticed when it was lost: the trainer's upkeep over an in-memory bus."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The warm start: what is demonstrated, how it is tokenised, and a folder that the rest of the system can load."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
