@@ -163,7 +163,7 @@ PIECES = (1, 4, 16, 0)
 """Sequences of one prompt fill at most the budget over this, for several ranks to choose from; 0 = each is by itself.
 
 Small pieces can be spread evenly, large ones compute a prompt less often."""
-COPIES_OF_A_TOKEN = 8
+COPIES_OF_A_TOKEN = 5
 """So many copies of a shared token take the memory of one token more: they exist inside attention alone."""
 
 

@@ -389,10 +389,11 @@ class _Run:
         self._resume(self._evaluate(0))
         batch_at = self.now
         for version in range(steps):
-            asked_at = self.now
+            asked_at, held_by_max_lag = self.now, self.bounds.held_by_max_lag(self.served, self.issued - self.lost)
             yield self._has_batch
             last_at, batch_at = batch_at, self.now
-            wait_share = (batch_at - asked_at) / (batch_at - last_at) if batch_at > last_at else 0.0
+            waited = batch_at > last_at and not held_by_max_lag
+            wait_share = (batch_at - asked_at) / (batch_at - last_at) if waited else 0.0
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]

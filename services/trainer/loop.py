@@ -162,11 +162,12 @@ class OptimizerLoop:
         seconds, began_at = self._carried_s, time.monotonic()
         self._carried_s = {}
         self.waiting_for = f"sequences for step {self.version + 1}"
+        held_by_max_lag = self._feeder.held_by_max_lag
         with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
         last_at, self._batch_at = self._batch_at, time.monotonic()
-        self._feeder.begin_step(seconds["wait"] / (self._batch_at - last_at))
+        self._feeder.begin_step(0.0 if held_by_max_lag else seconds["wait"] / (self._batch_at - last_at))
         async with self.checkpoints.step():
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one

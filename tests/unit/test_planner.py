@@ -39,7 +39,7 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
     assert machine.kv_gib == 13 - 3 - 1
     # 4 sequences: 1 + 4 GiB at 10 GiB/s, and 2 FLOPs for each weight and sequence at 6 TFLOP/s.
     assert machine.decode.step_time(4.0) == pytest.approx(5 / 10 + 4 * GIB / 6e12)
-    # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 8 for its copy: half of its 20 tokens are computed for
+    # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 5 for its copy: half of its 20 tokens are computed for
     # each, with 6 FLOPs for each weight and token at 4 TFLOP/s.
     assert machine.training == pytest.approx(3 * GIB * (20 + 10) / 20 / 4e12)
     with pytest.raises(FieldError, match=r"tensor_parallel_size = 1: .* use 2"):

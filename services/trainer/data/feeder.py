@@ -135,7 +135,7 @@ class Feeder:
         return self._tracker.issued_groups - self._tracker.lost_groups
 
     def begin_step(self, wait_share: float) -> None:
-        """A step has its batch, for which it waited this share of the time since the step before."""
+        """A step has its batch, for which it waited this share of the time since the step before, with `max_lag` not reached."""
         open_groups = self._tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
