@@ -109,6 +109,7 @@ def compared(run_dir: Path, decode_steps: Mapping[str, Sequence[float]]) -> dict
         "dropped_stale": sum(ended[1::2]) / max(1, sum(ended)),
         "simulated_dropped_stale": simulated.stale_share,
         "decode_step_ms": 1e3 * float(curve.step_time(recipe.actor.sequences_in_progress)),
+        "decode_step_ms_by_number": {round(number, 1): 1e3 * number / rate for number, rate in curve.points},
         "steps": len(half),
     }
 
@@ -126,26 +127,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="arithmetic", help="recipe file or name")
     parser.add_argument(
-        "--cases", nargs="+", default=list(CASES), help="pipeline, or conventional-G; others keep their results"
+        "--cases", nargs="+", default=list(CASES), help="pipeline, or conventional-G; other recipes keep their results"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     file = arguments.output / f"{NAME}.json"
-    rows = {row["case"]: row for row in kept_rows(file, "case", arguments.cases)}
+    rows = kept_rows(file, "recipe", [arguments.recipe])
     with tempfile.TemporaryDirectory() as folder:
         for case in arguments.cases:
-            recipe, decoding = (
-                recipe_of(arguments.recipe, case, arguments.steps),
-                Path(folder) / f"{case}.json",
-            )
+            recipe, decoding = recipe_of(arguments.recipe, case, arguments.steps), Path(folder) / f"{case}.json"
             load_before = round(os.getloadavg()[0], 2)
             commands = {"actor": (sys.executable, "-m", "benchmarks.timed_actor", str(decoding))}
             run_dir, _ = run_steps(recipe, Path(folder) / case, commands, arguments.steps, WITHIN_S)
-            rows[case] = {"case": case, **compared(run_dir.path, read_json(decoding)), "load_before": load_before}
-            print(rows[case], file=sys.stderr, flush=True)
-    machine = {"cores": available_cores()}
-    write_result(file, {"benchmark": NAME, "recipe": arguments.recipe, "machine": machine, "rows": list(rows.values())})
+            figures = compared(run_dir.path, read_json(decoding))
+            rows.append({"recipe": arguments.recipe, "case": case, **figures, "load_before": load_before})
+            print(rows[-1], file=sys.stderr, flush=True)
+    write_result(file, {"benchmark": NAME, "machine": {"cores": available_cores()}, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -200,6 +200,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "load_before",
     ),
     "simulated_runs": (
+        "recipe",
         "case",
         "tokens_per_s",
         "simulated_tokens_per_s",
