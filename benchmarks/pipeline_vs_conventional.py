@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -50,6 +49,7 @@ from pipelinerl.recipe.loading import load_recipe
 
 NAME, AT_EQUAL_LAG = "pipeline_vs_conventional", "pipeline_at_equal_lag"
 CONVENTIONAL = "conventional"
+MODES = (PIPELINE, CONVENTIONAL)
 SIDES = (
     PIPELINE, *(f"{PIPELINE}-{lag}" for lag in (1, 3, 7)), *(f"{CONVENTIONAL}-{steps}" for steps in (1, 2, 4, 8)),
 )  # fmt: skip
@@ -103,8 +103,9 @@ class Side:
 
 
 def whole_phases(steps: int, sides: Sequence[Side]) -> int:
-    """At least `steps`: so many that every conventional side ends with a whole phase. Pure."""
-    phase = math.lcm(*(side.number or 1 for side in sides if side.mode == CONVENTIONAL))
+    """At least `steps`: so many that every conventional side ends with a whole phase, the default ones always among them, so
+    that runs of a few sides belong to the same comparison. Pure."""
+    phase = math.lcm(*(side.number or 1 for side in (*map(Side.parse, SIDES), *sides) if side.mode == CONVENTIONAL))
     return -(-steps // phase) * phase
 
 
@@ -119,17 +120,18 @@ def best_at_lags(found: Mapping[str, Sequence[SideRun]], recipe: Recipe, accurac
     `_fastest`: the side of most samples per second; `throughput_ratio`: the pipeline's to the other's; `token_ratio`:
     the same by trained tokens per second, where a side gains nothing by dropping long sequences as stale.
     `_soonest`: the side with the shortest median time to the accuracy; `time_ratio`: the conventional one's to the pipeline's,
-    over seeds that both have. Above 1 the pipeline is better.
+    over seeds that both have. Above 1 the pipeline is better. Of each mode only the sides with the most seeds are asked.
     """
-    lag_of = {name: Side.parse(name).largest_lag(recipe) for name in found}
+    most_of = {mode: max((len(found[name]) for name in found if name.startswith(mode)), default=0) for mode in MODES}
+    of_all = [name for mode in MODES for name in found if name.startswith(mode) and len(found[name]) == most_of[mode]]
+    lag_of = {name: Side.parse(name).largest_lag(recipe) for name in of_all}
     bounds = sorted({lag for name, lag in lag_of.items() if name.startswith(CONVENTIONAL) and lag > 0})
     throughput = {name: median([run.figures["samples_per_s"] for run in runs]) or 0.0 for name, runs in found.items()}
     time_s = {name: compared(runs, (), accuracy)[0].value for name, runs in found.items()}
     rows = []
     for bound in [*bounds, math.inf]:
         of_mode = {
-            mode: [name for name, lag in lag_of.items() if name.startswith(mode) and lag <= bound]
-            for mode in (PIPELINE, CONVENTIONAL)
+            mode: [name for name, lag in lag_of.items() if name.startswith(mode) and lag <= bound] for mode in MODES
         }
         if not all(of_mode.values()):
             continue
@@ -163,13 +165,12 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, "mode=pipeline"])
     steps = whole_phases(arguments.steps or recipe.trainer.steps, list(sides.values()))
     recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
-    load_before = round(os.getloadavg()[0], 2)
 
     def make_run(side: str, of_seed: Recipe, initial: str) -> Run:
         return partial(run_recipe, sides[side].changed(of_seed), arguments.every)
 
     found = measure(recipe, arguments, make_run)
-    rows, best = comparison_rows(recipe, found, arguments, load_before), best_at_lags(found, recipe, arguments.accuracy)
+    rows, best = comparison_rows(recipe, found, arguments), best_at_lags(found, recipe, arguments.accuracy)
     print(table(rows, COLUMNS[NAME]), table(best, COLUMNS[AT_EQUAL_LAG]), sep="\n\n")
     if arguments.quick:
         return

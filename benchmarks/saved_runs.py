@@ -109,12 +109,19 @@ class SavedRun:
 
 
 def product_code(root: Path = ROOT) -> str:
-    """Of the code that runs: another one, other 8 hex digits."""
+    """Of the code that runs, TRL's version included: another one, other 8 hex digits."""
     digest = hashlib.sha256()
-    for file in sorted(file for part in ("pipelinerl", "services") for file in (root / part).rglob("*.py")):
+    product = [file for part in ("pipelinerl", "services") for file in (root / part).rglob("*.py")]
+    for file in sorted([*product, *(root / name for name in BESIDE_PRODUCT)]):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:8]
 
+
+BESIDE_PRODUCT = (
+    "requirements/trl.txt",
+    *(f"benchmarks/{name}.py" for name in ("saving_trainer", "trl_run", "versus_trl")),
+)
+"""What else decides what a kept run is."""
 
 Run = Callable[[Path], tuple[dict[int, float], dict[str, Any]]]
 """Runs in a folder that is there and empty, saves policies in it, and returns `times_s` and `figures`."""
@@ -129,9 +136,9 @@ def saved_run(folder: Path, run: Run) -> SavedRun:
     if not is_kept(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        code = product_code()
+        code, load_before = product_code(), round(os.getloadavg()[0], 2)
         times_s, figures = run(folder)
-        write_json(folder / RUN, {"times_s": times_s, "figures": figures, "code": code})
+        write_json(folder / RUN, {"times_s": times_s, "figures": {**figures, "load_before": load_before}, "code": code})
     content = json.loads((folder / RUN).read_text(encoding="utf-8"))
     times_s = {int(version): time_s for version, time_s in content["times_s"].items()}
     return SavedRun(folder, times_s, content["figures"], content["code"])
@@ -162,12 +169,15 @@ def run_recipe(recipe: Recipe, every: int, folder: Path) -> tuple[dict[int, floa
 
 def times_of(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Seconds to each version since the first one was served, when the first step began to wait; the records' `saving_s` taken
-    off. Pure."""
+    off. The last record comes later than its step: after the last evaluation. Pure."""
     began_s = records[0]["time_s"] - records[0]["step_s"]["total"]
+    ended_s = [record["time_s"] for record in records]
+    if len(records) > 1:
+        ended_s[-1] = ended_s[-2] + records[-1]["step_s"]["total"]
     saved_s = accumulate(record["saving_s"] for record in records)
     return {
-        record["policy_version"]: round(record["time_s"] - began_s - saving_s, 4)
-        for record, saving_s in zip(records, saved_s, strict=True)
+        record["policy_version"]: round(end_s - began_s - saving_s, 4)
+        for record, end_s, saving_s in zip(records, ended_s, saved_s, strict=True)
     }
 
 

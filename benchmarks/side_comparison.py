@@ -201,10 +201,10 @@ def curve(run: JudgedRun, batch_size: int) -> list[dict[str, Any]]:
 
 
 def comparison_rows(
-    recipe: Recipe, found: Mapping[str, Sequence[SideRun]], arguments: argparse.Namespace, load_before: float
+    recipe: Recipe, found: Mapping[str, Sequence[SideRun]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each side, with its `runs`."""
-    conditions = {"steps": recipe.trainer.steps, "problems": arguments.problems, "load_before": load_before}
+    conditions = {"steps": recipe.trainer.steps, "problems": arguments.problems}
     return [
         {
             "recipe": recipe.name,

@@ -64,7 +64,7 @@ def learned_timing(records: Sequence[Record], curve: DecodeCurve, in_progress: i
         return statistics.fmean(record["step_s"].get(phase, 0.0) for record in records)
 
     tokens = statistics.fmean(record["tokens_trained"] for record in records)
-    phases = {name: mean(name) for name in ("total", "wait", "compute", "snapshot", "send", "checkpoint")}
+    phases = {name: mean(name) for name in ("total", "wait", "compute", "snapshot", "send")}
     beside = phases["total"] - sum(phases[name] for name in ("wait", "compute", "snapshot", "send"))
     updates = [record["weight_update"]["round_trip_s"] for record in records if record["weight_update"]]
     until_a_step_ends = float(curve.step_time(in_progress)) / 2
@@ -80,7 +80,7 @@ def learned_timing(records: Sequence[Record], curve: DecodeCurve, in_progress: i
 def compared(run_dir: Path, decode_steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """What the second half of a run did, and what the simulator makes of it."""
     recipe = load_recipe(str(run_dir / "recipe.yaml"))
-    records = read_jsonl(run_dir / "metrics.jsonl")
+    records = read_jsonl(run_dir / "metrics.jsonl")[:-1]  # the last one comes after an evaluation
     half = records[len(records) // 2 :]
     lengths, _ = trained_lengths(run_dir, recipe.sampling.max_tokens)
     curve = decode_curve(decode_steps)
@@ -88,7 +88,7 @@ def compared(run_dir: Path, decode_steps: Mapping[str, Sequence[float]]) -> dict
     endless = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": 10_000_000})})
     simulated = simulate(
         endless, timing, lengths,
-        num_actors=recipe.actor.count, num_ranks=recipe.trainer.nproc, warmup_steps=40, steps=SIMULATED_STEPS,
+        num_actors=recipe.actor.count, num_ranks=1, warmup_steps=40, steps=SIMULATED_STEPS,
     )  # fmt: skip
     span_s = half[-1]["time_s"] - records[len(records) // 2 - 1]["time_s"]
     lags: Counter[int] = Counter()

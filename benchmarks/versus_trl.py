@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -163,7 +162,7 @@ def main() -> None:
     steps = [f"trainer.steps={arguments.steps}"] if arguments.steps else []
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *steps, "mode=pipeline"])
     check_equivalent(recipe, [one for one in map(TrlSettings.parse, arguments.sides) if one is not None])
-    path, load_before = arguments.output / f"{NAME}.json", round(os.getloadavg()[0], 2)
+    path = arguments.output / f"{NAME}.json"
 
     def make_run(side: str, of_seed: Recipe, initial: str) -> Run:
         settings = TrlSettings.parse(side)
@@ -171,7 +170,7 @@ def main() -> None:
             return partial(run_recipe, of_seed, arguments.every)
         return partial(run_trl, of_seed, initial, settings, arguments.every)
 
-    rows = comparison_rows(recipe, measure(recipe, arguments, make_run), arguments, load_before)
+    rows = comparison_rows(recipe, measure(recipe, arguments, make_run), arguments)
     print(table(rows, COLUMNS[NAME]))
     if arguments.quick:
         return

@@ -379,7 +379,7 @@ class AlgorithmConfig(Section):
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
         description="What of a sequence `max_lag` bounds: the lag of its `oldest_token`, or the `mean` over its tokens, which "
-        "drops fewer long sequences.",
+        "drops fewer long sequences, and short ones that waited for them.",
     )
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
 

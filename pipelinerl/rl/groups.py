@@ -135,11 +135,19 @@ class IssueBounds:
         return self._held_back > 0 and not self._waited
 
     def begin_step(
-        self, num_actors: int, unlost: int, num_open: int, wait_share: float, *, issued: int, oldest_open: int
+        self,
+        num_actors: int,
+        unlost: int,
+        num_open: int,
+        wait_share: float,
+        *,
+        for_max_lag: bool,
+        issued: int,
+        oldest_open: int,
     ) -> None:
         """A step has its batch. `num_open`: groups that are not complete; `oldest_open`: number of the oldest of them, in order
         of issue from 0; `issued`: the next group's number. `wait_share`: of the time since the step before, in which the
-        trainer waited for sequences."""
+        trainer waited for sequences; `for_max_lag`: since the staleness bound held actors back, which no limit mends."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -147,7 +155,7 @@ class IssueBounds:
         self._waited = wait_share > WAIT_SHARE
         if oldest_open >= self._changed_at:
             self._left_over.append(self._unused(unlost) - num_open)
-        if self._waited:
+        if self._waited and not for_max_lag:
             self._set(limit + max(self._group_size, limit // 8), num_actors, issued)
         elif len(self._left_over) > limit / self._batch_size:
             standing = min(self._left_over)

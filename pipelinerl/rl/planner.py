@@ -38,7 +38,7 @@ CONTROL_S = 0.25e-3
 """Seconds of an update's messages for each actor: benchmarks/README.md, control_channel, 1,000 members."""
 AS_FAST = 0.99
 """Of the highest rate: a difference that no model tells."""
-IN_PROGRESS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """A decode step below that is one of which a data sheet says little: engines need milliseconds around it."""
 MOST_PER_ACTOR = 64
@@ -121,6 +121,9 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
     """
     engine, per_actor = recipe.actor.engine, recipe.actor.engine.tensor_parallel_size
     memory_gib = per_actor * (accelerator.memory_gib * engine.gpu_memory_utilization - ENGINE_GIB)
+    if memory_gib <= 0:
+        fix = f"leaves nothing of the {accelerator.memory_gib:,.0f} GiB of {accelerator.name} for weights; use more"
+        raise FieldError("actor.engine.gpu_memory_utilization", engine.gpu_memory_utilization, fix)
     kv_gib = memory_gib - model.weights_bytes / GIB
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -140,7 +143,7 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
     return Machine(
         accelerator.name,
         per_actor,
-        DecodeCurve(tuple((float(h), h / step_s(h)) for h in (1, *IN_PROGRESS))),
+        DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS)),
         computed / (accelerator.flops * TRAINING_EFFICIENCY),
         kv_gib,
         accelerator.memory_gib,
@@ -224,7 +227,7 @@ def make_plan(
     if sequences_in_progress and sequences_in_progress > most_in_progress:
         fix = f"the KV cache of an actor holds {most_in_progress} of them; use at most that"
         raise FieldError("--sequences-in-progress", sequences_in_progress, fix)
-    candidates = [h for h in IN_PROGRESS if h <= most_in_progress] or [most_in_progress]
+    candidates = [h for h in IN_PROGRESS if h <= most_in_progress]
     most_actors = (num_accelerators - fewest_ranks) // per_actor
     workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
     splits = [

@@ -283,11 +283,11 @@ class _Run:
                 counts.append(actor.count)
                 versions.append(actor.to_swap)
             actor.to_swap = None
+        heldout = sum(group is None for *_, group in finished)
+        actor.evaluating -= heldout
+        self.heldout_left -= heldout
         for end, _, begin, group in finished:
-            if group is None:
-                actor.evaluating -= 1
-                self.heldout_left -= 1
-            else:
+            if group is not None:
                 self._arrive(group, self._spans(actor, begin, end))
         self._fill(actor)
         for length, group in actor.joining:
@@ -387,13 +387,14 @@ class _Run:
         yield from self._offer()
         yield lambda: self.served == 0
         self._resume(self._evaluate(0))
-        batch_at = self.now
+        batch_at, waited = self.now, 0.0
         for version in range(steps):
-            asked_at, held_by_max_lag = self.now, self.bounds.held_by_max_lag(self.served, self.issued - self.lost)
+            for_max_lag = self.bounds.held_by_max_lag(self.served, self.issued - self.lost)
+            asked_at = self.now
             yield self._has_batch
-            last_at, batch_at = batch_at, self.now
-            waited = batch_at > last_at and not held_by_max_lag
-            wait_share = (batch_at - asked_at) / (batch_at - last_at) if waited else 0.0
+            waited += self.now - asked_at
+            wait_share = waited / (self.now - batch_at) if waited else 0.0
+            batch_at, waited = self.now, 0.0
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]
@@ -402,6 +403,7 @@ class _Run:
                 self.issued - self.lost,
                 len(self.open),
                 wait_share,
+                for_max_lag=for_max_lag,
                 issued=self.issued,
                 oldest_open=next(iter(self.open), self.issued),
             )
@@ -421,7 +423,9 @@ class _Run:
                 if measure:
                     yield lambda: self.held_above is None
                 elif self.held_above is not None and self.served != self.offered > self.held_above:  # passed over
+                    asked_at = self.now
                     yield lambda: self.held_above is None or self._has_batch()
+                    waited = self.now - asked_at
                     if self.held_above is not None:
                         continue
                 yield from self._offer()

@@ -120,17 +120,16 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
     """What is wrong with a lag limit below `lag`, the largest of this recipe: the feeder holds back what would fill the places,
-    and long sequences are too old when they end. None where nothing is.
+    and sequences are too old when their group is complete. None where nothing is.
 
-    Lag falls evenly from a sequence's oldest token to its newest: a limit of the mean needs to be half as large."""
+    The same for a limit of the mean lag: short samples wait for a long one of their group, and all of their tokens age."""
     max_lag = recipe.algorithm.max_lag
-    needed = lag if recipe.algorithm.max_lag_of == "oldest_token" else math.ceil(lag / 2)
-    if max_lag is None or needed <= max_lag:
+    if max_lag is None or lag <= max_lag:
         return None
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
     fix = (
         f"is below the largest lag when all places are in use, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
-        f"long sequences are dropped; use at least {needed}{others}"
+        f"sequences are dropped as stale; use at least {lag}{others}"
     )
     return FieldError("algorithm.max_lag", max_lag, fix)
 

@@ -167,7 +167,7 @@ class OptimizerLoop:
             batch, prepared = await (self._next or self._prepared(self.version))
         self.waiting_for = ""
         last_at, self._batch_at = self._batch_at, time.monotonic()
-        self._feeder.begin_step(0.0 if held_by_max_lag else seconds["wait"] / (self._batch_at - last_at))
+        self._feeder.begin_step(seconds["wait"] / (self._batch_at - last_at), for_max_lag=held_by_max_lag)
         async with self.checkpoints.step():
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned beside the computation of this one

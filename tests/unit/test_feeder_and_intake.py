@@ -47,7 +47,7 @@ async def test_what_is_in_flight_follows_actors_arrivals_and_steps() -> None:
         await one.until(lambda: one.intake.num_ready == 2)
         assert (one.feeder.in_flight, one.feeder.allowance) == (70, 0)
         assert len(await one.intake.take_batch(version=0)) == 2
-        one.feeder.begin_step(wait_share=1.0)
+        one.feeder.begin_step(wait_share=1.0, for_max_lag=False)
         assert one.feeder.in_flight == 66
         assert len(await one.take_issued()) == 1
         assert one.tracker.issued_groups == 36

@@ -187,10 +187,14 @@ def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
 def test_the_freshness_limit_by_hand() -> None:
     bounds = fresh(group_size=2, batch_size=8, slots=16)
 
-    def begin(left_over: int, wait_share: float = 0.0, oldest_open: int = 0) -> int | None:
+    def begin(
+        left_over: int, wait_share: float = 0.0, oldest_open: int = 0, *, for_max_lag: bool = False
+    ) -> int | None:
         """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
         unlost = 4 * (bounds.steps_begun + 1) + left_over
-        bounds.begin_step(1, unlost, 0, wait_share, issued=unlost, oldest_open=oldest_open or unlost)
+        bounds.begin_step(
+            1, unlost, 0, wait_share, for_max_lag=for_max_lag, issued=unlost, oldest_open=oldest_open or unlost
+        )
         assert bounds.in_flight(unlost, num_waiting=3) == 2 * left_over - 3
         return bounds.limit(1)
 
@@ -201,6 +205,8 @@ def test_the_freshness_limit_by_hand() -> None:
     assert [begin(left_over) for left_over in (3, 0, 3, 3)] == [22] * 4, (
         "one step had nothing left over: no queue stands"
     )
+    assert begin(0, wait_share=0.5, for_max_lag=True) == 22, "a higher limit would not help"
+    assert not bounds.holds_actors_back, "the trainer waits"
     assert begin(0, wait_share=0.5) == 24
     assert not bounds.holds_actors_back, "the trainer waits"
     assert [begin(0, wait_share=0.5) for _ in range(2)] == [26, 26]
@@ -212,13 +218,13 @@ def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
     bounds, unlost = fresh(group_size=2, batch_size=8, slots=16), 0
     while bounds.limit(2) != 8:
         unlost = 4 * (bounds.steps_begun + 1) + 13
-        bounds.begin_step(2, unlost, 0, 0.0, issued=unlost, oldest_open=unlost)
+        bounds.begin_step(2, unlost, 0, 0.0, for_max_lag=False, issued=unlost, oldest_open=unlost)
     unlost = 4 * bounds.steps_begun + 4
     assert bounds.allowance(0, 2, unlost, 0) == 0, "a batch is in flight"
     # One of the two is gone, with up to 16 + 2 of them: as many more, and never less than a batch, come from the other.
     assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 8]
     assert bounds.allowance(0, 1, unlost, 0) == 9
-    bounds.begin_step(1, unlost + 4, 0, 0.5, issued=unlost + 4, oldest_open=unlost)
+    bounds.begin_step(1, unlost + 4, 0, 0.5, for_max_lag=False, issued=unlost + 4, oldest_open=unlost)
     assert [bounds.limit(actors) for actors in (1, 2)] == [26, 44]
 
 
@@ -250,7 +256,9 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(
         waits.append(now - ready_at)
         left_over.append(complete)
         num_open, wait_share = len(generating) + queued, waits[-1] / (waits[-1] + trainer_s)
-        bounds.begin_step(actors, unlost, num_open, wait_share, issued=unlost, oldest_open=unlost - num_open)
+        bounds.begin_step(
+            actors, unlost, num_open, wait_share, for_max_lag=False, issued=unlost, oldest_open=unlost - num_open
+        )
         ends_at = now + trainer_s
         fill_slots()
         while generating and generating[0] <= ends_at:

@@ -76,11 +76,12 @@ async def bench(run_dir: Path, *, skipped: str = "", **sections: Any) -> AsyncIt
 
 async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
-        wait_shares: list[float] = []
-        one.run.feeder.begin_step = wait_shares.append  # type: ignore[method-assign]
-        one.run.feeder.bounds.held_by_max_lag = lambda *_: len(wait_shares) > 1  # type: ignore[method-assign]
+        waits: list[tuple[float, bool]] = []
+        one.run.feeder.begin_step = lambda share, for_max_lag: waits.append((share, for_max_lag))  # type: ignore[method-assign]
+        one.run.feeder.bounds.held_by_max_lag = lambda *_: len(waits) > 1  # type: ignore[method-assign]
         await one.loop.run()
-        assert [0 < share <= 1 for share in wait_shares] == [True, True, False, False]
+        assert [for_max_lag for _, for_max_lag in waits] == [False, False, True, True]
+        assert all(0 <= share <= 1 for share, _ in waits)
         steps = [f"{what} {step}" for step in range(4) for what in ("snapshot", "step")]
         assert one.policy.calls == [*steps, "snapshot 4"]
         assert one.policy.threads == {"compute"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,17 @@ from pipelinerl.cli import main
 from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.planner import GIB, Accelerator, Machine, Model, estimated, make_plan, play, tokens_held
+from pipelinerl.rl.planner import (
+    GIB,
+    Accelerator,
+    Machine,
+    Model,
+    estimated,
+    longest_prompt,
+    make_plan,
+    play,
+    tokens_held,
+)
 from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
 from tests.unit.builders import make_recipe
 
@@ -42,6 +53,8 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
     # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 5 for its copy: half of its 20 tokens are computed for
     # each, with 6 FLOPs for each weight and token at 4 TFLOP/s.
     assert machine.training == pytest.approx(3 * GIB * (20 + 10) / 20 / 4e12)
+    with pytest.raises(FieldError, match=r"gpu_memory_utilization = 1.0: leaves nothing of the 3 GiB of round"):
+        estimated(replace(ROUND, memory_gib=3.0), model, recipe_with(4), TWO_LENGTHS)
     with pytest.raises(FieldError, match=r"tensor_parallel_size = 1: .* use 2"):
         estimated(ROUND, Model(5.5 * GIB, GIB / 32.5), recipe_with(4), TWO_LENGTHS)
 
@@ -71,6 +84,10 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
         make_plan(recipe_with(0), model, machine, lengths, 9)
     with pytest.raises(FieldError, match=r"--sequences-in-progress = 50000: .* holds \d+ of them"):
         make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=50000)
+    two = 2.5 * tokens_held(lengths, longest_prompt(recipe_with(None))) * model.kv_bytes / GIB
+    tight = make_plan(recipe_with(None), model, replace(machine, kv_gib=two), lengths, 9)
+    assert tight.split.sequences_in_progress == 2
+    assert any("the KV cache of an actor holds 2" in reason for reason in tight.reasons)
 
 
 def test_a_part_of_a_large_system_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from benchmarks import saved_policies, side_comparison
 from benchmarks.crossing import JudgedRun, crossing_estimates, crossing_time
 from benchmarks.pipeline_vs_conventional import Side, best_at_lags, whole_phases
 from benchmarks.saved_policies import decode, heldout_problems
-from benchmarks.saved_runs import judged, lags, product_code, saved_run, times_of
+from benchmarks.saved_runs import BESIDE_PRODUCT, judged, lags, product_code, saved_run, times_of
 from benchmarks.side_comparison import SideRun, curve
 from benchmarks.trl_environment import pinned
 from benchmarks.versus_trl import TrlSettings, check_equivalent, loss_scale
@@ -133,12 +133,13 @@ def test_trl_is_told_the_same_training_or_the_recipe_is_refused() -> None:
 
 
 def test_other_code_is_known_by_its_digits(tmp_path: Path) -> None:
-    known = [product_code(tmp_path)]
-    for name, text in (("pipelinerl/a.py", "1"), ("services/b.py", "1"), ("services/b.py", "2"), ("docs/c.py", "1")):
+    files = [*((name, "1") for name in BESIDE_PRODUCT), ("pipelinerl/a.py", "1"), ("services/b.py", "1")]
+    known = []
+    for name, text in (*files, ("services/b.py", "2"), ("requirements/trl.txt", "2"), ("docs/c.py", "1")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        known.append(product_code(tmp_path))
-    assert len(set(known)) == 4
+        known += [product_code(tmp_path)] if (tmp_path / BESIDE_PRODUCT[-1]).exists() else []
+    assert len(set(known)) == len(known) - 1 == 5
     assert known[-1] == known[-2], "what does not run in it changes nothing"
 
 
@@ -149,11 +150,12 @@ def test_both_environments_have_the_same_torch_and_rewards() -> None:
 
 
 def test_no_clock_counts_the_saving_of_policies() -> None:
-    """The first step began 2 s before its record; each of the first two records' saving is missing from all times after it."""
+    """The first step began 2 s before its record; each of the first two records' saving is missing from all times after it.
+    The last record was written 1.5 s after its step, when the policy had been evaluated."""
     records = [
         {"policy_version": 1, "time_s": 5.0, "step_s": {"total": 2.0}, "saving_s": 0.5, "lag_histogram": {"0": 30}},
         {"policy_version": 2, "time_s": 7.0, "step_s": {"total": 2.0}, "saving_s": 0.25, "lag_histogram": {"0": 10, "2": 40}},
-        {"policy_version": 3, "time_s": 8.0, "step_s": {"total": 1.0}, "saving_s": 0.0, "lag_histogram": {"1": 20}},
+        {"policy_version": 3, "time_s": 9.5, "step_s": {"total": 1.0}, "saving_s": 0.0, "lag_histogram": {"1": 20}},
     ]  # fmt: skip
     assert times_of(records) == {1: 1.5, 2: 3.25, 3: 4.25}
     assert lags(records) == {"lag_mean": 1.0, "lag_max": 2.0}
@@ -204,13 +206,13 @@ def test_sides_of_both_modes_differ_in_the_mode_and_its_lag_alone() -> None:
     for wrong in ("pipeline-0", "conventional", "conventional-x", "trl"):
         with pytest.raises(FieldError, match="--sides"):
             Side.parse(wrong)
-    assert whole_phases(10, [Side.parse(text) for text in ("pipeline-7", "conventional-2", "conventional-3")]) == 12
+    assert whole_phases(10, [Side.parse(text) for text in ("pipeline-7", "conventional-2", "conventional-3")]) == 24
 
 
 def test_the_best_of_each_mode_are_compared_at_equal_largest_lag() -> None:
     """Half of the problems are answered after `time_s`. With lag at most 1: pipeline-1 (10 and 20 s for two seeds) against
-    conventional-2 (24 and 36 s), not conventional-1. With any lag conventional-4 is faster, and soonest, with one seed.
-    pipeline-1 trains on shorter sequences."""
+    conventional-2 (24 and 36 s), not conventional-1. With any lag conventional-4 is faster, and soonest. conventional-8 has one
+    seed alone. pipeline-1 trains on shorter sequences."""
 
     def side(rate: float, *times_s: float, tokens: float = 50.0) -> list[SideRun]:
         figures = {"samples_per_s": rate, "completion_tokens": tokens}
@@ -221,12 +223,13 @@ def test_the_best_of_each_mode_are_compared_at_equal_largest_lag() -> None:
         "pipeline-1": side(150, 10, 20, tokens=40.0),
         "conventional-1": side(80, 30, 50),
         "conventional-2": side(100, 24, 36),
-        "conventional-4": side(120, 20),
+        "conventional-4": side(120, 18, 27),
+        "conventional-8": side(500, 1),
     }
     lag_1, lag_3, any_lag = best_at_lags(found, load_recipe("arithmetic"), 0.5)
     assert (lag_1["largest_lag"], lag_1["throughput_ratio"], lag_1["time_ratio"], lag_1["seeds"]) == (1, 1.5, 2.0, 2)
     assert (lag_1["token_ratio"], any_lag["token_ratio"]) == (1.2, 1.5)
     assert (lag_1["pipeline_fastest"], lag_1["conventional_soonest"]) == ("pipeline-1", "conventional-2")
-    assert (lag_3["largest_lag"], lag_3["throughput_ratio"], lag_3["time_ratio"], lag_3["seeds"]) == (3, 1.25, 2.0, 1)
+    assert (lag_3["largest_lag"], lag_3["throughput_ratio"], lag_3["time_ratio"], lag_3["seeds"]) == (3, 1.25, 1.5, 2)
     assert (any_lag["largest_lag"], any_lag["throughput_ratio"]) == ("any", 1.5)
     assert (any_lag["pipeline_fastest"], any_lag["pipeline_soonest"]) == ("pipeline", "pipeline-1")

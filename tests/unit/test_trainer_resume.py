@@ -85,7 +85,7 @@ class Life:
             with suppress(asyncio.CancelledError):
                 await taking
             return False
-        self.feeder.begin_step(wait_share=0.0)
+        self.feeder.begin_step(wait_share=0.0, for_max_lag=False)
         self.loop._conclude({"skipped": ""}, taking.result())
         self.loop._policy.version = self.run.updater.served_version = self.version  # type: ignore[attr-defined]
         self.feeder.look_again()

@@ -134,8 +134,8 @@ class Feeder:
     def _unlost(self) -> int:
         return self._tracker.issued_groups - self._tracker.lost_groups
 
-    def begin_step(self, wait_share: float) -> None:
-        """A step has its batch, for which it waited this share of the time since the step before, with `max_lag` not reached."""
+    def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
+        """A step has its batch, for which it waited this share of the time since the last one; because of `max_lag` or not."""
         open_groups = self._tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -143,6 +143,7 @@ class Feeder:
             self._unlost,
             len(open_groups),
             wait_share,
+            for_max_lag=for_max_lag,
             issued=self.next_group,
             oldest_open=oldest,
         )
