@@ -4,7 +4,7 @@ The job (`versus_trl.trl_job`) has the recipe, the initial model, and the recipe
 verifier's functions, called in this process. The loss is the recipe's, smaller by the constant `loss_scale`: Adam does not see
 it, and clipping and epsilon are scaled for it. What differs: TRL adds 1e-4 to a group's standard deviation instead of 1e-6, and
 trains on padded rows. With several steps per generation, a token of positive advantage whose importance weight exceeds `clamp`
-has no gradient, where ours has that of the truncated weight.
+has no gradient, where ours has that of the truncated weight; one of negative advantage counts in full, where ours is truncated.
 
 Policies are saved every few steps; the clock stands still meanwhile. Imports nothing of ours that needs torch.
 """
