@@ -41,19 +41,26 @@ NAME = "simulated_runs"
 STEPS, WITHIN_S = 64, 240.0
 CASES = ("pipeline", "conventional-1", "conventional-4")
 SIMULATED_STEPS = 400
+RARE = 0.02
 
 Record = Mapping[str, Any]
 
 
 def decode_curve(steps: Mapping[str, Sequence[float]]) -> DecodeCurve:
-    """Of `timed_actor`'s file, {sequences in progress: (steps, seconds)}: mean seconds of a step, by power-of-two bucket."""
+    """Of `timed_actor`'s file, {sequences in progress: (steps, seconds)}: mean seconds of a step, by power-of-two bucket; without
+    buckets of fewer than `RARE` of the steps, such as those with a held-out sequence beside a full batch."""
     buckets: dict[int, list[float]] = {}
     for in_progress, (count, seconds) in steps.items():
         sums = buckets.setdefault(length_bucket(int(in_progress)), [0.0, 0.0, 0.0])
         for place, value in enumerate((count, int(in_progress) * count, seconds)):
             sums[place] += value
+    enough = RARE * sum(count for count, _ in steps.values())
     return DecodeCurve(
-        tuple((total / count, total / seconds) for _, (count, total, seconds) in sorted(buckets.items()))
+        tuple(
+            (total / count, total / seconds)
+            for _, (count, total, seconds) in sorted(buckets.items())
+            if count >= enough
+        )
     )
 
 
