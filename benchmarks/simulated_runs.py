@@ -47,8 +47,8 @@ Record = Mapping[str, Any]
 
 
 def decode_curve(steps: Mapping[str, Sequence[float]]) -> DecodeCurve:
-    """Of `timed_actor`'s file, {sequences in progress: (steps, seconds)}: mean seconds of a step, by power-of-two bucket; without
-    buckets of fewer than `RARE` of the steps, such as those with a held-out sequence beside a full batch."""
+    """Of `timed_actor`'s file, {sequences in progress: (steps, seconds)}: mean seconds of a step, by power-of-two bucket;
+    without buckets of fewer than `RARE` of the steps, such as those with a held-out sequence beside a full batch."""
     buckets: dict[int, list[float]] = {}
     for in_progress, (count, seconds) in steps.items():
         sums = buckets.setdefault(length_bucket(int(in_progress)), [0.0, 0.0, 0.0])
