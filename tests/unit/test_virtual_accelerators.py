@@ -93,7 +93,8 @@ def test_rates_and_times_to_a_reward_are_compared_with_the_pipeline_s() -> None:
 
 def test_timings_are_learned_from_a_run() -> None:
     """Steps of 2 s: 0.5 waiting, 1 computing 100 tokens, 0.1 + 0.2 for the update, and 0.2 for anything else."""
-    decoding = decode_curve({"2": (1, 1.0), "16": (3, 3.0), "100": (10, 20.0)})
+    rare = {"129": (1, 9.0)}
+    decoding = decode_curve({"2": (10, 10.0), "16": (30, 30.0), "100": (100, 200.0), **rare})
     assert decoding.points == ((12.5, pytest.approx(12.5)), (100.0, pytest.approx(50.0)))
     timing = learned_timing([record(1, 2.0), record(2, 4.0)], decoding, in_progress=100)
     assert (timing.training, timing.step, timing.snapshot) == (0.01, pytest.approx(0.2), pytest.approx(0.1))
