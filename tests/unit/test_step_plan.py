@@ -89,9 +89,9 @@ def test_what_every_plan_keeps(lengths: list[int], budget: int, num_ranks: int, 
 
 
 def test_a_prompt_is_planned_once_for_the_sequences_that_share_it() -> None:
-    """Prompts of 8 tokens: together 8 + 4 + 3 + 2 are computed, and 16 copies in attention take the room of 2 more."""
+    """Prompts of 8 tokens: together 8 + 4 + 3 + 2 are computed, and 16 copies in attention take the room of 4 more."""
     lengths, prompts = [12, 11, 10, 9], [("a", 8), ("a", 8), ("a", 8), ("b", 8)]
-    one = plan_step(lengths, 20, 1, CostModel(1, 10, 0), [4, 3, 2, 1], prompts)
+    one = plan_step(lengths, 21, 1, CostModel(1, 10, 0), [4, 3, 2, 1], prompts)
     assert one.slots == [[[0, 1, 2]], [[3]]]
     assert one.costs == [[17 + 10 * 9], [9 + 10]]
     assert plan_step(lengths, 18, 1, UNIT_COST, None, prompts).slots == [[[0, 1]], [[2]], [[3]]]
