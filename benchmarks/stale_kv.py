@@ -285,7 +285,8 @@ def rows_of(
         means = {arm: mean_by_position(divergences[arm], width, buckets) for arm in ARMS}
         for bucket in range(buckets):
             end = "" if bucket == buckets - 1 else (bucket + 1) * width - 1
-            row: dict[str, Any] = {"recipe": recipe, "positions": f"{bucket * width}-{end}" if buckets > 1 else "all"}
+            row: dict[str, Any] = {"recipe": recipe, "updates": updates}
+            row |= {"positions": f"{bucket * width}-{end}" if buckets > 1 else "all"}
             row |= {"lag": round(lags[bucket], 2), "tokens": means["kept"][bucket][2]}
             for arm in ARMS:
                 mean, error, _ = means[arm][bucket]
@@ -354,7 +355,7 @@ def main() -> None:
     }
     rows = rows_of(recipe.name, arms, divergences, between, arguments.updates)
     print(table(rows, COLUMNS[NAME]))
-    machine = {"system": platform.machine(), "start": arguments.start, "updates": arguments.updates}
+    machine = {"system": platform.machine(), "start": arguments.start}
     path = arguments.output / f"{NAME}.json"
     kept = kept_rows(path, "recipe", [recipe.name])
     write_result(path, {"benchmark": NAME, "machine": machine, "rows": [*kept, *rows]})

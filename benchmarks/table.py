@@ -149,6 +149,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "stale_kv": (
         "recipe",
+        "updates",
         "positions",
         "lag",
         "tokens",
