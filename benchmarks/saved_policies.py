@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import TokenIds
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.tasks.source import Split, make_source
+from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.v1.verifier_pb2 import VerifyItem
 from services.trainer.data.evaluation import is_right
 from services.trainer.data.feeder import EncodedProblem, encode
@@ -49,19 +49,23 @@ def heldout_problems(
     Problems that a run draws in place of stale ones are counted in, up to as many again. Raises `FieldError` for a task that
     has too few.
     """
-    wanted = recipe.task.model_copy(update={"heldout_problems": with_spares(number)})
     groups = 2 * recipe.trainer.steps * recipe.trainer.batch_size // recipe.sampling.group_size
     trained: set[str] = set()
     for seed in seeds:
         source = make_source(recipe.task, seed)
         trained.update(source.problem(Split.TRAIN, index).question for index in range(groups))
-    source = make_source(wanted, recipe.seed)
-    problems = (source.problem(Split.HELDOUT, index) for index in range(wanted.heldout_problems))
-    untrained = [problem for problem in problems if problem.question not in trained]
-    if len(untrained) < number:
-        fix = f"of the held-out problems, only {len(untrained)} are in no run's training; judge on so many, or fewer"
-        raise FieldError("--problems", number, fix)
-    return [encode(problem, recipe.task, tokenizer) for problem in untrained[:number]]
+    untrained: list[Problem] = []
+    for drawn in (with_spares(number), 2 * number, 4 * number):  # each begins with the one before
+        source = make_source(recipe.task.model_copy(update={"heldout_problems": drawn}), recipe.seed)
+        try:
+            problems = [source.problem(Split.HELDOUT, index) for index in range(drawn)]
+        except FieldError:  # the task has not so many
+            break
+        untrained = [problem for problem in problems if problem.question not in trained]
+        if len(untrained) >= number:
+            return [encode(problem, recipe.task, tokenizer) for problem in untrained[:number]]
+    fix = f"of the held-out problems, only {len(untrained)} are in no run's training; judge on so many, or fewer"
+    raise FieldError("--problems", number, fix)
 
 
 class PolicyJudge:
