@@ -197,7 +197,7 @@ class LocalRun:
     async def _start_verifier(self) -> Service:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
-        service = self._service("verifier", lambda: self._launches.verifier(again=address))
+        service = self._service("verifier", lambda: self._launches.verifier(again=address), follows_run=True)
         address = await (await self._start(service)).ready(_VERIFIER_READY_S)
         self._launches.verifier_address = address.grpc
         return service
