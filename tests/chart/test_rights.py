@@ -123,3 +123,6 @@ def test_services_log_in_with_their_own_credentials(rendered: Rendered) -> None:
             assert item == {"key": f"{service}-credentials", "path": "credentials"}
             if volume["secret"]["secretName"] in secrets:
                 assert item["key"] in secrets[volume["secret"]["secretName"]]["data"]
+    verifier = rendered.pod("verifier")
+    assert "nats-credentials" not in {volume["name"] for volume in verifier.spec["volumes"]}
+    assert not {"PIPELINERL_NATS_CREDENTIALS", "HF_TOKEN"} & environment(verifier.main).keys()

@@ -75,6 +75,8 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert not steps  # of its warm-up
     assert run.engine.vocab_size == 256
     assert run.llm.output_handler is not None
+    config = run.llm.vllm_config
+    assert (config.cache_config.enable_prefix_caching, config.model_config.trust_remote_code) == (False, False)
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
     generation = await run.engine.generate(request)
     assert 1 <= len(generation.completion_token_ids) <= 4

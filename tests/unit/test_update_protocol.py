@@ -20,7 +20,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, build_manifest
 from services.actor.generation import ServingGate
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import StagedWeights, WeightLoading
+from services.actor.weight_sync.client import CommitFailed, StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import EvictionCause
@@ -79,6 +79,7 @@ class ScriptedReceiver:
     on_receive: Callable[[PolicyVersion], int] = lambda version: CHECKSUM
     may_receive: asyncio.Event = field(default_factory=_open)
     may_commit: asyncio.Event = field(default_factory=_open)
+    commit_error: TransferError | None = None
     served: list[PolicyVersion] = field(default_factory=list)
     joined: list[tuple[str, int, int]] = field(default_factory=list)
     discards: int = 0
@@ -99,6 +100,8 @@ class ScriptedReceiver:
 
     async def commit(self, version: PolicyVersion) -> float:
         await self.may_commit.wait()
+        if self.commit_error is not None:
+            raise self.commit_error
         self.served.append(version)
         return 0.002
 
@@ -339,6 +342,17 @@ async def test_a_bug_in_a_receive_is_not_swallowed() -> None:
         one.fail("a", ZeroDivisionError("ours"))
         await one.updater.offer(0, "snapshot-0")
         await ends_with(one.actors["a"].task, ZeroDivisionError, "ours")
+
+
+async def test_a_swap_that_breaks_half_way_ends_the_actor_and_one_that_did_not_begin_does_not() -> None:
+    async with stage("a", "b") as one:
+        one.actors["a"].receiver.commit_error = CommitFailed("half of it")
+        one.actors["b"].receiver.commit_error = TransferError("nothing is staged")
+        await one.updater.offer(0, "snapshot-0")
+        await ends_with(one.actors["a"].task, CommitFailed, "half of it")
+        await one.until(lambda: "b: nothing is staged" in one.updater.reasons)
+        assert not one.actors["b"].task.done()
+        assert one.actors["a"].gate.served is None
 
 
 async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serves() -> None:
