@@ -114,7 +114,10 @@ def _medians(
 
 def _estimate(values: NDArray[np.float64]) -> Estimate:
     """Of values of which the first is the estimate and the others are samples. Bounds are samples too: there is nothing between
-    an infinite one and another."""
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(values[1:], [tail, 1 - tail], method="inverted_cdf")
+    an infinite one and another. A sample in which neither side reaches the accuracy tells nothing of their ratio; where most
+    are such, no bound is known."""
+    tail, told = (1 - CONFIDENCE) / 2, values[1:][~np.isnan(values[1:])]
+    if 2 * len(told) < len(values) - 1:
+        told = values[1:]
+    low, high = np.quantile(told, [tail, 1 - tail], method="inverted_cdf")
     return Estimate(float(values[0]), float(low), float(high))
