@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from benchmarks import table
 from deploy.tools import recipe_reference as reference
+from pipelinerl.cli import build_parser
+from pipelinerl.local.progress import RunState, rows
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import RunDir
@@ -21,6 +25,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROO
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+_COMMAND = re.compile(r"^    pipelinerl (\S.*?)(?:  +#.*)?$", re.MULTILINE)
 
 
 def prose(document: Path) -> str:
@@ -85,6 +90,22 @@ def test_every_recipe_field_has_a_meaning() -> None:
         if not field.description and section_of(field.annotation) is None
     ]
     assert silent == []
+
+
+def test_commands_are_known_and_their_recipes_and_settings_valid() -> None:
+    lines = [line for document in DOCUMENTS for line in _COMMAND.findall(document.read_text(encoding="utf-8"))]
+    shipped = {path.stem for path in ROOT.glob("recipes/*.yaml")}
+    parsed = [build_parser().parse_args(shlex.split(line)) for line in lines if "SIZE" not in line]
+    named = [args for args in parsed if getattr(args, "recipe", None) in shipped]
+    assert len(named) > 8
+    for args in named:
+        load_recipe(args.recipe, args.overrides)
+
+
+def test_the_readme_shows_every_row_of_the_progress() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    labels = [label for label, _ in rows(RunState("a", 1), 0.0)]
+    assert [label for label in labels if not re.search(rf"^    {label}  +\S", text, re.MULTILINE)] == []
 
 
 def test_every_recipe_is_described() -> None:
